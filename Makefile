@@ -15,6 +15,9 @@ SOURCES  := src tests bench
 ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests/http/server tests/gateway/test_reload.py
 PARALLEL := --numprocesses auto --maxprocesses 8
 
+# The suite starts many programs. Without compiled files every one of them would compile the sources again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help setup up test lint types suite kernels hostile clients format bench docs locks clean
 
@@ -46,6 +49,9 @@ hostile: $(TESTABLE) ## Attack running programs with full counts; `make test` do
 
 clients: $(TESTABLE) $(CLIENTS) ## Run SDKs, frameworks and coding agents, unmodified, against gateway and node (needs Node)
 	$(BIN)/python -m pytest tests/clients $(ARGS)
+
+distribution: $(TESTABLE) ## Build wheel and sdist and try them in clean environments (needs a package index)
+	CORTEX_TEST_INSTALLATION=1 $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)
 
 format: $(TESTABLE) ## Rewrite the sources in house format
 	$(BIN)/ruff check --fix-only --quiet $(SOURCES)

@@ -28,10 +28,9 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.quantised.experts import PackedExperts
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.moe import MoE
-from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
+from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters, QuantisedMatrix
 from cortex.neuron.models.sizes import kv_bytes_per_token, state_bytes
 from shapes import SHAPES
 from workloads import DECODE_PROMPT_TOKENS, DECODED_TOKENS, Prompt, Workloads, table_row
@@ -122,7 +121,7 @@ class Bench:
         item_bytes = model.parameters.dtype.itemsize
         kv_bytes = (DECODE_PROMPT_TOKENS + DECODED_TOKENS // 2) * kv_bytes_per_token(model.architecture, item_bytes)
         row_bytes = streams * (kv_bytes + state_bytes(model.architecture, item_bytes))
-        unread = self._embedding_bytes() + self._idle_expert_bytes(streams) + self._unread_form_bytes(streams)
+        unread = self._embedding_bytes() + self._idle_expert_bytes(streams)
         read = info.weight_bytes - unread + row_bytes
         return {
             "tok/s": streams / step_s,
@@ -141,15 +140,6 @@ class Bench:
             tensors += [tensor for matrix in model.embedding.packed for tensor in matrix.tensors]
         return sum(tensor.nbytes for tensor in tensors)
 
-    def _unread_form_bytes(self, rows: int) -> int:
-        """Of matrices that are kept dense and in four bits, the form that a batch of `rows` does not read."""
-        parameters = self.engine.model.parameters
-        matrices = {id(binding.matrix): binding.matrix for binding in parameters.four_bit_bindings}.values()
-        if any(rows > matrix.max_rows for matrix in matrices):
-            return sum(matrix.packed.nbytes + matrix.scales.nbytes for matrix in matrices)
-        sources = {binding.source for binding in parameters.four_bit_bindings}
-        return sum(binding.destination.nbytes for binding in parameters.bindings if binding.source in sources)
-
     def _idle_expert_bytes(self, rows: int) -> float:
         """The experts of all layers that a batch of `rows` does not select under uniform routing."""
         idle = 0.0
@@ -167,7 +157,7 @@ class Bench:
         model = self.engine.model
         config = model.config
         matrices = {id(binding.matrix): binding.matrix for binding in model.parameters.packed_bindings}.values()
-        dense_bytes = self.engine.info.weight_bytes - self._unread_form_bytes(tokens) - sum(map(_num_bytes, matrices))
+        dense_bytes = self.engine.info.weight_bytes - sum(map(_num_bytes, matrices))
         dense = dense_bytes / model.parameters.dtype.itemsize
         dense += sum(_num_weights(matrix) for matrix in matrices)
         dense -= config.vocab * config.hidden * (1 if config.tied else 2)  # embedding and head
@@ -190,12 +180,12 @@ class Bench:
         return {"tok/s": self.workloads.requests_tokens_per_s(count)}
 
 
-def _num_bytes(matrix: torch.Tensor | PackedMatrix) -> int:
-    return sum(tensor.nbytes for tensor in matrix.tensors) if isinstance(matrix, PackedMatrix) else matrix.nbytes
+def _num_bytes(matrix: torch.Tensor | QuantisedMatrix) -> int:
+    return matrix.nbytes if isinstance(matrix, torch.Tensor) else sum(tensor.nbytes for tensor in matrix.tensors)
 
 
-def _num_weights(matrix: torch.Tensor | PackedMatrix) -> int:
-    return matrix.outputs * matrix.inputs if isinstance(matrix, PackedMatrix) else matrix.numel()
+def _num_weights(matrix: torch.Tensor | QuantisedMatrix) -> int:
+    return matrix.numel() if isinstance(matrix, torch.Tensor) else matrix.outputs * matrix.inputs
 
 
 def timed(function: Callable[[], object], repeats: int = 20) -> float:

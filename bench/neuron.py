@@ -56,17 +56,16 @@ SCENARIOS = (
     "requests-512",
 )
 FIRST, SECOND = "bench/first", "bench/second"
-SETTLE_S = 8.0
-"""Time for the idle engine to build graphs and plans before throughput is measured."""
 
 
 class Bench:
     """Belongs to one thread. Requests run on the event loop of `runner`."""
 
-    def __init__(self, node: Neuron, checkpoint: Path, runner: asyncio.Runner) -> None:
+    def __init__(self, node: Neuron, checkpoint: Path, runner: asyncio.Runner, settle_s: float) -> None:
         self.node = node
         self.checkpoint = checkpoint
         self.runner = runner
+        self.settle_s = settle_s
         config = json.loads((checkpoint / "config.json").read_text())
         vocab_size = int((config.get("text_config") or config)["vocab_size"])
         self.workloads = Workloads(self.run, vocab_size)
@@ -140,7 +139,7 @@ class Bench:
             return whole[kind]()
         if not self.has_settled:
             self.load_and_generate(FIRST)
-            time.sleep(SETTLE_S)
+            time.sleep(self.settle_s)
             self.has_settled = True
         sized: dict[str, Callable[[int], dict[str, float]]] = {
             "decode": self.decode,
@@ -189,6 +188,12 @@ def main() -> int:
     parser.add_argument("--url", help="a running neuron, instead of a child")
     parser.add_argument("--scenarios", default=",".join(SCENARIOS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--settle-s",
+        type=float,
+        default=8.0,
+        help="time for the idle engine to build graphs and plans before throughput is measured",
+    )
     options = parser.parse_args()
     scenarios: list[str] = options.scenarios.split(",")
     results: dict[str, dict[str, float]] = {}
@@ -202,7 +207,7 @@ def main() -> int:
         checkpoint: Path = options.checkpoint or _random_checkpoint(stack, options.shape, options.folder)
         began_s = time.perf_counter()
         node = Neuron(options.url.rstrip("/")) if options.url else stack.enter_context(running_neuron())[0]
-        bench = Bench(node, checkpoint, runner)
+        bench = Bench(node, checkpoint, runner, options.settle_s)
         discovery: dict[str, Any] = node.call("/discovery")
         device = discovery["devices"][0]["name"]
         print(f"{device}, neuron {discovery['version']}, {options.checkpoint or options.shape}", flush=True)

@@ -35,7 +35,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 
 @pytest.fixture
-def page(browser, stage) -> Iterator[object]:
+def page(browser: object, stage: object) -> Iterator[object]:
     """A new profile on the stage's page. Errors of scripts, and what the policy blocks, fail the test."""
     context = browser.new_context(base_url=stage.url, viewport={"width": 1280, "height": 800})
     context.set_default_timeout(60_000)

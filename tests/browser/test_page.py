@@ -9,6 +9,7 @@ import pytest
 
 from cortex.wire.node import ModelLoad, ModelState, Progress
 
+from ..gateway.fake_neuron import opened_gate
 from .stage import GB, REPLY, DirectedNode, Stage
 
 EVIL = "<img src=x onerror=window.hacked=1>"
@@ -16,7 +17,16 @@ EVIL = "<img src=x onerror=window.hacked=1>"
 
 
 @pytest.fixture(scope="module")
-def node(stage: Stage) -> Iterator[DirectedNode]:
+def wide(stage: Stage) -> DirectedNode:
+    """A node with one model over both of its devices, which the catalogue pins, and no room for sleeping models."""
+    started = DirectedNode("wide", sizes={"wide-model": 20 * GB}, kv={"wide-model": 4 * GB}, total_bytes=12 * GB)
+    started.device_names, started.places, started.can_sleep = ("GPU", "GPU"), {"wide-model": (0, 1)}, False
+    started.states["wide-model"] = ModelState.READY
+    return stage.add(started)
+
+
+@pytest.fixture(scope="module")
+def node(stage: Stage, wide: DirectedNode) -> Iterator[DirectedNode]:
     """The node of most tests, behind an open gateway together with one that is down."""
     sizes = {"small": 2 * GB, "large": 20 * GB, "cold": 4 * GB, f"org/{EVIL}": GB}
     started = stage.add(DirectedNode("beast", sizes=sizes, kv={"small": GB}, foreign_bytes=GB))
@@ -24,14 +34,14 @@ def node(stage: Stage) -> Iterator[DirectedNode]:
     started.states[f"org/{EVIL}"] = ModelState.FAILED
     started.reasons[f"org/{EVIL}"] = EVIL
     gone = stage.add(DirectedNode("cellar"))
-    stage.open_gateway(models='[[models]]\nid = "small"')
+    stage.open_gateway(models='[[models]]\nid = "small"\n[[models]]\nid = "wide-model"\npinned_on = ["wide"]')
     stage.call(gone.stop())
     return started
 
 
 @pytest.fixture(autouse=True)
 def _as_before(node: DirectedNode) -> None:
-    node.script, node.pause_s, node.load_gate = list(REPLY), 0.0, None
+    node.script, node.pause_s, node.load_gate = list(REPLY), 0.0, opened_gate()
     node.progress.clear()
     for model in ("large", "cold"):
         node.states.pop(model, None)
@@ -43,7 +53,7 @@ def card(page, name: str):
     return page.locator(f"article[aria-label='Node {name}']")
 
 
-def test_fleet_shows_nodes_devices_and_models(page) -> None:
+def test_fleet_shows_nodes_devices_and_models(page: object) -> None:
     page.goto("#/fleet")
     beast = card(page, "beast")
     beast.get_by_text("2 in flight").wait_for()
@@ -51,10 +61,45 @@ def test_fleet_shows_nodes_devices_and_models(page) -> None:
     assert "51 °C" in beast.inner_text()
     beast.locator(".sparkline").wait_for()
     card(page, "cellar").get_by_text("down", exact=True).wait_for()
-    page.get_by_text("1 up, 1 down").wait_for()
+    page.get_by_text("2 up, 1 down").wait_for()
 
 
-def test_cold_load_is_watched_to_ready(page, stage: Stage, node: DirectedNode) -> None:
+def test_model_over_two_devices_is_on_both_bars(page: object, wide: DirectedNode) -> None:
+    page.goto("#/fleet")
+    two = card(page, "wide")
+    two.get_by_text("2 × 10.0 GiB").wait_for()
+    labels = [bar.get_attribute("aria-label") for bar in two.locator(".bar").all()]
+    part = "wide-model weights (1/2 of it) 8.0 GiB, wide-model KV cache (1/2 of it) 2.0 GiB"
+    assert [part in label for label in labels] == [True, True]
+    assert two.get_by_role("listitem").filter(has_text="wide-model").count() == 1
+
+
+def test_catalogue_pin_is_marked_and_sleep_is_offered_only_where_possible(page: object, wide: DirectedNode) -> None:
+    page.goto("#/fleet")
+    two = card(page, "wide")
+    assert two.get_by_text("pinned", exact=True).get_attribute("title") == "Kept loaded by models.toml"
+    two.get_by_label("Actions for wide-model on wide").click()
+    two.get_by_role("menuitem", name="Unload…").wait_for()
+    for absent in ("Sleep…", "Pin…", "Unpin…"):
+        assert two.get_by_role("menuitem", name=absent).count() == 0
+    two.get_by_role("menuitem", name="Unload…").click()
+    page.get_by_text("models.toml pins it: the gateway loads it again.").wait_for()
+    page.keyboard.press("Escape")
+    card(page, "beast").get_by_label("Actions for small on beast").click()
+    card(page, "beast").get_by_role("menuitem", name="Sleep…").wait_for()
+
+
+def test_bar_shows_what_the_ceiling_keeps_from_models(page: object, node: DirectedNode) -> None:
+    node.ceiling_bytes = 10 * GB
+    page.goto("#/fleet")
+    beast = card(page, "beast")
+    beast.get_by_text("models ≤ 10.0 GiB").wait_for()
+    assert "Free, but over the ceiling of models (memory_mb)" in beast.locator(".bar").get_attribute("aria-label")
+    node.ceiling_bytes = None
+    beast.get_by_text("models ≤ 10.0 GiB").wait_for(state="detached")
+
+
+def test_cold_load_is_watched_to_ready(page: object, stage: Stage, node: DirectedNode) -> None:
     node.load_gate = stage.gate()
     node.progress["cold"] = Progress(stage="read", done_bytes=GB, total_bytes=4 * GB, eta_s=12.0)
     page.goto("#/fleet")
@@ -70,7 +115,7 @@ def test_cold_load_is_watched_to_ready(page, stage: Stage, node: DirectedNode) -
     page.get_by_text("Load cold: done.").wait_for()
 
 
-def test_eviction_is_shown_before_it_is_confirmed(page, node: DirectedNode) -> None:
+def test_eviction_is_shown_before_it_is_confirmed(page: object, node: DirectedNode) -> None:
     node.states["cold"] = ModelState.READY
     node.loads["small"] = ModelLoad()
     page.goto("#/fleet")
@@ -88,11 +133,28 @@ def test_eviction_is_shown_before_it_is_confirmed(page, node: DirectedNode) -> N
     page.get_by_role("link", name="Activity").click()
     page.get_by_role("button", name="Decisions").click()
     page.get_by_text("to make room for large").first.wait_for()
-    page.get_by_role("button", name=re.compile("load large on beast .* after unloading")).first.click()
+    page.get_by_role("button", name=re.compile("Load large on beast .* after unloading")).first.click()
     page.get_by_role("dialog").get_by_text("fits after eviction").wait_for()
 
 
-def test_unload_needs_a_confirmation(page, node: DirectedNode) -> None:
+def test_keyboard_alone_opens_a_menu_and_a_dialog_and_gets_the_focus_back(page: object) -> None:
+    page.goto("#/fleet")
+    menu = card(page, "beast").get_by_label("Actions for small on beast")
+    menu.focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog").wait_for()
+    assert page.evaluate("document.activeElement.closest('dialog') !== null")
+    page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="detached")
+    assert menu.evaluate("summary => summary === document.activeElement")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    assert not menu.evaluate("summary => summary.parentElement.open")
+
+
+def test_unload_needs_a_confirmation(page: object, node: DirectedNode) -> None:
     page.goto("#/fleet")
     row = card(page, "beast").locator("li.model").filter(has_text="small")
     num_before = len(node.unload_requests)
@@ -115,7 +177,7 @@ def say(page, text: str) -> None:
     page.keyboard.press("Enter")
 
 
-def test_chat_streams_text_thoughts_code_and_numbers(page, node: DirectedNode) -> None:
+def test_chat_streams_text_thoughts_code_and_numbers(page: object, node: DirectedNode) -> None:
     node.pause_s = 0.2
     page.goto("#/playground")
     say(page, "make me a list")
@@ -132,7 +194,7 @@ def test_chat_streams_text_thoughts_code_and_numbers(page, node: DirectedNode) -
     assert page.get_by_label("Response of small").locator("strong").inner_text() == "what", "kept in this browser"
 
 
-def test_response_is_stopped_regenerated_and_edited(page, node: DirectedNode) -> None:
+def test_response_is_stopped_regenerated_and_edited(page: object, node: DirectedNode) -> None:
     node.script, node.pause_s = [{"content": f"word{index} "} for index in range(200)], 0.05
     page.goto("#/playground")
     say(page, "first question")
@@ -149,7 +211,7 @@ def test_response_is_stopped_regenerated_and_edited(page, node: DirectedNode) ->
     assert [message["content"] for message in node.seen[-1].body["messages"]] == ["second question"]
 
 
-def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page, node: DirectedNode) -> None:
+def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page: object, node: DirectedNode) -> None:
     node.states["cold"] = ModelState.READY
     call = {"index": 0, "id": "call_1", "function": {"name": "get_weather", "arguments": '{"city":'}}
     rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
@@ -172,7 +234,9 @@ def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page, node
     assert body["messages"][0] == {"role": "system", "content": "be brief"}
 
 
-def test_cold_model_is_loaded_by_a_message_and_the_wait_is_explained(page, stage: Stage, node: DirectedNode) -> None:
+def test_cold_model_is_loaded_by_a_message_and_the_wait_is_explained(
+    page: object, stage: Stage, node: DirectedNode
+) -> None:
     node.load_gate = stage.gate()
     node.progress["cold"] = Progress(stage="warm")
     page.goto("#/playground")
@@ -184,7 +248,7 @@ def test_cold_model_is_loaded_by_a_message_and_the_wait_is_explained(page, stage
     page.get_by_text("3 out").wait_for()
 
 
-def test_request_is_copied_for_other_programs(page, stage: Stage) -> None:
+def test_request_is_copied_for_other_programs(page: object, stage: Stage) -> None:
     page.goto("#/playground")
     for name, expected in (
         ("Curl", f"curl {stage.url}v1/chat/completions"),
@@ -210,7 +274,7 @@ HOSTILE = """
 """
 
 
-def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page, node: DirectedNode) -> None:
+def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page: object, node: DirectedNode) -> None:
     requested: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
     node.script = [{"reasoning_content": HOSTILE}, {"content": HOSTILE}]
@@ -227,7 +291,9 @@ def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page, node: Dire
     assert not [url for url in requested if "leak" in url or "evil" in url]
 
 
-def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page, stage: Stage, node: DirectedNode) -> None:
+def test_response_that_is_cut_off_is_reported_and_keeps_its_text(
+    page: object, stage: Stage, node: DirectedNode
+) -> None:
     node.script, node.pause_s = [{"content": f"word{index} "} for index in range(400)], 0.05
     page.goto("#/playground")
     page.get_by_label("Model", exact=True).select_option("small")
@@ -242,7 +308,7 @@ def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page, stage: St
     page.get_by_text("the whole story").wait_for()
 
 
-def test_page_reconnects_after_the_gateway_restarts(page, stage: Stage, node: DirectedNode) -> None:
+def test_page_reconnects_after_the_gateway_restarts(page: object, stage: Stage, node: DirectedNode) -> None:
     page.goto("#/fleet")
     card(page, "beast").get_by_text("2 in flight").wait_for()
     stage.stop_gateway()

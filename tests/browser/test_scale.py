@@ -26,7 +26,7 @@ def lively(stage: Stage) -> DirectedNode:
     return started
 
 
-def test_change_of_one_node_redraws_one_card_of_fifty(page, lively: DirectedNode) -> None:
+def test_change_of_one_node_redraws_one_card_of_fifty(page: object, lively: DirectedNode) -> None:
     page.goto("#/fleet")
     cards = page.locator("article.node")
     cards.nth(NUM_NODES - 1).wait_for()
@@ -48,7 +48,7 @@ def test_change_of_one_node_redraws_one_card_of_fifty(page, lively: DirectedNode
     cards.nth(1).wait_for(state="detached")
 
 
-def test_every_model_is_listed_once(page, lively: DirectedNode) -> None:
+def test_every_model_is_listed_once(page: object, lively: DirectedNode) -> None:
     page.goto("#/models")
     rows = page.locator(".catalogue > li")
     rows.nth(NUM_MODELS - 1).wait_for(timeout=60_000)

@@ -49,7 +49,7 @@ def ask(stage: Stage, key: str, model: str) -> None:
 
 
 @pytest.fixture
-def sign_in(page, node):
+def sign_in(page: object, node: DirectedNode):
     def sign(key: str, view: str = "") -> None:
         page.goto(f"./#/{view}")
         page.get_by_label("API key").fill(key)
@@ -59,7 +59,7 @@ def sign_in(page, node):
     return sign
 
 
-def test_operator_signs_in_and_sees_everything(page, sign_in) -> None:
+def test_operator_signs_in_and_sees_everything(page: object, sign_in) -> None:
     page.goto("./")
     page.get_by_label("API key").fill("ck-wrong")
     page.get_by_role("button", name="Sign in").click()
@@ -78,7 +78,7 @@ def test_operator_signs_in_and_sees_everything(page, sign_in) -> None:
     page.get_by_label("API key").wait_for()
 
 
-def test_user_sees_models_playground_and_own_usage_only(page, sign_in) -> None:
+def test_user_sees_models_playground_and_own_usage_only(page: object, sign_in) -> None:
     sign_in(USER.text, "fleet")
     assert page.get_by_role("navigation").get_by_role("link").all_inner_texts() == [
         "Models", "Playground", "Activity", "Usage",
@@ -100,7 +100,7 @@ def test_user_sees_models_playground_and_own_usage_only(page, sign_in) -> None:
     assert page.get_by_role("button", name="Make a key").count() == 0
 
 
-def test_models_show_what_they_are_and_what_fits_where(page, sign_in) -> None:
+def test_models_show_what_they_are_and_what_fits_where(page: object, sign_in) -> None:
     sign_in(OPERATOR.text, "models")
     row = page.get_by_role("listitem").filter(has=page.get_by_role("button", name="small", exact=True))
     row.get_by_text("100.00 in, 10.00 cached, 1000.00 out per million").wait_for()
@@ -117,7 +117,7 @@ def test_models_show_what_they_are_and_what_fits_where(page, sign_in) -> None:
     assert page.get_by_label("Model", exact=True).input_value() == "small"
 
 
-def test_model_is_pulled_with_progress_cancelled_and_deleted(page, node: DirectedNode, sign_in) -> None:
+def test_model_is_pulled_with_progress_cancelled_and_deleted(page: object, node: DirectedNode, sign_in) -> None:
     sign_in(OPERATOR.text, "models")
     page.get_by_role("button", name="Pull from the hub").click()
     page.get_by_label("Repository").fill("org/new-model")
@@ -181,7 +181,7 @@ def test_activity_is_live_and_shows_a_request_in_full(page, stage: Stage, sign_i
     page.get_by_text(re.compile("No decisions yet|small")).first.wait_for()
 
 
-def test_usage_has_cost_plot_and_csv(page, sign_in) -> None:
+def test_usage_has_cost_plot_and_csv(page: object, sign_in) -> None:
     sign_in(OPERATOR.text, "usage")
     page.locator(".plot canvas").wait_for()
     by_key = page.locator("section").filter(has=page.get_by_role("heading", name="By key"))
@@ -192,7 +192,7 @@ def test_usage_has_cost_plot_and_csv(page, sign_in) -> None:
     assert "anna" in Path(download.value.path()).read_text()
 
 
-def test_key_is_made_limited_and_revoked(page, stage: Stage, sign_in) -> None:
+def test_key_is_made_limited_and_revoked(page: object, stage: Stage, sign_in) -> None:
     sign_in(OPERATOR.text, "usage")
     page.get_by_role("button", name="Make a key").click()
     page.get_by_label("Name of its owner").fill("carl")
@@ -221,7 +221,7 @@ NAMELESS = """() =>
     .map((each) => each.outerHTML)"""
 
 
-def test_every_view_fits_a_phone_and_names_its_controls(page, sign_in) -> None:
+def test_every_view_fits_a_phone_and_names_its_controls(page: object, sign_in) -> None:
     sign_in(OPERATOR.text)
     page.set_viewport_size({"width": 360, "height": 740})
     for view in ("Fleet", "Models", "Playground", "Activity", "Usage"):
@@ -232,7 +232,7 @@ def test_every_view_fits_a_phone_and_names_its_controls(page, sign_in) -> None:
         assert page.evaluate(NAMELESS) == [], view
 
 
-def test_page_and_session_work_behind_a_path_prefix(page, stage: Stage, node) -> None:
+def test_page_and_session_work_behind_a_path_prefix(page: object, stage: Stage, node: DirectedNode) -> None:
     with stage.proxied("/some/where/") as url:
         page.goto(url)
         page.get_by_label("API key").fill(OPERATOR.text)
@@ -246,7 +246,7 @@ def test_page_and_session_work_behind_a_path_prefix(page, stage: Stage, node) ->
         page.get_by_text("3 out").wait_for()
 
 
-def test_session_that_ends_leads_back_to_the_sign_in(page, sign_in) -> None:
+def test_session_that_ends_leads_back_to_the_sign_in(page: object, sign_in) -> None:
     sign_in(USER.text, "playground")
     page.get_by_label("Message", exact=True).wait_for()
     page.context.clear_cookies()

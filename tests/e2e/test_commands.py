@@ -72,22 +72,29 @@ def test_explain_says_it_is_ready(up: Run) -> None:
     assert "ready" in cortex(up, "explain", SMOLLM2.id).stdout
 
 
-def test_model_is_pinned_unloaded_loaded_and_its_requests_are_listed(up: Run) -> None:
+def test_model_is_pinned_unpinned_unloaded_and_loaded_by_commands_and_by_a_request(up: Run) -> None:
     assert cortex(up, "pin", SMOLLM2.id).returncode == 0
+    assert "ready, pinned" in cortex(up, "status").stdout
     rejected = cortex(up, "unload", SMOLLM2.id)
     assert rejected.returncode == 1
     assert "--yes" in rejected.stderr
-    assert cortex(up, "unload", SMOLLM2.id, "--yes").stdout.endswith(f"{SMOLLM2.id} unloaded: local\n")
+    assert cortex(up, "unpin", SMOLLM2.id).returncode == 0
+    assert "pinned" not in cortex(up, "status").stdout
+    assert cortex(up, "unload", SMOLLM2.id).stdout.endswith(f"{SMOLLM2.id} unloaded: local\n")
     assert "no model is in memory" in cortex(up, "ps").stdout
     assert "load" in cortex(up, "load", SMOLLM2.id, "--dry-run").stdout
     loaded = cortex(up, "load", SMOLLM2.id)
     assert loaded.stdout.splitlines()[-1] == f"{SMOLLM2.id} is ready on local", loaded.stderr
     assert re.search(rf"{re.escape(SMOLLM2.id)}\s+local\s+ready", cortex(up, "ps").stdout)
+    assert cortex(up, "pin", SMOLLM2.id).returncode == 0
+    assert cortex(up, "unload", SMOLLM2.id, "--yes").returncode == 0
     kinds = [job["kind"] for job in json.loads(cortex(up, "jobs", "--json").stdout)]
-    assert kinds[:3] == ["load", "unload", "pin"]
-    cortex(up, "chat", SMOLLM2.id, "Hi", "-n", "4")
+    assert kinds[:4] == ["unload", "pin", "load", "unload"]
+    answer = cortex(up, "chat", SMOLLM2.id, "What is the capital of France?", "-t", "0", "-n", "16")
+    assert "Paris" in answer.stdout, "a request must bring the model back by itself: " + answer.stderr
     latest = json.loads(cortex(up, "logs", "--json", "-n", "1").stdout)[0]
-    assert (latest["model"], latest["status"], latest["completion_tokens"]) == (SMOLLM2.id, 200, 4)
+    assert (latest["model"], latest["status"]) == (SMOLLM2.id, 200)
+    assert 0 < latest["completion_tokens"] <= 16
 
 
 def test_an_unknown_model_has_its_own_exit_code_and_a_near_miss(up: Run) -> None:
@@ -101,20 +108,6 @@ def test_doctor_finds_the_gateway_and_nothing_to_do(up: Run) -> None:
     checked = cortex(up, "doctor")
     assert checked.returncode == 0, checked.stdout
     assert f"{up.url} responds" in checked.stdout
-
-
-def test_unload_load_and_pin_move_a_model(up: Run) -> None:
-    assert cortex(up, "unload", SMOLLM2.id).returncode == 0
-    assert not re.search(rf"{re.escape(SMOLLM2.id)}\s+ready", cortex(up, "status").stdout)
-    loaded = cortex(up, "load", SMOLLM2.id)
-    assert loaded.returncode == 0, loaded.stderr
-    assert cortex(up, "pin", SMOLLM2.id).returncode == 0
-    assert "ready, pinned" in cortex(up, "status").stdout
-    assert cortex(up, "unpin", SMOLLM2.id).returncode == 0
-    assert "pinned" not in cortex(up, "status").stdout
-    assert cortex(up, "unload", SMOLLM2.id).returncode == 0
-    answer = cortex(up, "chat", SMOLLM2.id, "What is the capital of France?", "-t", "0", "-n", "16")
-    assert "Paris" in answer.stdout, "a request must bring the model back by itself: " + answer.stderr
 
 
 class Terminal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,14 @@ from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.telemetry import TelemetrySection
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests are not packages; this lets them share the fake node
-
-from fake_neuron import JSON, Client, FakeNeuron, Process, free_port, until
-from postgres_server import postgres_url
+from .fake_neuron import JSON, Client, FakeNeuron, Process, SpawnGateway, StartGateway, StartNeuron, free_port, until
+from .postgres_server import postgres_url
 
 __all__ = ["postgres_url"]
 
 
 @pytest.fixture
-async def start_gateway(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Client]]]:
+async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
     """Starts gateways over fake nodes and closes them when the test ends; fast polls, no eviction delays."""
     opened: list[Gateway] = []
     async with ClientSession(headers=JSON, timeout=ClientTimeout(total=20)) as session:
@@ -80,7 +78,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable
 
 
 @pytest.fixture
-async def neurons() -> AsyncIterator[Callable[..., Awaitable[FakeNeuron]]]:
+async def neurons() -> AsyncIterator[StartNeuron]:
     """Starts fake nodes and stops them when the test ends."""
     started: list[FakeNeuron] = []
 
@@ -97,10 +95,13 @@ async def neurons() -> AsyncIterator[Callable[..., Awaitable[FakeNeuron]]]:
 
 
 @pytest.fixture
-async def spawn(tmp_path):
-    started = []
+async def spawn(tmp_path: Path) -> AsyncIterator[SpawnGateway]:
+    """Starts gateways as programs of their own and kills them when the test ends."""
+    started: list[asyncio.subprocess.Process] = []
 
-    async def start(node=None, extra: str = "", listen_host: str = "127.0.0.1", port: int | None = None) -> Process:
+    async def start(
+        node: FakeNeuron | None = None, extra: str = "", listen_host: str = "127.0.0.1", port: int | None = None
+    ) -> Process:
         port, metrics_port = port or free_port(), free_port()
         config = tmp_path / "cortex.toml"
         text = f'[gateway]\nlisten = "{listen_host}:{port}"\nmetrics_listen = "127.0.0.1:{metrics_port}"\n{extra}\n'

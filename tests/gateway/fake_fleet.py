@@ -5,16 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.decision import Origin
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import ModelOnNode
+from cortex.fleet.topology import MemoryReservation, ModelOnNode
 from cortex.gateway.config import NeuronSection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
+from cortex.gateway.dispatch.model_jobs import Cause
 from cortex.gateway.dispatch.operator_commands import OperatorCommands
 from cortex.wire.errors import CortexError
-from cortex.wire.node import Device, DeviceHealth, Discovery, Health, LoadRequest, ModelLoad, ModelState, ModelStatus
+from cortex.wire.node import (
+    Device,
+    DeviceHealth,
+    Discovery,
+    Health,
+    LoadRequest,
+    ModelLoad,
+    ModelState,
+    ModelStatus,
+    UnloadRequest,
+)
 
 GB = 1 << 30
 
@@ -55,21 +67,21 @@ class FakeFleet:
         return DispatchSettings(self.catalogue, self.rules, neurons, self.max_wait_s, max_waiting=100, missed_polls=3)
 
     # Effects
-    def load(self, node, request):
+    def load(self, node: str, request: LoadRequest) -> None:
         self.loads.append((node, request.model_id))
         self.load_requests.append(request)
 
-    def unload(self, node, request, cause):
+    def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
         self.unloads.append((node, request.model_id, cause))
         self.parks.append(request.sleep)
 
-    def recycle(self, node, devices):
+    def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self.recycled.append((node, devices))
 
-    def abandon(self, node):
+    def abandon(self, node: str) -> None:
         self.abandoned.append(node)
 
-    def poll_now(self, node):
+    def poll_now(self, node: str) -> None:
         self.polls.append(node)
 
     # the world
@@ -131,16 +143,26 @@ class FakeFleet:
         self.poll(node)
         self.dispatcher.unload_ended(ModelOnNode(node, model), None)
 
+    def reservations(self, name: str) -> tuple[MemoryReservation, ...]:
+        """Memory of a node that is reserved for loads."""
+        node = self.dispatcher.fleet.node(name)
+        assert node is not None
+        return tuple(node.reservations)
+
     def ask(self, name: str) -> list[Lease | CortexError]:
         """A request; what it got, once it did, is in the list."""
         got: list[Lease | CortexError] = []
         resolution = self.dispatcher.resolve(name)
-        origin = "background" if resolution.background else "request"
+        origin: Origin = "background" if resolution.background else "request"
         self.dispatcher.request_lease(PendingRequest(resolution.model_id, bytes, got.append, self.now, origin=origin))
         return got
 
 
+def lease_of(got: list[Lease | CortexError]) -> Lease:
+    (lease,) = got
+    assert isinstance(lease, Lease), lease
+    return lease
+
+
 def node_of(got: list[Lease | CortexError]) -> str:
-    assert len(got) == 1
-    assert isinstance(got[0], Lease), got[0]
-    return got[0].node
+    return lease_of(got).node

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from aiohttp import ClientSession, web
@@ -24,6 +24,7 @@ from cortex.wire.node import (
     DeletedFiles,
     Device,
     DeviceHealth,
+    Dialect,
     Discovery,
     DiskUse,
     FilesRequest,
@@ -42,6 +43,14 @@ from cortex.wire.node import (
 GB = 1 << 30
 JSON = {"content-type": "application/json"}
 
+
+def opened_gate() -> asyncio.Event:
+    """An event that nobody waits for. A test replaces it by one that it sets later."""
+    gate = asyncio.Event()
+    gate.set()
+    return gate
+
+
 Answer = Callable[["FakeNeuron", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 
@@ -58,7 +67,7 @@ class Seen:
 
     @property
     def body(self) -> dict[str, Any]:
-        return msgspec.json.decode(self.raw)
+        return msgspec.json.decode(self.raw, type=dict[str, Any])
 
 
 @dataclass
@@ -73,9 +82,11 @@ class FakeNeuron:
     total_bytes: int = 24 * GB
     free_disk_bytes: int = 500
     states: dict[str, ModelState] = field(default_factory=dict)
-    load_gate: asyncio.Event | None = None
+    load_gate: asyncio.Event = field(default_factory=opened_gate)
     """Loads wait for it."""
-    unload_gate: asyncio.Event | None = None
+    unload_gate: asyncio.Event = field(default_factory=opened_gate)
+    stream_gate: asyncio.Event = field(default_factory=opened_gate)
+    """For an `answer` that waits in the middle of its stream."""
     can_sleep: bool = True
     parks: bool = False
     """Whether it has host memory for sleeping models."""
@@ -86,7 +97,7 @@ class FakeNeuron:
     answer: Answer | None = None
     silent: bool = False
     """Accept control requests and never respond."""
-    dialects: tuple[str, ...] = ("openai_chat", "openai_completions", "openai_responses", "anthropic_messages")
+    dialects: tuple[Dialect, ...] = ("openai_chat", "openai_completions", "openai_responses", "anthropic_messages")
     seen: list[Seen] = field(default_factory=list)
     load_requests: list[LoadRequest] = field(default_factory=list)
     unload_requests: list[UnloadRequest] = field(default_factory=list)
@@ -215,8 +226,7 @@ class FakeNeuron:
         wanted = msgspec.json.decode(await request.read(), type=LoadRequest)
         self.load_requests.append(wanted)
         self.states[wanted.model_id] = ModelState.LOADING
-        if self.load_gate is not None:
-            await self.load_gate.wait()
+        await self.load_gate.wait()
         if self.states.get(wanted.model_id) is not ModelState.LOADING:
             return _json({"error": {"message": "unloaded while it was being loaded", "code": "load_failed"}}, 502)
         if self.load_faults:
@@ -229,8 +239,7 @@ class FakeNeuron:
     async def _unload(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=UnloadRequest)
         self.unload_requests.append(wanted)
-        if self.unload_gate is not None:
-            await self.unload_gate.wait()
+        await self.unload_gate.wait()
         is_parked = wanted.sleep and self.parks and self.states.get(wanted.model_id) is not None
         self.states[wanted.model_id] = ModelState.ASLEEP if is_parked else ModelState.COLD
         return _json(self.status(wanted.model_id))
@@ -318,6 +327,19 @@ async def plain_answer(node: FakeNeuron, request: web.Request, body: dict[str, A
     return await stream_chat(request, body, chunks)
 
 
+async def hang() -> NoReturn:
+    """What a node does that answers no more. A disconnected client cancels it."""
+    await asyncio.sleep(60)
+    raise AssertionError("nobody disconnected")
+
+
+async def reset_connection(request: web.Request) -> NoReturn:
+    """What a client sees of a node that dies."""
+    assert request.transport is not None
+    request.transport.abort()
+    await hang()
+
+
 def chunk(model: str, delta: dict[str, Any], finish: str | None = None) -> bytes:
     choice = {"index": 0, "delta": delta, "finish_reason": finish}
     value = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": model, "choices": [choice]}
@@ -399,7 +421,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
+        return int(sock.getsockname()[1])
 
 
 class Process:
@@ -418,3 +440,11 @@ class Process:
     async def get(self, path: str, port: int | None = None) -> bytes:
         url = f"http://127.0.0.1:{port or self.port}{path}"
         return await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read())
+
+
+StartNeuron = Callable[..., Awaitable[FakeNeuron]]
+"""`(name, **attributes of FakeNeuron)`: starts a fake node."""
+StartGateway = Callable[..., Awaitable[Client]]
+"""`(*nodes, **settings)`: starts a gateway over fake nodes in this process."""
+SpawnGateway = Callable[..., Awaitable[Process]]
+"""`(node, extra, listen_host, port)`: starts a gateway as a program."""

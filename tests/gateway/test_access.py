@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -12,6 +13,9 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
+
+if TYPE_CHECKING:
+    from .fake_neuron import StartGateway
 
 
 def bearer(key: NewKey) -> dict[str, str]:
@@ -24,7 +28,7 @@ def changed(config: Config, *keys: NewKey, is_open: bool = False) -> Config:
 
 
 async def test_reload_without_keys_rejects_everybody_until_opened(
-    start_gateway, caplog: pytest.LogCaptureFixture
+    start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = generate("anna", operator=True)
     client = await start_gateway(keys=(key.section,))
@@ -45,7 +49,7 @@ async def test_reload_without_keys_rejects_everybody_until_opened(
     assert (await client.get("/v1/models", **bearer(key)))[0] == 200
 
 
-async def test_gateway_whose_database_knows_keys_starts_closed(start_gateway) -> None:
+async def test_gateway_whose_database_knows_keys_starts_closed(start_gateway: StartGateway) -> None:
     key = generate("anna")
     first = await start_gateway(keys=(key.section,))
     await first.gateway.close()
@@ -56,21 +60,23 @@ async def test_gateway_whose_database_knows_keys_starts_closed(start_gateway) ->
     assert (await opened.get("/v1/models"))[0] == 200
 
 
-async def test_gateway_that_never_had_keys_stays_open(start_gateway, tmp_path: Path) -> None:
+async def test_gateway_that_never_had_keys_stays_open(start_gateway: StartGateway, tmp_path: Path) -> None:
     open_store(str(tmp_path / "cortex-spend.db")).close()  # as `cortex usage` leaves it
     client = await start_gateway()
     await client.gateway.reconfigure(client.gateway.config, Catalogue())
     assert (await client.get("/v1/models"))[0] == 200
 
 
-async def test_gateway_without_keys_creates_no_database(start_gateway, tmp_path: Path) -> None:
+async def test_gateway_without_keys_creates_no_database(start_gateway: StartGateway, tmp_path: Path) -> None:
     await start_gateway()
     assert not (tmp_path / "cortex-spend.db").exists()
 
 
 @pytest.mark.parametrize("path", ["/fleet/events", "/fleet/activity/events"])
 @pytest.mark.parametrize("is_revoked", [True, False])
-async def test_stream_ends_when_its_key_is_revoked_or_demoted(start_gateway, path, is_revoked) -> None:
+async def test_stream_ends_when_its_key_is_revoked_or_demoted(
+    start_gateway: StartGateway, path: str, is_revoked: bool
+) -> None:
     key, other = generate("anna", operator=True), generate("olga", operator=True)
     client = await start_gateway(keys=(key.section, other.section))
     gateway = client.gateway

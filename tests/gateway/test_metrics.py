@@ -1,3 +1,5 @@
+from collections.abc import Iterator
+
 from cortex.gateway.metrics import GAUGES, GaugeSample, Metrics
 from cortex.wire.events import Usage
 
@@ -18,12 +20,12 @@ LISTED = [
 ]
 
 
-def sample_gauges():
+def sample_gauges() -> Iterator[GaugeSample]:
     for name, (_, labels) in GAUGES.items():
         yield GaugeSample(name, 1.0, **dict.fromkeys(labels, "x"))
 
 
-def test_exposition_contains_every_documented_metric():
+def test_exposition_contains_every_documented_metric() -> None:
     metrics = Metrics(sample_gauges)
     traffic = metrics.traffic("m", "n")
     traffic.num_requests += 1
@@ -40,7 +42,7 @@ def test_exposition_contains_every_documented_metric():
         assert f"\n{name}{{" in text, name
 
 
-def test_durations_are_real_histograms():
+def test_durations_are_real_histograms() -> None:
     metrics = Metrics(list)
     metrics.traffic("m", "n").duration.observe(0.3)
     text = metrics.exposition().decode()
@@ -51,7 +53,7 @@ def test_durations_are_real_histograms():
     assert 'cortex_request_duration_seconds_count{model="m",node="n"} 1.0' in text
 
 
-def test_spend_is_labelled_by_key():
+def test_spend_is_labelled_by_key() -> None:
     metrics = Metrics(list)
     metrics.spend("m", "alice").add(Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3))
     text = metrics.exposition().decode()
@@ -60,7 +62,7 @@ def test_spend_is_labelled_by_key():
     assert 'cortex_completion_tokens_total{key="alice",model="m"} 3.0' in text
 
 
-def test_bounds_belong_to_their_bucket_and_sums_add_up():
+def test_bounds_belong_to_their_bucket_and_sums_add_up() -> None:
     metrics = Metrics(list)
     for value in (0.01, 0.25, 0.26, 5000.0):
         metrics.traffic("m", "n").duration.observe(value)
@@ -72,7 +74,7 @@ def test_bounds_belong_to_their_bucket_and_sums_add_up():
     assert 'cortex_request_duration_seconds_sum{model="m",node="n"} 5000.52' in text
 
 
-def test_traffic_is_kept_per_model_on_node():
+def test_traffic_is_kept_per_model_on_node() -> None:
     metrics = Metrics(list)
     assert metrics.traffic("m", "n") is metrics.traffic("m", "n")
     assert metrics.traffic("m", "n") is not metrics.traffic("m", "o")

@@ -1,16 +1,26 @@
 """Every metric has its labels and the right numbers after real traffic."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from fake_neuron import GB, REPORTED, begin_stream, chunk, plain_answer, until
+from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from cortex.gateway.ledger.keys import generate
 from cortex.wire import usage_report
 from cortex.wire.node import DeviceHealth, ModelLoad, ModelState
+
+from .fake_neuron import GB, REPORTED, begin_stream, chunk, plain_answer, until
+
+if TYPE_CHECKING:
+    from .fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
+
 
 READY = ModelState.READY
 MODEL = {"node": "beast", "model": "a"}
@@ -18,7 +28,7 @@ SPEND = {"key": "alice", "model": "a"}
 DEVICE = {"node": "beast", "device": "0"}
 
 
-async def answer(node, request, body):
+async def answer(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """A stream pauses after its first token; `/v1/messages` streams in the Anthropic dialect."""
     if not body.get("stream"):
         return await plain_answer(node, request, body)
@@ -31,22 +41,29 @@ async def answer(node, request, body):
     return response
 
 
-def scraped(client) -> dict[str, list[tuple[dict[str, str], float]]]:
-    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+"""Name → labels and value of each sample."""
+Measured = tuple["Client", "FakeNeuron", "asyncio.Task[tuple[int, Any]]"]
+
+
+def scraped(client: Client) -> Samples:
+    found: Samples = {}
     for family in text_string_to_metric_families(client.metrics()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found
 
 
-def value(found, name: str, labels: dict[str, str]) -> float:
+def value(found: Samples, name: str, labels: dict[str, str]) -> float:
     values = [number for have, number in found[name] if have == labels]
     assert len(values) == 1, (name, labels, found[name])
     return values[0]
 
 
 @pytest.fixture
-async def measured(neurons, start_gateway):
+async def measured(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Measured]:
     """A gateway after responses, streams, an error, a cold start that evicts, and with a request that waits."""
     key = generate("alice")
     beast = await neurons("beast", sizes={"a": GB, "b": 20 * GB, "c": 20 * GB}, states={"a": READY, "b": READY})
@@ -56,7 +73,7 @@ async def measured(neurons, start_gateway):
     device = DeviceHealth(
         index=0, total_bytes=24 * GB, free_bytes=3 * GB, utilisation=0.5, temperature_c=61.0, worker="running"
     )
-    beast.health = lambda: msgspec.structs.replace(plain(), devices=(device,))
+    monkeypatch.setattr(beast, "health", lambda: msgspec.structs.replace(plain(), devices=(device,)))
     client = await start_gateway(beast, keys=(key.section,))
     headers = {"Authorization": f"Bearer {key.text}"}
     body = {"model": "a", "messages": [], "max_tokens": 5}
@@ -75,7 +92,7 @@ async def measured(neurons, start_gateway):
             await waiting
 
 
-async def test_counters_and_histograms_of_requests(measured):
+async def test_counters_and_histograms_of_requests(measured: Measured) -> None:
     client, _, _ = measured
     found = scraped(client)
     assert value(found, "cortex_requests_total", MODEL) == 4
@@ -93,7 +110,7 @@ async def test_counters_and_histograms_of_requests(measured):
     assert value(found, "cortex_overhead_seconds_count", {}) == 4
 
 
-async def test_gauges_of_nodes_devices_and_models(measured):
+async def test_gauges_of_nodes_devices_and_models(measured: Measured) -> None:
     client, _, _ = measured
     found = scraped(client)
     assert value(found, "cortex_node_up", {"node": "beast"}) == 1
@@ -110,7 +127,7 @@ async def test_gauges_of_nodes_devices_and_models(measured):
     assert value(found, "cortex_model_kv_used_ratio", MODEL) == 0.25
 
 
-async def test_waiting_for_a_load_does_not_count_as_overhead(measured):
+async def test_waiting_for_a_load_does_not_count_as_overhead(measured: Measured) -> None:
     client, beast, waiting = measured
     await asyncio.sleep(0.3)
     beast.load_gate.set()

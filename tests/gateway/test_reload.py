@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 from aiohttp import ClientSession
-from fake_neuron import GB, Client, until
 
 from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.ledger.keys import NewKey, as_toml, generate
 from cortex.gateway.server import Gateway
 from cortex.wire.node import ModelState
+
+from .fake_neuron import GB, Client, until
+
+if TYPE_CHECKING:
+    from .fake_neuron import Process, SpawnGateway, StartNeuron
+
 
 GATEWAY = '[gateway]\nlisten = "127.0.0.1:0"\nmetrics_listen = "127.0.0.1:0"\npoll_interval_s = 0.05\n'
 
@@ -70,7 +76,7 @@ BAD: dict[str, Callable[[Files, str], object]] = {
 
 @pytest.mark.parametrize("break_files", BAD.values(), ids=BAD)
 async def test_bad_files_change_nothing_until_good_ones_follow(
-    break_files: Callable[[Files, str], object], tmp_path: Path, neurons: Callable[..., Awaitable[object]]
+    break_files: Callable[[Files, str], object], tmp_path: Path, neurons: StartNeuron
 ) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
     revoked, kept = generate("revoked"), generate("kept", operator=True)
@@ -187,7 +193,12 @@ async def test_listen_change_applies_the_rest_and_names_the_restart(
             await client.gateway.close()
 
 
-async def test_watcher_survives_bad_files_and_applies_the_next_good_one(spawn, tmp_path: Path) -> None:
+async def rejected(gateway: Process, count: int) -> None:
+    """Waits until the gateway has rejected that many configurations."""
+    await until(lambda: gateway.log.count("configuration not reloaded") >= count)
+
+
+async def test_watcher_survives_bad_files_and_applies_the_next_good_one(spawn: SpawnGateway, tmp_path: Path) -> None:
     revoked, operator = generate("revoked"), generate("operator", operator=True)
     gateway = await spawn(extra=as_toml(revoked.section) + as_toml(operator.section))
     config = tmp_path / "cortex.toml"
@@ -196,7 +207,7 @@ async def test_watcher_survives_bad_files_and_applies_the_next_good_one(spawn, t
         rejections = gateway.log.count("configuration not reloaded")
         config.write_text(good + bad)
         gateway.process.send_signal(signal.SIGHUP)
-        await until(lambda seen=rejections: gateway.log.count("configuration not reloaded") > seen)
+        await rejected(gateway, rejections + 1)
     config.write_text(good)  # found by the watcher, without a signal
     await until(lambda: "configuration reloaded" in gateway.log)
     health = msgspec.json.decode(await gateway.get("/health"))

@@ -1,12 +1,15 @@
 """The gateway as a process: its exit codes, its signals, its files."""
 
+from __future__ import annotations
+
 import asyncio
 import signal
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
-from fake_neuron import GB, WAIT_S, begin_stream, chunk, free_port, until
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 from cortex.exits import ExitCode
 from cortex.fleet.catalogue import Catalogue
@@ -16,11 +19,16 @@ from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.wire.node import ModelState
 
+from .fake_neuron import GB, WAIT_S, begin_stream, chunk, free_port, until
 
-async def test_serves_reloads_and_drains_on_sigterm(neurons, spawn, tmp_path):
+if TYPE_CHECKING:
+    from .fake_neuron import FakeNeuron, SpawnGateway, StartGateway, StartNeuron
+
+
+async def test_serves_reloads_and_drains_on_sigterm(neurons: StartNeuron, spawn: SpawnGateway, tmp_path: Path) -> None:
     proceed = asyncio.Event()
 
-    async def slow(node, request, body):
+    async def slow(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         await response.write(chunk("a", {"content": "first"}))
         await proceed.wait()
@@ -58,7 +66,7 @@ async def test_serves_reloads_and_drains_on_sigterm(neurons, spawn, tmp_path):
     writer.close()
 
 
-async def test_taken_port_exits_with_one_line(spawn, tmp_path):
+async def test_taken_port_exits_with_one_line(spawn: SpawnGateway, tmp_path: Path) -> None:
     first = await spawn()
     config = tmp_path / "cortex.toml"
     process = await asyncio.create_subprocess_exec(
@@ -70,7 +78,7 @@ async def test_taken_port_exits_with_one_line(spawn, tmp_path):
     assert "Traceback" not in errors.decode()
 
 
-async def test_invalid_configuration_exits_with_one_line(tmp_path):
+async def test_invalid_configuration_exits_with_one_line(tmp_path: Path) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text('[gateway]\nlistn = "x"\n')
     process = await asyncio.create_subprocess_exec(
@@ -82,12 +90,12 @@ async def test_invalid_configuration_exits_with_one_line(tmp_path):
     assert len(errors.decode().splitlines()) == 1
 
 
-async def test_warns_about_public_address_without_keys(spawn):
+async def test_warns_about_public_address_without_keys(spawn: SpawnGateway) -> None:
     gateway = await spawn(listen_host="0.0.0.0")
     assert "anybody who can reach" in gateway.log
 
 
-async def test_warns_when_a_reload_opens_a_public_address(spawn, tmp_path):
+async def test_warns_when_a_reload_opens_a_public_address(spawn: SpawnGateway, tmp_path: Path) -> None:
     keys = as_toml(generate("anna").section)
     gateway = await spawn(listen_host="0.0.0.0", extra=keys)
     assert "anybody who can reach" not in gateway.log
@@ -97,10 +105,12 @@ async def test_warns_when_a_reload_opens_a_public_address(spawn, tmp_path):
     await until(lambda: "anybody who can reach" in gateway.log)
 
 
-async def test_reload_adds_and_removes_nodes_without_dropping_a_stream(neurons, start_gateway):
+async def test_reload_adds_and_removes_nodes_without_dropping_a_stream(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     proceed = asyncio.Event()
 
-    async def slow(node, request, body):
+    async def slow(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         await response.write(chunk("a", {"content": "first"}))
         await proceed.wait()
@@ -125,7 +135,7 @@ async def test_reload_adds_and_removes_nodes_without_dropping_a_stream(neurons, 
     assert client.gateway.dispatcher.in_flight == {}
 
 
-async def test_gateway_starts_while_a_node_is_down(neurons, tmp_path):
+async def test_gateway_starts_while_a_node_is_down(neurons: StartNeuron, tmp_path: Path) -> None:
     port = free_port()
     config = Config(
         gateway=GatewaySection(listen=Listen("127.0.0.1:0"), metrics_listen=None, poll_interval_s=0.05),
@@ -141,7 +151,7 @@ async def test_gateway_starts_while_a_node_is_down(neurons, tmp_path):
     await gateway.close()
 
 
-async def test_killed_gateway_serves_again_one_poll_after_restart(neurons, spawn):
+async def test_killed_gateway_serves_again_one_poll_after_restart(neurons: StartNeuron, spawn: SpawnGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
     first = await spawn(beast)
     first.process.kill()
@@ -151,8 +161,8 @@ async def test_killed_gateway_serves_again_one_poll_after_restart(neurons, spawn
     assert not beast.load_requests
 
 
-async def test_gateway_killed_under_load_serves_again_after_restart(neurons, spawn):
-    async def paced(node, request, body):
+async def test_gateway_killed_under_load_serves_again_after_restart(neurons: StartNeuron, spawn: SpawnGateway) -> None:
+    async def paced(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         for _ in range(10):
             await response.write(chunk("a", {"content": "x"}))

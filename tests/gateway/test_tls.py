@@ -6,10 +6,10 @@ import asyncio
 import shutil
 from dataclasses import astuple
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from aiohttp import ClientSession
-from fake_neuron import GB
 
 from cortex.cli.client import GatewayClient, GatewayUnreachable
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
@@ -17,8 +17,16 @@ from cortex.settings import SettingsError
 from cortex.tls import ServerCertificate, client_context
 from cortex.wire.node import ModelState
 
+from .fake_neuron import GB
 
-async def test_https_from_client_to_node(neurons, start_gateway, authority, tmp_path):
+if TYPE_CHECKING:
+    from ..certificates import Authority
+    from .fake_neuron import SpawnGateway, StartGateway, StartNeuron
+
+
+async def test_https_from_client_to_node(
+    neurons: StartNeuron, start_gateway: StartGateway, authority: Authority, tmp_path: Path
+) -> None:
     """Paths are relative to the directory of the configuration, which is `tmp_path`."""
     certificate = authority.issue("gateway")
     shutil.copy(certificate.cert, tmp_path / "cert.pem")
@@ -41,7 +49,9 @@ async def test_https_from_client_to_node(neurons, start_gateway, authority, tmp_
         await asyncio.to_thread(GatewayClient(url.replace("https", "http"), None).get, "/health")
 
 
-async def test_node_with_a_certificate_of_a_stranger_is_down_and_says_why(neurons, start_gateway, authority):
+async def test_node_with_a_certificate_of_a_stranger_is_down_and_says_why(
+    neurons: StartNeuron, start_gateway: StartGateway, authority: Authority
+) -> None:
     node_tls = ServerCertificate(*astuple(authority.issue("node"))).context
     beast = await neurons("beast", sizes={"a": GB}, tls=node_tls)
     client = await start_gateway(beast)
@@ -51,7 +61,9 @@ async def test_node_with_a_certificate_of_a_stranger_is_down_and_says_why(neuron
     assert "certificate" in problem
 
 
-async def test_changed_ca_file_is_used_for_new_connections(neurons, spawn, authority, tmp_path):
+async def test_changed_ca_file_is_used_for_new_connections(
+    neurons: StartNeuron, spawn: SpawnGateway, authority: Authority, tmp_path: Path
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, tls=ServerCertificate(*astuple(authority.issue("node"))).context)
     trusted, ca = Path(authority.own.cert), tmp_path / "ca.pem"
     shutil.copy(authority.issue("stranger").cert, ca)
@@ -60,7 +72,7 @@ async def test_changed_ca_file_is_used_for_new_connections(neurons, spawn, autho
     async def node() -> dict[str, str]:
         url = f"http://127.0.0.1:{gateway.port}/health"
         async with ClientSession() as session, session.get(url) as response:
-            return (await response.json())["nodes"]
+            return dict((await response.json())["nodes"])
 
     async with asyncio.timeout(60):
         while await node() != {"beast": "down"}:
@@ -74,7 +86,9 @@ async def test_changed_ca_file_is_used_for_new_connections(neurons, spawn, autho
     assert await node() == {"beast": "up"}, "the authority that was in force still is"
 
 
-async def test_missing_ca_file_or_certificate_is_an_error_of_the_configuration(neurons, start_gateway, authority):
+async def test_missing_ca_file_or_certificate_is_an_error_of_the_configuration(
+    neurons: StartNeuron, start_gateway: StartGateway, authority: Authority
+) -> None:
     beast = await neurons("beast", tls=ServerCertificate(*astuple(authority.issue("node"))).context)
     with pytest.raises(SettingsError, match="ca_file"):
         await start_gateway(beast, node_ca_file=Path("absent.pem"))
@@ -84,7 +98,7 @@ async def test_missing_ca_file_or_certificate_is_an_error_of_the_configuration(n
         GatewaySection(tls_cert=Path("cert.pem"))
 
 
-def test_own_ca_file_of_a_node_precedes_the_default(tmp_path):
+def test_own_ca_file_of_a_node_precedes_the_default(tmp_path: Path) -> None:
     node = NeuronSection(name="x", endpoint="https://x", ca_file=Path("own.pem"))
     config = Config(gateway=GatewaySection(node_ca_file=Path("default.pem")), neurons=(node,))
     assert config.ca_file(node, tmp_path) == tmp_path / "own.pem"

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from ..gateway.conftest import neurons, spawn, start_gateway
-from ..neuron.api.conftest import api, chat_body, node, node_keys, text, text_files, until
+from ..neuron.api.conftest import api, chat_body, keepalive_s, node, node_keys, text, text_files, until
 
 __all__ = [
     "api",
     "chat_body",
+    "keepalive_s",
     "neurons",
     "node",
     "node_keys",

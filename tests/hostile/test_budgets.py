@@ -1,17 +1,27 @@
 """Budgets against clients that try to get around them, through a real gateway in every dialect."""
 
+from __future__ import annotations
+
 import asyncio
 import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from aiohttp import ClientSession, web
-from fake_neuron import GB, USAGE, begin_stream, chunk, until
+from aiohttp import ClientResponse, ClientSession, web
 
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.gateway.ledger.store import open_store
 from cortex.wire.node import ModelState
+
+from ..gateway.fake_neuron import GB, REPORTED, FakeNeuron, Process, begin_stream, chunk, until
+
+if TYPE_CHECKING:
+    from ..gateway.fake_neuron import FakeNeuron, SpawnGateway, StartGateway, StartNeuron
+
 
 READY = ModelState.READY
 LIMITS = {
@@ -24,16 +34,21 @@ EVERY_LIMIT = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 PATHS = list(LIMITS)
 
 
+Ask = Callable[..., Awaitable[tuple[int, Any]]]
+"""`(path, **fields)`: the status and the body of the response."""
+StartKeyed = Callable[..., Awaitable[tuple[FakeNeuron, Ask]]]
+
+
 @pytest.fixture
-async def keyed(neurons, start_gateway):
+async def keyed(neurons: StartNeuron, start_gateway: StartGateway) -> StartKeyed:
     """Starts a gateway with one key that has the given limits; returns the node and a function that sends requests."""
 
-    async def start(**limits):
+    async def start(**limits: Any) -> tuple[FakeNeuron, Ask]:
         key = generate("alice", **limits)
         beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
         client = await start_gateway(beast, keys=(key.section,))
 
-        async def ask(path, **fields):
+        async def ask(path: str, **fields: Any) -> tuple[int, Any]:
             body = {"model": "a", "messages": [], **fields}
             return await client.post(path, body, Authorization=f"Bearer {key.text}")
 
@@ -42,12 +57,12 @@ async def keyed(neurons, start_gateway):
     return start
 
 
-def code_of(answer) -> str:
-    return answer["error"].get("code") or answer["error"]["type"]
+def code_of(answer: Any) -> str:
+    return str(answer["error"].get("code") or answer["error"]["type"])
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_rejects_negative_limit_before_reserving(keyed, path):
+async def test_rejects_negative_limit_before_reserving(keyed: StartKeyed, path: str) -> None:
     beast, ask = await keyed(balance_tokens=300)
     for field in LIMITS[path]:
         for value in (-1_000_000, -1, *(() if path == "/v1/completions" else (0,)), 10**25):
@@ -59,7 +74,7 @@ async def test_rejects_negative_limit_before_reserving(keyed, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_limit_of_another_dialect_does_not_lower_the_reservation(keyed, path):
+async def test_limit_of_another_dialect_does_not_lower_the_reservation(keyed: StartKeyed, path: str) -> None:
     beast, ask = await keyed(balance_tokens=300)
     foreign = {field: -1_000_000 for field in EVERY_LIMIT if field not in LIMITS[path]}
     foreign_low = dict.fromkeys(foreign, 1)
@@ -72,7 +87,9 @@ async def test_limit_of_another_dialect_does_not_lower_the_reservation(keyed, pa
 @pytest.mark.parametrize("path", PATHS[:2])
 @pytest.mark.parametrize("choices", [{"n": 32}, {"best_of": 32}, {"n": 1, "best_of": 32}])
 @pytest.mark.parametrize("limit", [{"max_tokens": 96}, {}])
-async def test_charges_every_choice(keyed, path, choices, limit):
+async def test_charges_every_choice(
+    keyed: StartKeyed, path: str, choices: dict[str, Any], limit: dict[str, Any]
+) -> None:
     beast, ask = await keyed(balance_tokens=300)
     status, answer = await ask(path, **limit, **choices)
     assert (status, code_of(answer)) == (429, "insufficient_quota")
@@ -80,7 +97,7 @@ async def test_charges_every_choice(keyed, path, choices, limit):
     assert (await ask(path, max_tokens=96, n=2))[0] == 200
 
 
-async def test_rejects_too_many_choices(keyed):
+async def test_rejects_too_many_choices(keyed: StartKeyed) -> None:
     beast, ask = await keyed(balance_tokens=10**9)
     for field in ("n", "best_of"):
         for value in (-32, 0, 129, 10**25):
@@ -89,7 +106,7 @@ async def test_rejects_too_many_choices(keyed):
     assert not beast.seen
 
 
-async def test_charges_every_prompt_of_a_list(keyed):
+async def test_charges_every_prompt_of_a_list(keyed: StartKeyed) -> None:
     beast, ask = await keyed(balance_tokens=500)
     status, answer = await ask("/v1/completions", prompt=["a"] * 10, max_tokens=96)
     assert (status, code_of(answer)) == (429, "insufficient_quota")
@@ -97,16 +114,18 @@ async def test_charges_every_prompt_of_a_list(keyed):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_rejects_a_key_without_balance(keyed, path):
+async def test_rejects_a_key_without_balance(keyed: StartKeyed, path: str) -> None:
     beast, ask = await keyed(balance_tokens=40)
     statuses = [(await ask(path, **{LIMITS[path][0]: 10}))[0] for _ in range(6)]
     assert statuses[0] == 200
     assert statuses[-2:] == [429, 429]
-    assert len(beast.seen) * USAGE["total_tokens"] <= 40
+    assert len(beast.seen) * (REPORTED.prompt_tokens + REPORTED.completion_tokens) <= 40
 
 
-async def test_impossible_usage_of_a_foreign_server_is_estimated(neurons, start_gateway):
-    async def absurd(node, request, body):
+async def test_impossible_usage_of_a_foreign_server_is_estimated(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def absurd(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         message = {"role": "assistant", "content": "hi"}
         value = {"id": "1", "object": "chat.completion", "created": 1, "model": "a", "choices": []}
         value["choices"] = [{"index": 0, "message": message, "finish_reason": "stop"}]
@@ -125,8 +144,10 @@ async def test_impossible_usage_of_a_foreign_server_is_estimated(neurons, start_
     assert 10 < float(line.rpartition(" ")[2]) < 1000, "estimated by size"
 
 
-async def test_requests_of_a_killed_gateway_stay_charged(neurons, spawn, tmp_path):
-    async def endless(node, request, body):
+async def test_requests_of_a_killed_gateway_stay_charged(
+    neurons: StartNeuron, spawn: SpawnGateway, tmp_path: Path
+) -> None:
+    async def endless(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         await response.write(chunk("a", {"content": "first"}))
         await asyncio.sleep(60)
@@ -139,7 +160,7 @@ async def test_requests_of_a_killed_gateway_stay_charged(neurons, spawn, tmp_pat
     headers = {"authorization": f"Bearer {key.text}"}
     body = {"model": "a", "messages": [], "stream": True, "max_tokens": 900}
 
-    async def ask(session, gateway, **fields):
+    async def ask(session: ClientSession, gateway: Process, **fields: Any) -> ClientResponse:
         url = f"http://127.0.0.1:{gateway.port}/v1/chat/completions"
         return await session.post(url, json={**body, **fields}, headers=headers)
 

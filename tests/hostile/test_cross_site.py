@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
-from fake_neuron import GB
 
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import ModelState
+
+from ..gateway.fake_neuron import GB
+
+if TYPE_CHECKING:
+    from ..gateway.fake_neuron import Client, StartGateway, StartNeuron
+
 
 READY = {"a": ModelState.READY}
 EVIL = "https://evil.example"
 CHAT = {"model": "a", "messages": [{"role": "user", "content": "hi"}]}
 
 
-async def send(client, path, body=None, method="POST", **headers):
+async def send(
+    client: Client, path: str, body: Any = None, method: str = "POST", **headers: str
+) -> tuple[int, str | None]:
     """The status and the error code of a request with exactly these headers and those of every client."""
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     async with client.session.request(method, client.url + path, json=body, headers=headers) as response:
@@ -38,14 +47,18 @@ async def send(client, path, body=None, method="POST", **headers):
         ({"origin": "https://chat.example"}, (200, None)),
     ],
 )
-async def test_orders_to_an_open_loopback_gateway(neurons, start_gateway, headers, expected):
+async def test_orders_to_an_open_loopback_gateway(
+    neurons: StartNeuron, start_gateway: StartGateway, headers: dict[str, Any], expected: tuple[int, str | None]
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states=dict(READY))
     client = await start_gateway(beast, allowed_hosts=("llm.example.com",), cors_origins=("https://chat.example",))
     assert await send(client, "/fleet/models/a/unload", {"force": True}, **headers) == expected
     assert bool(beast.unload_requests) == (expected[0] == 200)
 
 
-async def test_reads_and_inference_of_an_open_loopback_gateway_reject_foreign_names(neurons, start_gateway):
+async def test_reads_and_inference_of_an_open_loopback_gateway_reject_foreign_names(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states=dict(READY))
     client = await start_gateway(beast)
     for path in ("/v1/models", "/fleet/status", "/fleet/explain/a", "/health"):
@@ -57,7 +70,9 @@ async def test_reads_and_inference_of_an_open_loopback_gateway_reject_foreign_na
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
-async def test_inference_rejects_bodies_that_a_page_can_send_unasked(neurons, start_gateway, path):
+async def test_inference_rejects_bodies_that_a_page_can_send_unasked(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states=dict(READY))
     client = await start_gateway(beast)
     for content_type in ("", "text/plain", "application/x-www-form-urlencoded"):
@@ -66,7 +81,9 @@ async def test_inference_rejects_bodies_that_a_page_can_send_unasked(neurons, st
     assert (await send(client, "/v1/chat/completions", CHAT, content_type=""))[0] == 200, "other clients may omit it"
 
 
-async def test_key_replaces_the_check_of_the_name_but_not_of_the_origin(neurons, start_gateway):
+async def test_key_replaces_the_check_of_the_name_but_not_of_the_origin(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states=dict(READY))
     operator = generate("root", operator=True)
     client = await start_gateway(beast, keys=(operator.section,))

@@ -5,20 +5,31 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from fake_neuron import GB
 
 from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.wire.node import ModelState
 
+from ..gateway.fake_neuron import GB
 from .target import MEBIBYTE, WAIT_S, Target, write_until_blocked
+
+if TYPE_CHECKING:
+    from ..certificates import Authority
+    from ..gateway.fake_neuron import SpawnGateway, StartNeuron
+
 
 CHAT_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
+Keyed = tuple[Target, str]
+
+
 @pytest.fixture
-async def keyed(neurons, spawn):
+async def keyed(neurons: StartNeuron, spawn: SpawnGateway) -> Keyed:
     """A gateway process with one key, which `text` is."""
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
     key = generate("user")
@@ -26,7 +37,7 @@ async def keyed(neurons, spawn):
     return Target(started.port, started.process.pid, started.log_file), key.text
 
 
-async def test_silent_and_dripping_connections_delay_nobody(keyed, scaled):
+async def test_silent_and_dripping_connections_delay_nobody(keyed: Keyed, scaled: Callable[[int, int], int]) -> None:
     target, _ = keyed
     count = scaled(200, 900)
     async with target.bounded(64 * MEBIBYTE), target.connections(count) as opened:
@@ -39,7 +50,7 @@ async def test_silent_and_dripping_connections_delay_nobody(keyed, scaled):
         await target.health_s()
 
 
-async def test_bodies_of_strangers_are_not_buffered(keyed, scaled):
+async def test_bodies_of_strangers_are_not_buffered(keyed: Keyed, scaled: Callable[[int, int], int]) -> None:
     target, _ = keyed
     head = CHAT_HEAD + b"Authorization: Bearer ck-wrongkey-x\r\nContent-Length: 60000000\r\n\r\n"
     async with target.bounded(64 * MEBIBYTE), target.connections(scaled(20, 200)) as opened:
@@ -57,7 +68,9 @@ async def test_bodies_of_strangers_are_not_buffered(keyed, scaled):
     assert any(responses)
 
 
-async def test_bodies_of_a_key_stay_within_the_buffer_budget(neurons, spawn, scaled):
+async def test_bodies_of_a_key_stay_within_the_buffer_budget(
+    neurons: StartNeuron, spawn: SpawnGateway, scaled: Callable[[int, int], int]
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
     key = generate("user")
     limits = "max_body_mb = 16\n[limits]\nmax_buffered_mb = 32\n"
@@ -74,7 +87,7 @@ async def test_bodies_of_a_key_stay_within_the_buffer_budget(neurons, spawn, sca
         await target.health_s()
 
 
-async def test_pipelined_requests_whose_responses_nobody_reads(keyed, scaled):
+async def test_pipelined_requests_whose_responses_nobody_reads(keyed: Keyed, scaled: Callable[[int, int], int]) -> None:
     target, key = keyed
     request = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n\r\n" % key.encode()
     most_bytes = scaled(24, 256) * MEBIBYTE
@@ -85,7 +98,9 @@ async def test_pipelined_requests_whose_responses_nobody_reads(keyed, scaled):
         assert max(taken) < most_bytes, "the gateway stops reading"
 
 
-async def test_names_of_megabytes_cost_little_and_are_not_repeated(keyed, scaled):
+async def test_names_of_megabytes_cost_little_and_are_not_repeated(
+    keyed: Keyed, scaled: Callable[[int, int], int]
+) -> None:
     target, key = keyed
     body = b'{"model": "%b", "messages": []}' % (b"a" * scaled(4, 60) * MEBIBYTE)
     request = CHAT_HEAD + b"Authorization: Bearer %b\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (
@@ -97,7 +112,7 @@ async def test_names_of_megabytes_cost_little_and_are_not_repeated(keyed, scaled
     assert all(response.startswith(b"HTTP/1.1 4") and len(response) < 4096 for response in responses)
 
 
-async def test_connects_and_resets_leave_nothing_behind(keyed, scaled):
+async def test_connects_and_resets_leave_nothing_behind(keyed: Keyed, scaled: Callable[[int, int], int]) -> None:
     target, key = keyed
     chat = b'{"model": "a", "messages": [{"role": "user", "content": "x"}], "stream": true}'
     request = CHAT_HEAD + b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n" % (key.encode(), len(chat)) + chat
@@ -109,7 +124,9 @@ async def test_connects_and_resets_leave_nothing_behind(keyed, scaled):
                 await asyncio.sleep(0.01)
 
 
-async def test_what_is_not_tls_delays_no_tls_client(spawn, authority, tmp_path, scaled):
+async def test_what_is_not_tls_delays_no_tls_client(
+    spawn: SpawnGateway, authority: Authority, tmp_path: Path, scaled: Callable[[int, int], int]
+) -> None:
     issued = authority.issue("flooded")
     started = await spawn(extra=f'tls_cert = "{issued.cert}"\ntls_key = "{issued.key}"\n[limits]\nhead_timeout_s = 60')
     target = Target(started.port, started.process.pid, started.log_file)

@@ -1,17 +1,24 @@
 """Every route responds to hostile bodies with a response or a JSON error of ours, and never crashes."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 from aiohttp import web
-from fake_neuron import GB, Seen, plain_answer
 
 from cortex.gateway.proxy.routes import ROUTES
 from cortex.wire.errors import BY_CODE
 from cortex.wire.node import ModelState
+
+from ..gateway.fake_neuron import GB, Seen, plain_answer
+
+if TYPE_CHECKING:
+    from ..gateway.fake_neuron import Client, StartGateway, StartNeuron
+
 
 INFERENCE = [path.decode() for path in ROUTES]
 CONTROL = [
@@ -97,7 +104,7 @@ def almost_right(seed: int, count: int) -> Iterator[bytes]:
             "stream": dice.random() < 0.3,
         }
         place: Any = body
-        key = dice.choice([name for name in body if name != "model"])
+        key: str | int = dice.choice([name for name in body if name != "model"])
         while isinstance(place[key], dict | list) and place[key] and dice.random() < 0.7:
             place = place[key]
             key = dice.choice(list(place)) if isinstance(place, dict) else dice.randrange(len(place))
@@ -121,7 +128,7 @@ def check(status: int, content_type: str, answer: bytes, about: Any) -> None:
 
 
 @pytest.fixture
-async def client(neurons, start_gateway, monkeypatch):
+async def client(neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch) -> Client:
     monkeypatch.setattr(Seen, "body", property(lambda seen: _decoded(seen.raw)))
     ready = {"a": ModelState.READY}
     beast = await neurons("beast", sizes={"a": GB, "org/a": GB}, states=ready, answer=tolerant)
@@ -129,7 +136,7 @@ async def client(neurons, start_gateway, monkeypatch):
 
 
 @pytest.fixture
-async def translating(neurons, start_gateway, monkeypatch):
+async def translating(neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch) -> Client:
     """A gateway whose only node speaks only chat, so that other dialects are translated."""
     monkeypatch.setattr(Seen, "body", property(lambda seen: _decoded(seen.raw)))
     other = await neurons("other", sizes={"a": GB}, answer=tolerant)
@@ -144,7 +151,7 @@ def _decoded(raw: bytes) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-async def ask(client, method: str, path: str, data: bytes) -> None:
+async def ask(client: Client, method: str, path: str, data: bytes) -> None:
     async with client.session.request(method, client.url + path, data=data) as response:
         if response.headers.get("content-type", "").startswith("text/event-stream") and path == "/fleet/events":
             return
@@ -153,7 +160,7 @@ async def ask(client, method: str, path: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", INFERENCE)
-async def test_inference_routes_survive_garbage(client, path):
+async def test_inference_routes_survive_garbage(client: Client, path: str) -> None:
     for data in garbage():
         await ask(client, "POST", path, data)
     assert (await client.chat("a"))[0] == 200
@@ -161,14 +168,14 @@ async def test_inference_routes_survive_garbage(client, path):
 
 
 @pytest.mark.parametrize("path", INFERENCE)
-async def test_inference_routes_survive_almost_valid_bodies(client, translating, path):
+async def test_inference_routes_survive_almost_valid_bodies(client: Client, translating: Client, path: str) -> None:
     for number, data in enumerate(almost_right(11, 60)):
         await ask((client, translating)[number % 2], "POST", path, data)
     assert translating.gateway.dispatcher.in_flight == client.gateway.dispatcher.in_flight == {}
 
 
 @pytest.mark.parametrize("path", CONTROL)
-async def test_control_routes_survive_garbage_and_any_method(client, path):
+async def test_control_routes_survive_garbage_and_any_method(client: Client, path: str) -> None:
     for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         for data in (b"", b"nonsense", b'{"node": 7}', b'{"node": "nowhere"}', b"[" * 100_000, b"\xff"):
             await ask(client, method, path, data)

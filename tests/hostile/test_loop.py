@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import http.client
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from fake_neuron import GB, FakeNeuron
 
-from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.catalogue import Alias, Catalogue
 from cortex.wire.node import ModelState
 
+from ..gateway.fake_neuron import GB, FakeNeuron
 from .loop_watch import unit_s, watched
+
+if TYPE_CHECKING:
+    from ..gateway.fake_neuron import StartGateway
+
 
 MAX_UNITS = 12
 """How long a callback may take, in units of `unit_s`, which are about two milliseconds on a slow core."""
@@ -84,11 +89,17 @@ def post(port: int, path: str, body: bytes) -> int:
 
 
 @pytest.mark.parametrize("way", ["relayed", "renamed", "translated"])
-async def test_no_body_occupies_the_loop_of_a_gateway(node, start_gateway, monkeypatch, scaled, way):
+async def test_no_body_occupies_the_loop_of_a_gateway(
+    node: FakeNeuron,
+    start_gateway: StartGateway,
+    monkeypatch: pytest.MonkeyPatch,
+    scaled: Callable[[int, int], int],
+    way: str,
+) -> None:
     if way == "translated":
         client = await start_gateway(foreign=(node,))
     else:
-        aliases = {"m": "other"} if way == "renamed" else {}
+        aliases: dict[str, str | Alias] = {"m": "other"} if way == "renamed" else {}
         client = await start_gateway(node, catalogue=Catalogue(aliases=aliases))
     port = int(client.url.rpartition(":")[2])
     await asyncio.to_thread(post, port, "/v1/chat/completions", b"{" + b" " * (2 << 20))  # starts the processes

@@ -134,7 +134,7 @@ def mutations(seed: int, count: int) -> Iterator[bytes]:
         }
         body = json.loads(json.dumps(body))
         parent: Any = body
-        key = chooser.choice(list(body))
+        key: str | int = chooser.choice(list(body))
         while isinstance(parent[key], dict | list) and parent[key] and chooser.random() < 0.7:
             parent = parent[key]
             key = chooser.choice(list(parent)) if isinstance(parent, dict) else chooser.randrange(len(parent))

@@ -1,94 +1,110 @@
 """Checks run in order: the key, the body, the key's limits, the model. Errors repeat nothing long."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import msgspec
 import pytest
-from fake_neuron import GB
 
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.routes import ROUTES
 from cortex.wire.node import ModelState
+
+from ..gateway.fake_neuron import GB
+
+if TYPE_CHECKING:
+    from ..gateway.fake_neuron import Client, StartGateway, StartNeuron
+
 
 PATHS = [path.decode() for path in ROUTES]
 READY = ModelState.READY
 MODEL = "secret-model-8b"
 
 
+@dataclass
+class Keyed:
+    """A gateway, and the headers of two of its keys."""
+
+    client: Client
+    good: dict[str, str]
+    slow: dict[str, str]
+
+
 @pytest.fixture
-async def keyed(neurons, start_gateway):
+async def keyed(neurons: StartNeuron, start_gateway: StartGateway) -> Keyed:
     """A gateway with two keys: one without limits, one for another model with one request per minute."""
     beast = await neurons("beast", sizes={MODEL: GB}, states={MODEL: READY})
     good = generate("good", balance_tokens=10_000)
     slow = generate("slow", models=("other",), requests_per_min=1)
     client = await start_gateway(beast, keys=(good.section, slow.section))
-    client.good = {"Authorization": f"Bearer {good.text}"}
-    client.slow = {"Authorization": f"Bearer {slow.text}"}
-    client.beast = beast
-    return client
+    return Keyed(client, {"Authorization": f"Bearer {good.text}"}, {"Authorization": f"Bearer {slow.text}"})
 
 
-async def post(client, path, body, headers=None) -> tuple[int, bytes]:
+async def post(client: Client, path: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
     async with client.session.post(client.url + path, data=body, headers=headers or {}) as response:
         return response.status, await response.read()
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_request_without_a_key_is_401_whatever_its_body(keyed, path):
+async def test_request_without_a_key_is_401_whatever_its_body(keyed: Keyed, path: str) -> None:
     for body in (b"", b"no json", b"{}", b'{"model":5}', b'{"model":"secret-model"}', b'{"model":"a","max_tokens":-1}'):
         for headers in ({}, {"Authorization": "Bearer ck-nobody"}, {"x-api-key": "k" * 5000}):
-            status, answer = await post(keyed, path, body, headers)
+            status, answer = await post(keyed.client, path, body, headers)
             assert status == 401
             assert MODEL.encode() not in answer
             assert len(answer) < 500
 
 
-async def test_401_does_not_repeat_a_long_model_name(keyed):
-    status, answer = await post(keyed, "/v1/chat/completions", b'{"model":"' + b"s" * (60 << 20) + b'"}')
+async def test_401_does_not_repeat_a_long_model_name(keyed: Keyed) -> None:
+    status, answer = await post(keyed.client, "/v1/chat/completions", b'{"model":"' + b"s" * (60 << 20) + b'"}')
     assert status == 401
     assert len(answer) < 500
     assert MODEL.encode() not in answer
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_error_does_not_repeat_a_long_model_name(keyed, path):
-    status, answer = await post(keyed, path, b'{"model":"' + b"s" * (5 << 20) + b'"}', keyed.good)
+async def test_error_does_not_repeat_a_long_model_name(keyed: Keyed, path: str) -> None:
+    status, answer = await post(keyed.client, path, b'{"model":"' + b"s" * (5 << 20) + b'"}', keyed.good)
     assert status == 400
     assert len(answer) < 500
-    status, answer = await post(keyed, path, b'{"model":"' + b"s" * 201 + b'"}', keyed.good)
+    status, answer = await post(keyed.client, path, b'{"model":"' + b"s" * 201 + b'"}', keyed.good)
     assert status == 400
     assert b"ssssssss" not in answer
 
 
-async def test_error_names_near_misses_of_the_model(keyed):
-    status, answer = await post(keyed, "/v1/chat/completions", b'{"model":"secret-model-8"}', keyed.good)
+async def test_error_names_near_misses_of_the_model(keyed: Keyed) -> None:
+    status, answer = await post(keyed.client, "/v1/chat/completions", b'{"model":"secret-model-8"}', keyed.good)
     assert (status, MODEL.encode() in answer) == (404, True)
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_checks_limits_before_the_model_name(keyed, path):
+async def test_checks_limits_before_the_model_name(keyed: Keyed, path: str) -> None:
     body = b'{"model":"secret-model"}'
-    assert (await post(keyed, path, body, keyed.slow))[0] == 404
-    status, answer = await post(keyed, path, body, keyed.slow)
+    assert (await post(keyed.client, path, body, keyed.slow))[0] == 404
+    status, answer = await post(keyed.client, path, body, keyed.slow)
     assert status == 429
     assert MODEL.encode() not in answer
-    assert (await post(keyed, path, b"no json", keyed.slow))[0] == 400
+    assert (await post(keyed.client, path, b"no json", keyed.slow))[0] == 400
 
 
-async def test_rejected_model_reserves_no_tokens(keyed):
+async def test_rejected_model_reserves_no_tokens(keyed: Keyed) -> None:
     body = msgspec.json.encode({"model": "nobody", "messages": [], "max_tokens": 9000})
     for _ in range(5):
-        assert (await post(keyed, "/v1/chat/completions", body, keyed.good))[0] == 404
+        assert (await post(keyed.client, "/v1/chat/completions", body, keyed.good))[0] == 404
     body = body.replace(b"nobody", MODEL.encode())
-    assert (await post(keyed, "/v1/chat/completions", body, keyed.good))[0] == 200
+    assert (await post(keyed.client, "/v1/chat/completions", body, keyed.good))[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/fleet/explain/", "/v1/", "/fleet/models/"])
-async def test_control_routes_do_not_repeat_a_long_path(keyed, path):
+async def test_control_routes_do_not_repeat_a_long_path(keyed: Keyed, path: str) -> None:
     long = path + "s" * 5000
-    status, answer = await keyed.get(long)
+    status, answer = await keyed.client.get(long)
     assert status == 401
-    status, answer = await keyed.get(long, **keyed.good)
+    status, answer = await keyed.client.get(long, **keyed.good)
     assert status == 404
     assert answer["error"]["message"].count("s") < 300
-    status, answer = await keyed.post("/v1/models/" + "s" * 5000, **keyed.good)
+    status, answer = await keyed.client.post("/v1/models/" + "s" * 5000, **keyed.good)
     assert status == 405
     assert answer["error"]["message"].count("s") < 300

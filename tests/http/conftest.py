@@ -9,12 +9,13 @@ import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import pytest
 import uvloop
 
 from cortex.http.limits import ClientLimits, UpstreamLimits
-from cortex.http.observer import Keepalive, Outcome
+from cortex.http.observer import Keepalive, ObservedRelay, Outcome, Translation
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
@@ -50,6 +51,21 @@ def reset(writer: asyncio.StreamWriter) -> None:
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
+
+
+@runtime_checkable
+class PausableTransport(Protocol):
+    """A transport that can stop reading, so that the kernel's buffers fill up."""
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+def pausable(writer: asyncio.StreamWriter) -> PausableTransport:
+    transport = writer.transport
+    assert isinstance(transport, PausableTransport)
+    return transport
 
 
 async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
@@ -116,7 +132,9 @@ class Node:
 class RecordingObserver:
     """An observer that tries a list of nodes and records every call."""
 
-    def __init__(self, pools: list[Pool], exchange: Exchange, translation: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, pools: list[Pool], exchange: Exchange, translation: Callable[[], Translation] | None = None
+    ) -> None:
         self.pools = list(pools)
         self.exchange = exchange
         self.translation = translation
@@ -126,39 +144,43 @@ class RecordingObserver:
         self.outcome: Outcome | None = None
         self.tail = b""
         self.relay: Relay | None = None
+        """Set by the owner of the relay."""
 
-    def attempt(self, relay: Relay) -> None:
+    def attempt(self) -> None:
+        assert self.relay is not None
         request = self.exchange.request
         target = request.path + (b"?" + request.query if request.query else b"")
         translation = self.translation() if self.translation else None
-        relay.send(self.pools.pop(0), request.method, target, request.headers, request.body, translation=translation)
+        self.relay.send(
+            self.pools.pop(0), request.method, target, request.headers, request.body, translation=translation
+        )
 
-    def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:
+    def on_head(self, relay: ObservedRelay, status: int, headers: Headers) -> bool:
         self.heads.append(status)
         if status == 503 and self.pools:
-            self.attempt(relay)
+            self.attempt()
             return False
         return True
 
-    def on_first_data(self, relay: Relay) -> None:
+    def on_first_data(self, relay: ObservedRelay) -> None:
         assert not self.begun
         self.begun = True
 
-    def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:
+    def on_fault(self, relay: ObservedRelay, fault: UpstreamFault) -> None:
         self.faults.append(fault)
         if self.pools:
-            self.attempt(relay)
+            self.attempt()
         else:
             relay.reject(502, ((b"content-type", b"application/json"),), b'{"error":"node"}', b"event: error\n\n")
 
-    def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:
+    def late_response(self, relay: ObservedRelay, status: int, body: bytes) -> bytes:
         return b"event: late\ndata: %d %b\n\n" % (status, body)
 
-    def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:
+    def interruption(self, relay: ObservedRelay, fault: UpstreamFault) -> bytes:
         self.faults.append(fault)
         return b"event: interrupted\n\n"
 
-    def on_done(self, relay: Relay, outcome: Outcome) -> None:
+    def on_done(self, relay: ObservedRelay, outcome: Outcome) -> None:
         assert self.outcome is None, "on_done must be called once"
         self.outcome = outcome
         self.tail = bytes(relay.tail)
@@ -183,6 +205,7 @@ class Harness:
         self.eventually = eventually
         self.read_message = read_message
         self.reset = reset
+        self.pausable = pausable
 
     async def node(self, script: Script) -> Node:
         node = await Node(script).start()
@@ -218,7 +241,7 @@ class Harness:
         self,
         *pools: Pool,
         keepalive_s: float | None = None,
-        translation: Callable[[], object] | None = None,
+        translation: Callable[[], Translation] | None = None,
         **limits: float,
     ) -> tuple[Server, int]:
         """A gateway that relays to the first pool that works."""
@@ -228,10 +251,10 @@ class Harness:
             self.observers.append(observer)
             keepalive = Keepalive(b": still here\n\n", keepalive_s) if keepalive_s is not None else None
             headers = ((b"x-request-id", b"r1"),)
-            relay = Relay(exchange, observer, self.ticker, keepalive=keepalive, extra_headers=headers)
-            observer.attempt(relay)
+            observer.relay = Relay(exchange, observer, self.ticker, keepalive=keepalive, extra_headers=headers)
+            observer.attempt()
 
-        return await self.server(handler, **limits)
+        return await self.server(handler, admit_head=None, **limits)
 
     def observer_of(self, exchange: Exchange) -> RecordingObserver:
         """An observer without nodes, for a relay that a test creates itself."""

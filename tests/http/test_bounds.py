@@ -6,12 +6,17 @@ import asyncio
 import json
 import logging
 import tracemalloc
+from typing import TYPE_CHECKING
 
 import pytest
 
 from cortex.http.request import Request, loggable
 from cortex.http.server.exchange import Exchange
 from cortex.wire.errors import InvalidAPIKey
+
+if TYPE_CHECKING:
+    from .conftest import Harness
+
 
 GET = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
 CHUNKED = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -56,7 +61,7 @@ class Flood:
 # --- pipelining
 
 
-async def test_stops_serving_pipelined_requests_while_the_client_reads_no_response(harness):
+async def test_stops_serving_pipelined_requests_while_the_client_reads_no_response(harness: Harness) -> None:
     num_served = 0
 
     def large(exchange: Exchange) -> None:
@@ -66,7 +71,7 @@ async def test_stops_serving_pipelined_requests_while_the_client_reads_no_respon
 
     _, port = await harness.server(large, write_buffer_bytes=64 * 1024)
     reader, writer = await harness.client(port)
-    writer.transport.pause_reading()
+    harness.pausable(writer).pause_reading()
     flood = Flood(writer, GET * 1000)
     await flood.until_blocked(100_000_000)
     assert flood.num_sent_bytes < 50_000_000, "the server stopped reading"
@@ -74,12 +79,12 @@ async def test_stops_serving_pipelined_requests_while_the_client_reads_no_respon
     assert served < 500, "the sockets buffer some responses, the server must not buffer the others"
     await asyncio.sleep(0.05)
     assert num_served == served
-    writer.transport.resume_reading()
+    harness.pausable(writer).resume_reading()
     for _ in range(served + 20):  # it goes on where it stopped
         assert (await harness.read_message(reader))[1] == bytes(100_000)
 
 
-async def test_bounds_the_bytes_buffered_behind_a_running_request(harness):
+async def test_bounds_the_bytes_buffered_behind_a_running_request(harness: Harness) -> None:
     exchanges: list[Exchange] = []
     server, port = await harness.server(exchanges.append)
     _, writer = await harness.client(port)
@@ -93,18 +98,18 @@ async def test_bounds_the_bytes_buffered_behind_a_running_request(harness):
     assert server.buffered.num_bytes == 0
 
 
-async def test_serves_a_large_request_behind_another(harness):
+async def test_serves_a_large_request_behind_another(harness: Harness) -> None:
     _, port = await harness.server(count_body)
     reader, _ = await harness.client(port, GET + post(300_000) + bytes(300_000) + GET)
     assert [(await harness.read_message(reader))[1] for _ in range(3)] == [b"0", b"300000", b"0"]
 
 
-async def test_drops_a_client_that_pipelines_and_never_reads(harness):
+async def test_drops_a_client_that_pipelines_and_never_reads(harness: Harness) -> None:
     server, port = await harness.server(
         lambda exchange: exchange.respond(200, (), bytes(200_000)), write_buffer_bytes=1000, stall_s=0.2
     )
     _, writer = await harness.client(port)
-    writer.transport.pause_reading()
+    harness.pausable(writer).pause_reading()
     await Flood(writer, GET * 1000).until_blocked(20_000_000)
     await harness.eventually(lambda: server.num_connections == 0)
 
@@ -117,7 +122,7 @@ async def test_drops_a_client_that_pipelines_and_never_reads(harness):
     [post(50_000_000), CHUNKED + b"2faf080\r\n", post(50_000_000, b"Connection: Upgrade", b"Upgrade: h2c")],
     ids=["length", "chunked", "upgrade"],
 )
-async def test_rejects_a_stranger_before_the_body_is_buffered(harness, head):
+async def test_rejects_a_stranger_before_the_body_is_buffered(harness: Harness, head: bytes) -> None:
     server, port = await harness.server(count_body, admit_head=reject_strangers, linger_s=0.2)
     reader, writer = await harness.client(port, head)
     answer, body = await harness.read_message(reader)
@@ -129,21 +134,21 @@ async def test_rejects_a_stranger_before_the_body_is_buffered(harness, head):
     assert server.buffered.num_bytes == 0
 
 
-async def test_rejects_a_stranger_whose_body_comes_along_with_the_head(harness):
+async def test_rejects_a_stranger_whose_body_comes_along_with_the_head(harness: Harness) -> None:
     server, port = await harness.server(count_body, admit_head=reject_strangers, linger_s=0.2)
     reader, _ = await harness.client(port, post(60_000) + bytes(60_000))
     assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 401 ")
     assert server.buffered.num_bytes == 0
 
 
-async def test_rejects_a_stranger_instead_of_asking_for_the_body(harness):
+async def test_rejects_a_stranger_instead_of_asking_for_the_body(harness: Harness) -> None:
     _, port = await harness.server(count_body, admit_head=reject_strangers, linger_s=0.1)
     answer = await harness.ask(port, post(5, b"Expect: 100-continue"))
     assert answer.startswith(b"HTTP/1.1 401 ")
     assert b"100 Continue" not in answer
 
 
-async def test_asks_for_the_body_of_a_request_whose_head_is_admitted(harness):
+async def test_asks_for_the_body_of_a_request_whose_head_is_admitted(harness: Harness) -> None:
     _, port = await harness.server(count_body, admit_head=reject_strangers)
     reader, writer = await harness.client(port, post(5, b"Expect: 100-continue", b"Authorization: Bearer good"))
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -152,7 +157,7 @@ async def test_asks_for_the_body_of_a_request_whose_head_is_admitted(harness):
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-async def test_rejects_a_body_over_what_the_head_was_admitted_for(harness, framing):
+async def test_rejects_a_body_over_what_the_head_was_admitted_for(harness: Harness, framing: str) -> None:
     server, port = await harness.server(count_body, admit_head=lambda request: 10_000, linger_s=0.2)
     for num_bytes, status in ((10_000, b"200"), (10_001, b"413")):
         body = bytes(num_bytes)
@@ -164,7 +169,7 @@ async def test_rejects_a_body_over_what_the_head_was_admitted_for(harness, frami
     await harness.eventually(lambda: server.buffered.num_bytes == 0)
 
 
-async def test_admits_every_head_on_a_connection(harness):
+async def test_admits_every_head_on_a_connection(harness: Harness) -> None:
     judged: list[bytes] = []
 
     def judge(request: Request) -> int:
@@ -183,7 +188,7 @@ async def test_admits_every_head_on_a_connection(harness):
 # --- the budget of all connections together
 
 
-async def test_rejects_a_body_over_the_buffer_of_all_connections(harness):
+async def test_rejects_a_body_over_the_buffer_of_all_connections(harness: Harness) -> None:
     exchanges: list[Exchange] = []
     server, port = await harness.server(exchanges.append, buffered_bytes=1_000_000, linger_s=0.2)
     first, _ = await harness.client(port, post(600_000) + bytes(600_000))
@@ -202,7 +207,7 @@ async def test_rejects_a_body_over_the_buffer_of_all_connections(harness):
     assert (await harness.read_message(again))[1] == b"600000"
 
 
-async def test_concurrent_bodies_stay_within_the_buffer(harness):
+async def test_concurrent_bodies_stay_within_the_buffer(harness: Harness) -> None:
     server, port = await harness.server(count_body, buffered_bytes=1_000_000, linger_s=0.1)
     most = 0
     writers = [(await harness.client(port, post(400_000)))[1] for _ in range(10)]
@@ -219,7 +224,7 @@ async def test_concurrent_bodies_stay_within_the_buffer(harness):
     assert server.buffered.num_bytes == 0
 
 
-async def test_joins_tiny_chunks_of_a_body(harness):
+async def test_joins_tiny_chunks_of_a_body(harness: Harness) -> None:
     server, port = await harness.server(count_body)
     reader, writer = await harness.client(port, CHUNKED)
     tracemalloc.start()
@@ -239,7 +244,7 @@ async def test_joins_tiny_chunks_of_a_body(harness):
 # --- connections
 
 
-async def test_rejects_connections_over_the_total_and_serves_again_when_one_closes(harness):
+async def test_rejects_connections_over_the_total_and_serves_again_when_one_closes(harness: Harness) -> None:
     server, port = await harness.server(count_body, num_connections=2, num_connections_per_client=5)
     kept = [await harness.client(port, GET) for _ in range(2)]
     for reader, _ in kept:
@@ -254,7 +259,7 @@ async def test_rejects_connections_over_the_total_and_serves_again_when_one_clos
     assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 200 ")
 
 
-async def test_rejects_connections_over_the_limit_of_one_address(harness):
+async def test_rejects_connections_over_the_limit_of_one_address(harness: Harness) -> None:
     server, port = await harness.server(count_body, num_connections=5, num_connections_per_client=2)
     kept = [await harness.client(port, GET) for _ in range(2)]
     for reader, _ in kept:
@@ -271,7 +276,7 @@ async def test_rejects_connections_over_the_limit_of_one_address(harness):
 # --- time
 
 
-async def test_closes_an_idle_connection_that_sends_empty_lines(harness):
+async def test_closes_an_idle_connection_that_sends_empty_lines(harness: Harness) -> None:
     server, port = await harness.server(count_body, head_s=0.2, idle_s=0.2)
     _, writer = await harness.client(port)
     deadline = harness.loop.time() + 5
@@ -282,7 +287,7 @@ async def test_closes_an_idle_connection_that_sends_empty_lines(harness):
     assert server.num_connections == 0
 
 
-async def test_times_out_a_body_below_the_minimum_rate(harness):
+async def test_times_out_a_body_below_the_minimum_rate(harness: Harness) -> None:
     _, port = await harness.server(count_body, body_s=0.2, body_bytes_per_s=1000, linger_s=0.1)
     reader, writer = await harness.client(port, post(1000))
     answer = asyncio.create_task(harness.read_message(reader))
@@ -298,7 +303,7 @@ async def test_times_out_a_body_below_the_minimum_rate(harness):
 # --- the log
 
 
-async def test_logs_a_malformed_request_in_one_debug_line(harness, caplog):
+async def test_logs_a_malformed_request_in_one_debug_line(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="cortex")
     _, port = await harness.server(count_body, linger_s=0.1)
     for request in (b"\x16\x03\x01\xff", b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", b"GET /\r\n\r\n"):
@@ -308,7 +313,7 @@ async def test_logs_a_malformed_request_in_one_debug_line(harness, caplog):
         assert [(record.levelname, record.exc_info) for record in lines] == [("DEBUG", None)]
 
 
-async def test_bounds_the_path_in_a_log_line(harness, caplog):
+async def test_bounds_the_path_in_a_log_line(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     def broken(exchange: Exchange) -> None:
         raise KeyError("oops")
 
@@ -322,7 +327,7 @@ async def test_bounds_the_path_in_a_log_line(harness, caplog):
 
 
 @pytest.mark.parametrize("character", [b"\n", b"\r", b"\x1b", b"\x9b", b"\x00", "\u2028".encode()])
-def test_a_client_cannot_inject_log_lines(character):
+def test_a_client_cannot_inject_log_lines(character: bytes) -> None:
     shown = loggable(b"/a" + character + b"ERROR forged")
     assert shown.isascii()
     assert shown.isprintable()

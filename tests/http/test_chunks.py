@@ -16,7 +16,7 @@ def is_chunk(wire: bytes) -> bool:
     return len(wire) < len(SIZE_LINES) and wire.startswith(SIZE_LINES[len(wire)]) and wire.endswith(b"\r\n")
 
 
-def test_recognises_its_own_framing_at_every_length():
+def test_recognises_its_own_framing_at_every_length() -> None:
     for num_bytes in range(1, LONGEST_BYTES + 1):
         data = bytes(num_bytes)
         assert is_chunk(frame(data))
@@ -51,11 +51,11 @@ def test_recognises_its_own_framing_at_every_length():
         b"a\r\nhellohello\r\nx",
     ],
 )
-def test_does_not_recognise_other_framing(wire):
+def test_does_not_recognise_other_framing(wire: bytes) -> None:
     assert not is_chunk(wire)
 
 
-def test_recognises_only_what_reframing_reproduces():
+def test_recognises_only_what_reframing_reproduces() -> None:
     chance = random.Random(7)
     for _ in range(20_000):
         wire = bytes(chance.choices(b"0123456789abAB\r\n\r\n;x", k=chance.randrange(40)))

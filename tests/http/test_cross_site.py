@@ -16,7 +16,7 @@ CHECK = CrossSiteCheck(["Chat.Example.com"], ["https://chat.example"])
         *("chat.example.com", "CHAT.example.com:31313", "chat.example.com.", None),
     ],
 )
-def test_accepts_addresses_private_names_and_configured_names(host):
+def test_accepts_addresses_private_names_and_configured_names(host: str) -> None:
     CHECK.check_host(host)
     CHECK.check_host(host)
 
@@ -24,7 +24,7 @@ def test_accepts_addresses_private_names_and_configured_names(host):
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:31313", "127.0.0.1.evil.example", "localhost.evil.example", "internal.evil"]
 )
-def test_rejects_public_names_of_others_every_time(host):
+def test_rejects_public_names_of_others_every_time(host: str) -> None:
     for _ in range(2):
         with pytest.raises(CrossSiteRequest, match="allowed_hosts"):
             CHECK.check_host(host)
@@ -38,19 +38,19 @@ def test_rejects_public_names_of_others_every_time(host):
         ("https://chat.example", "127.0.0.1:31313"),
     ],
 )
-def test_accepts_no_origin_the_same_origin_and_configured_origins(origin, host):
+def test_accepts_no_origin_the_same_origin_and_configured_origins(origin: str | None, host: str) -> None:
     CHECK.check_origin(origin, host)
 
 
 @pytest.mark.parametrize(
     "origin", ["https://evil.example", "null", "", "http://127.0.0.1:8000", "https://chat.example.evil", "http://["]
 )
-def test_rejects_other_origins(origin):
+def test_rejects_other_origins(origin: str) -> None:
     with pytest.raises(CrossSiteRequest):
         CHECK.check_origin(origin, "127.0.0.1:31313")
 
 
-def test_what_the_browser_says_about_the_site_decides():
+def test_what_the_browser_says_about_the_site_decides() -> None:
     CHECK.check_origin("https://llm.example", "127.0.0.1:31313", "same-origin")
     for site in ("cross-site", "same-site"):
         for origin in (None, "http://127.0.0.1:31313"):
@@ -59,5 +59,5 @@ def test_what_the_browser_says_about_the_site_decides():
         CHECK.check_origin("https://chat.example", "127.0.0.1:31313", site)
 
 
-def test_star_accepts_every_origin():
+def test_star_accepts_every_origin() -> None:
     CrossSiteCheck(origins=["*"]).check_origin("https://anyone.example", "x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -27,7 +28,7 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
         (b"data: 1\n\n: later\n\n", b"data: 1\n\n: later\n\n"),
     ],
 )
-def test_drops_only_leading_keepalives(events, rest):
+def test_drops_only_leading_keepalives(events: bytes, rest: bytes) -> None:
     assert after_keepalives(events, PING) == rest
 
 
@@ -37,7 +38,9 @@ def test_drops_only_leading_keepalives(events, rest):
     rest=st.sampled_from([b"", b"data: hal", b": "]),
     cuts=st.lists(st.integers(0, 200), max_size=12),
 )
-def test_passes_only_whole_events_and_loses_none(blank, events, rest, cuts):
+def test_passes_only_whole_events_and_loses_none(
+    blank: bytes, events: list[bytes], rest: bytes, cuts: list[int]
+) -> None:
     stream = b"".join(event + blank for event in events) + rest
     edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
     boundary = EventBoundary()
@@ -52,7 +55,7 @@ def test_passes_only_whole_events_and_loses_none(blank, events, rest, cuts):
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 1000])
-def test_drops_comments_behind_the_last_event_that_no_blank_line_ends(piece_bytes):
+def test_drops_comments_behind_the_last_event_that_no_blank_line_ends(piece_bytes: int) -> None:
     events = b": keepalive\n\ndata: 1\n\ndata: [DONE]\n\n"
     stream = events + b': failed overloaded\n: usage {"prompt_tokens":1}\n'
     boundary = EventBoundary()
@@ -61,13 +64,15 @@ def test_drops_comments_behind_the_last_event_that_no_blank_line_ends(piece_byte
 
 
 @pytest.mark.parametrize("piece_bytes", [1000, 100_000])
-def test_passes_an_event_too_long_to_hold_in_pieces(piece_bytes):
+def test_passes_an_event_too_long_to_hold_in_pieces(piece_bytes: int) -> None:
     boundary = EventBoundary()
     sent = b""
     passed = boundary.push(b"data: first\n\n")
-    while not boundary.inside:
-        sent += b"x" * piece_bytes
-        passed += boundary.push(b"x" * piece_bytes)
+    for piece in itertools.repeat(b"x" * piece_bytes):
+        if boundary.inside:
+            break
+        sent += piece
+        passed += boundary.push(piece)
     assert boundary.escape() == b"\n\n"
     assert boundary.push(b"more") == b"more"
     assert boundary.push(b"end\n\ndata: hal") == b"end\n\n"

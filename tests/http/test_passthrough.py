@@ -20,7 +20,7 @@ class Client:
 
 
 @pytest.mark.parametrize("event", [b"data: 1\n\n", b"data: 1\r\n\r\n", b"data: 1\r\r", b": comment\n\ndata: 2\n\n"])
-def test_sends_chunk_of_whole_events_as_it_came(event):
+def test_sends_chunk_of_whole_events_as_it_came(event: bytes) -> None:
     client = Client()
     assert client.passthrough.take(frame(event))
     assert client.received == [frame(event)]
@@ -41,7 +41,7 @@ def test_sends_chunk_of_whole_events_as_it_came(event):
         frame(bytes(5000) + b"\n\n"),
     ],
 )
-def test_leaves_everything_else_alone(wire):
+def test_leaves_everything_else_alone(wire: bytes) -> None:
     client = Client()
     assert not client.passthrough.take(wire)
     client.passthrough.fold()
@@ -49,7 +49,7 @@ def test_leaves_everything_else_alone(wire):
 
 
 @pytest.mark.parametrize("num_events", [1, 31, 32, 33, 34, 1000])
-def test_tail_ends_with_last_events_and_counts_all_of_them(num_events):
+def test_tail_ends_with_last_events_and_counts_all_of_them(num_events: int) -> None:
     client = Client()
     events = [b"data: event number %06d\n\n" % number for number in range(num_events)]
     for event in events:
@@ -64,7 +64,7 @@ def test_tail_ends_with_last_events_and_counts_all_of_them(num_events):
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 100, 5000])
-def test_tail_keeps_last_bytes_of_any_body(piece_bytes):
+def test_tail_keeps_last_bytes_of_any_body(piece_bytes: int) -> None:
     body = bytes(range(256)) * 60
     tail = BodyTail()
     for start in range(0, len(body), piece_bytes):

@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
 from cortex.http.observer import Keepalive, Outcome
 from cortex.http.passthrough import TAIL_BYTES
 from cortex.http.relay import Relay
+from cortex.http.request import Headers
 from cortex.http.server.connection import ClientConnection
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.connection import UpstreamConnection
 from cortex.http.upstream.faults import ConnectFailed, ConnectionLost, MalformedResponse
+from cortex.http.upstream.pool import Pool
+
+if TYPE_CHECKING:
+    from .conftest import Harness
+
 
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -26,7 +33,7 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def unreachable_pool(harness):
+async def unreachable_pool(harness: Harness) -> Pool:
     """A pool for an address where nothing listens."""
     node = await harness.responding(b"")
     node.close()
@@ -34,7 +41,7 @@ async def unreachable_pool(harness):
     return harness.pool(node.origin)
 
 
-async def test_relays_status_headers_length_and_body_unchanged(harness):
+async def test_relays_status_headers_length_and_body_unchanged(harness: Harness) -> None:
     body = random.Random(1).randbytes(3_000_000)
     node = await harness.responding(
         b"HTTP/1.1 418 I'm a teapot\r\nX-Node: n\r\nX-Node: m\r\nKeep-Alive: x\r\nContent-Length: %d\r\n\r\n"
@@ -62,7 +69,7 @@ async def test_relays_status_headers_length_and_body_unchanged(harness):
 
 
 @pytest.mark.parametrize("keepalive_s", [None, 5.0])
-async def test_relays_each_event_as_soon_as_it_comes(harness, keepalive_s):
+async def test_relays_each_event_as_soon_as_it_comes(harness: Harness, keepalive_s: float | None) -> None:
     turn = asyncio.Event()
 
     async def one_by_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,7 +97,7 @@ async def test_relays_each_event_as_soon_as_it_comes(harness, keepalive_s):
     assert harness.observers[0].tail.endswith(b"data: 18\n\ndata: 19\n\n"), "without the chunks' framing"
 
 
-async def test_http_10_client_gets_events_without_chunks(harness):
+async def test_http_10_client_gets_events_without_chunks(harness: Harness) -> None:
     events = [b"data: %d\n\n" % number for number in range(10)]
     node = await harness.responding(STREAM_HEAD, *map(chunk, events), END)
     _, port = await harness.relaying(harness.pool(node.origin))
@@ -98,7 +105,7 @@ async def test_http_10_client_gets_events_without_chunks(harness):
     assert answer.partition(b"\r\n\r\n")[2] == b"".join(events)
 
 
-async def test_joins_events_that_are_cut_across_chunks(harness):
+async def test_joins_events_that_are_cut_across_chunks(harness: Harness) -> None:
     pieces = [b"data: 1\n\nda", b"ta: 2\n\n", b"data: 3\n\n", b"data: 4", b"\n", b"\n", b"data: 5\n\n"]
     node = await harness.responding(STREAM_HEAD, *map(chunk, pieces), END)
     _, port = await harness.relaying(harness.pool(node.origin))
@@ -108,7 +115,7 @@ async def test_joins_events_that_are_cut_across_chunks(harness):
     assert harness.observers[0].tail == body
 
 
-async def test_relays_a_response_without_a_length_in_chunks(harness):
+async def test_relays_a_response_without_a_length_in_chunks(harness: Harness) -> None:
     async def old_style(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n{}")
@@ -124,7 +131,7 @@ async def test_relays_a_response_without_a_length_in_chunks(harness):
 @pytest.mark.parametrize(
     "answer", [b"HTTP/1.1 204 No Content\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"]
 )
-async def test_relays_an_empty_response(harness, answer):
+async def test_relays_an_empty_response(harness: Harness, answer: bytes) -> None:
     node = await harness.responding(answer)
     _, port = await harness.relaying(harness.pool(node.origin))
     reader, writer = await harness.client(port)
@@ -135,7 +142,7 @@ async def test_relays_an_empty_response(harness, answer):
         assert body == b""
 
 
-async def test_sends_keepalives_on_the_wall_clock_while_waiting(harness):
+async def test_sends_keepalives_on_the_wall_clock_while_waiting(harness: Harness) -> None:
     go = asyncio.Event()
 
     async def thinking(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -165,7 +172,7 @@ async def test_sends_keepalives_on_the_wall_clock_while_waiting(harness):
     assert harness.observers[0].outcome is Outcome.COMPLETE
 
 
-async def test_first_keepalive_sends_the_nodes_head_if_it_has_come(harness):
+async def test_first_keepalive_sends_the_nodes_head_if_it_has_come(harness: Harness) -> None:
     async def head_first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(STREAM_HEAD.replace(b"Transfer", b"X-Node: n\r\nTransfer"))
@@ -182,7 +189,7 @@ async def test_first_keepalive_sends_the_nodes_head_if_it_has_come(harness):
     assert body.endswith(b"data: a\n\n")
 
 
-async def test_error_after_a_keepalive_becomes_an_event(harness):
+async def test_error_after_a_keepalive_becomes_an_event(harness: Harness) -> None:
     async def reject_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         await asyncio.sleep(0.1)
@@ -200,7 +207,7 @@ async def test_error_after_a_keepalive_becomes_an_event(harness):
     assert harness.observers[0].outcome is Outcome.COMPLETE
 
 
-async def test_error_before_a_keepalive_keeps_its_status(harness):
+async def test_error_before_a_keepalive_keeps_its_status(harness: Harness) -> None:
     node = await harness.responding(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\n\r\n{no}")
     _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=5.0)
     reader, _ = await harness.client(port, POST)
@@ -220,7 +227,9 @@ BEFORE_THE_FIRST_BYTE = {
 
 @pytest.mark.parametrize("keepalive_s", [None, 0.02], ids=["at once", "after keepalives"])
 @pytest.mark.parametrize("name", BEFORE_THE_FIRST_BYTE)
-async def test_replaces_a_node_that_dies_before_its_first_byte(harness, name, keepalive_s):
+async def test_replaces_a_node_that_dies_before_its_first_byte(
+    harness: Harness, name: str, keepalive_s: float | None
+) -> None:
     async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await bad.read(reader)
         writer.write(BEFORE_THE_FIRST_BYTE[name])
@@ -243,7 +252,7 @@ async def test_replaces_a_node_that_dies_before_its_first_byte(harness, name, ke
     assert good.requests[0][1] == b"hello"
 
 
-async def test_replaces_a_node_that_has_sent_only_keepalives(harness):
+async def test_replaces_a_node_that_has_sent_only_keepalives(harness: Harness) -> None:
     async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await bad.read(reader)
         writer.write(STREAM_HEAD + chunk(b": still here\n\n") + chunk(b": a comment of its own\n\n"))
@@ -260,7 +269,7 @@ async def test_replaces_a_node_that_has_sent_only_keepalives(harness):
     assert harness.observers[0].outcome is Outcome.COMPLETE
 
 
-async def test_extra_headers_replace_the_nodes(harness):
+async def test_extra_headers_replace_the_nodes(harness: Harness) -> None:
     node = await harness.responding(b"HTTP/1.1 200 OK\r\nX-Request-Id: theirs\r\nContent-Length: 2\r\n\r\nhi")
     _, port = await harness.relaying(harness.pool(node.origin))
     reader, _ = await harness.client(port, POST)
@@ -269,7 +278,7 @@ async def test_extra_headers_replace_the_nodes(harness):
     assert b"x-request-id: r1" in head
 
 
-async def test_replaces_a_response_that_the_observer_declines(harness):
+async def test_replaces_a_response_that_the_observer_declines(harness: Harness) -> None:
     busy = await harness.responding(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy")
     good = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ngood")
     _, port = await harness.relaying(harness.pool(busy.origin), harness.pool(good.origin))
@@ -279,7 +288,7 @@ async def test_replaces_a_response_that_the_observer_declines(harness):
     await harness.eventually(lambda: busy.num_open == 0)
 
 
-async def test_observer_words_the_error_when_no_node_is_left(harness):
+async def test_observer_words_the_error_when_no_node_is_left(harness: Harness) -> None:
     _, port = await harness.relaying(await unreachable_pool(harness))
     reader, writer = await harness.client(port, POST)
     head, body = await harness.read_message(reader)
@@ -290,7 +299,7 @@ async def test_observer_words_the_error_when_no_node_is_left(harness):
     assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 502")
 
 
-async def test_rejection_inside_a_started_stream_is_an_event(harness):
+async def test_rejection_inside_a_started_stream_is_an_event(harness: Harness) -> None:
     async def die_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         await asyncio.sleep(0.1)
@@ -303,7 +312,7 @@ async def test_rejection_inside_a_started_stream_is_an_event(harness):
 
 
 @pytest.mark.parametrize("half", [b"", b"data: hal"], ids=["between events", "inside an event"])
-async def test_stream_of_a_node_that_dies_ends_with_one_error_event(harness, half):
+async def test_stream_of_a_node_that_dies_ends_with_one_error_event(harness: Harness, half: bytes) -> None:
     async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(STREAM_HEAD + chunk(b"data: a\n\n"))
@@ -325,7 +334,7 @@ async def test_stream_of_a_node_that_dies_ends_with_one_error_event(harness, hal
 @pytest.mark.parametrize(
     "framing", [b"Content-Length: 100\r\n\r\nhalf", b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"]
 )
-async def test_aborts_a_whole_response_that_is_interrupted(harness, framing):
+async def test_aborts_a_whole_response_that_is_interrupted(harness: Harness, framing: bytes) -> None:
     async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + framing)
@@ -343,7 +352,7 @@ async def test_aborts_a_whole_response_that_is_interrupted(harness, framing):
 
 @pytest.mark.parametrize("manner", ["close", "reset", "half-close"])
 @pytest.mark.parametrize("phase", ["waiting", "keepalive", "head", "streaming", "not streaming", "not reading"])
-async def test_disconnected_client_aborts_the_call(harness, phase, manner):
+async def test_disconnected_client_aborts_the_call(harness: Harness, phase: str, manner: str) -> None:
     async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         if phase == "head":
@@ -364,7 +373,7 @@ async def test_disconnected_client_aborts_the_call(harness, phase, manner):
     server, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.02 if phase == "keepalive" else 5.0)
     reader, writer = await harness.client(port)
     if phase == "not reading":
-        writer.transport.pause_reading()
+        harness.pausable(writer).pause_reading()
     writer.write(POST)
     await harness.eventually(lambda: node.num_open == 1 and server.num_exchanges == 1)
     if phase in ("keepalive", "streaming", "not streaming"):
@@ -384,7 +393,7 @@ async def test_disconnected_client_aborts_the_call(harness, phase, manner):
     assert len(harness.ticker) <= 1  # a half-closed connection may linger for a turn
 
 
-async def test_slow_client_pauses_the_node(harness):
+async def test_slow_client_pauses_the_node(harness: Harness) -> None:
     num_written = 0
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -402,7 +411,7 @@ async def test_slow_client_pauses_the_node(harness):
     node = await harness.node(flood)
     server, port = await harness.relaying(harness.pool(node.origin, silence_s=0.2), keepalive_s=0.05)
     reader, writer = await harness.client(port)
-    writer.transport.pause_reading()
+    harness.pausable(writer).pause_reading()
     writer.write(POST)
     held_back = 0
     while not held_back or held_back != num_written:
@@ -410,15 +419,16 @@ async def test_slow_client_pauses_the_node(harness):
         await asyncio.sleep(0.6)  # longer than silence_s: a node that we hold back is not silent
     assert held_back < 500
     (connection,) = server.connections
+    assert isinstance(connection, ClientConnection)
     assert connection.transport.get_write_buffer_size() < 1_000_000
-    writer.transport.resume_reading()
+    harness.pausable(writer).resume_reading()
     _, body = await harness.read_message(reader)
     assert body.replace(b": still here\n\n", b"").count(b"\n\n") == 1000
     assert body.count(b": still here") <= 4, "no keepalives for a client that does not read"
     assert harness.observers[0].outcome is Outcome.COMPLETE
 
 
-async def test_sends_no_keepalive_inside_an_event_too_long_to_hold(harness):
+async def test_sends_no_keepalive_inside_an_event_too_long_to_hold(harness: Harness) -> None:
     async def verbose(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(STREAM_HEAD + chunk(b"data: " + b"x" * 300_000))
@@ -438,30 +448,32 @@ async def test_sends_no_keepalive_inside_an_event_too_long_to_hold(harness):
     assert set(after.split(b"\n\n")) == {b": still here", b""}
 
 
-async def test_call_starts_paused_while_the_client_is_full(harness):
-    calls = []
+async def test_call_starts_paused_while_the_client_is_full(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
 
     class UpstreamCall:
-        def pause(self):
+        def pause(self) -> None:
             calls.append("pause")
 
-        def abort(self):
+        def abort(self) -> None:
             calls.append("abort")
 
-    class Pool:
-        def send(self, *request):
-            calls.append("send")
-            return UpstreamCall()
+    def send(*request: object) -> UpstreamCall:
+        calls.append("send")
+        return UpstreamCall()
+
+    pool = harness.pool("http://nowhere")
+    monkeypatch.setattr(pool, "send", send)
 
     def handler(exchange: Exchange) -> None:
         exchange.start(200, ())
         while not exchange.paused:
             exchange.write(bytes(65536))
-        Relay(exchange, harness.observer_of(exchange), harness.ticker).send(Pool(), b"GET", b"/", (), b"")
+        Relay(exchange, harness.observer_of(exchange), harness.ticker).send(pool, b"GET", b"/", (), b"")
 
     _, port = await harness.server(handler)
     _, writer = await harness.client(port)
-    writer.transport.pause_reading()
+    harness.pausable(writer).pause_reading()
     writer.write(POST)
     await harness.eventually(lambda: calls == ["send", "pause"])
     writer.transport.abort()
@@ -474,20 +486,20 @@ class Upper:
     def __init__(self) -> None:
         self.held = b""
 
-    def head(self, status, headers):
+    def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
         return status, [(b"content-type", b"text/event-stream")]
 
-    def push(self, data):
+    def push(self, data: bytes) -> bytes:
         if b"garbage" in data:
             raise MalformedResponse("the node sent garbage")
         *whole, self.held = (self.held + data).split(b" ")
         return b"".join(word.upper() + b"\n\n" for word in whole)
 
-    def finish(self):
+    def finish(self) -> bytes:
         return self.held.upper() + b"\n\n"
 
 
-async def test_translation_rewrites_the_response(harness):
+async def test_translation_rewrites_the_response(harness: Harness) -> None:
     node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\none tw", b"o thr")
     _, port = await harness.relaying(harness.pool(node.origin), translation=Upper)
     reader, _ = await harness.client(port, POST)
@@ -502,7 +514,7 @@ async def test_translation_rewrites_the_response(harness):
     assert b"content-length: 5" in head
 
 
-async def test_malformed_response_in_a_translation_is_a_fault_of_the_node(harness):
+async def test_malformed_response_in_a_translation_is_a_fault_of_the_node(harness: Harness) -> None:
     bad = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\ngarbage")
     good = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ngood")
     _, port = await harness.relaying(harness.pool(bad.origin), harness.pool(good.origin), translation=Upper)
@@ -514,7 +526,7 @@ async def test_malformed_response_in_a_translation_is_a_fault_of_the_node(harnes
     assert answer.endswith(chunk(b"event: interrupted\n\n") + END)
 
 
-async def test_request_without_a_node_gets_keepalives_and_may_disconnect(harness):
+async def test_request_without_a_node_gets_keepalives_and_may_disconnect(harness: Harness) -> None:
     def handler(exchange: Exchange) -> None:
         observer = harness.observer_of(exchange)
         observer.relay = Relay(exchange, observer, harness.ticker, keepalive=Keepalive(b": wait\n\n", 0.03))
@@ -524,13 +536,16 @@ async def test_request_without_a_node_gets_keepalives_and_may_disconnect(harness
     server, port = await harness.server(handler)
     reader, _ = await harness.client(port, POST)
     await reader.readuntil(chunk(b": wait\n\n") * 2)
-    harness.observers[0].relay.send(pool, b"POST", b"/", (), b"")
+    waiting = harness.observers[0].relay
+    assert waiting is not None
+    waiting.send(pool, b"POST", b"/", (), b"")
     assert (await reader.readuntil(END)).endswith(chunk(b"data: a\n\n") + END)
     reader, writer = await harness.client(port, POST)
     await reader.readuntil(chunk(b": wait\n\n"))
     writer.close()
     await harness.eventually(lambda: harness.observers[1].outcome is Outcome.CLIENT_DISCONNECTED)
     gone = harness.observers[1].relay
+    assert gone is not None
     gone.send(pool, b"POST", b"/", (), b"")
     gone.reject(503, (), b"", b"")
     assert server.num_exchanges == pool.num_calls == 0
@@ -540,10 +555,12 @@ async def test_request_without_a_node_gets_keepalives_and_may_disconnect(harness
     assert harness.observers[2].outcome is Outcome.CLIENT_DISCONNECTED
 
 
-async def test_failing_observer_does_not_leave_the_client_waiting(harness):
+async def test_failing_observer_does_not_leave_the_client_waiting(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def handler(exchange: Exchange) -> None:
         observer = harness.observer_of(exchange)
-        observer.on_head = lambda relay, status, headers: 1 // 0
+        monkeypatch.setattr(observer, "on_head", lambda relay, status, headers: 1 // 0)
         Relay(exchange, observer, harness.ticker).send(pool, b"POST", b"/", (), b"")
 
     node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
@@ -557,7 +574,7 @@ async def test_failing_observer_does_not_leave_the_client_waiting(harness):
     await harness.eventually(lambda: pool.num_calls == 0)
 
 
-async def test_finished_exchanges_are_not_kept_in_memory(harness):
+async def test_finished_exchanges_are_not_kept_in_memory(harness: Harness) -> None:
     kinds = (ClientConnection, UpstreamConnection, Exchange, Relay, UpstreamCall, asyncio.BaseTransport)
 
     def num_alive() -> int:
@@ -585,7 +602,7 @@ async def test_finished_exchanges_are_not_kept_in_memory(harness):
     assert num_alive() == before
 
 
-async def test_nothing_leaks_when_a_third_of_200_streams_disconnect(harness):
+async def test_nothing_leaks_when_a_third_of_200_streams_disconnect(harness: Harness) -> None:
     rng = random.Random(7)
     num_tasks = len(asyncio.all_tasks())
 

@@ -7,31 +7,43 @@ import shutil
 import ssl
 import subprocess
 from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from cortex.http.limits import ClientLimits
 from cortex.http.server.exchange import Exchange
-from cortex.http.server.server import Server
+from cortex.http.server.server import Handler, Response, Server
 from cortex.http.upstream.faults import ConnectFailed
 from cortex.settings import SettingsError
 from cortex.tls import ServerCertificate, client_context
 
+if TYPE_CHECKING:
+    from ..certificates import Authority, Certificate
+    from .conftest import Harness
+
 
 @pytest.fixture(scope="module")
-def certificate(authority):
+def certificate(authority: Authority) -> Certificate:
     return authority.issue("server", "DNS:localhost")
 
 
-async def listen(harness, certificate, handler, **limits) -> int:
-    limits = ClientLimits(**limits)
-    server = Server(handler, lambda error, path: (error.status, (), b""), harness.ticker, limits)
+async def listen(
+    harness: Harness,
+    certificate: Certificate | ServerCertificate,
+    handler: Handler,
+    limits: ClientLimits = ClientLimits(),  # noqa: B008 - it is immutable
+) -> int:
+    server = Server(handler, lambda error, path: Response(error.status, (), b""), harness.ticker, limits)
     harness.servers.append(server)
     shown = certificate if isinstance(certificate, ServerCertificate) else ServerCertificate(*astuple(certificate))
     return (await server.listen("127.0.0.1", 0, tls=shown.context))[1]
 
 
-async def test_relays_from_a_tls_node_and_checks_its_certificate(harness, certificate, authority):
+async def test_relays_from_a_tls_node_and_checks_its_certificate(
+    harness: Harness, certificate: Certificate, authority: Authority
+) -> None:
     bodies = []
 
     def node(exchange: Exchange) -> None:
@@ -57,7 +69,9 @@ async def test_relays_from_a_tls_node_and_checks_its_certificate(harness, certif
     assert len(pool.connections) == 1
 
 
-async def test_notices_a_tls_client_that_disconnects_or_misbehaves(harness, certificate, authority):
+async def test_notices_a_tls_client_that_disconnects_or_misbehaves(
+    harness: Harness, certificate: Certificate, authority: Authority
+) -> None:
     exchanges: list[Exchange] = []
     port = await listen(harness, certificate, exchanges.append)
     context = ssl.create_default_context(cafile=authority.own.cert)
@@ -85,9 +99,9 @@ async def get(port: int, context: ssl.SSLContext) -> bytes:
 
 
 async def test_unfinished_handshakes_count_as_connections_and_end_after_the_time_for_heads(
-    harness, certificate, authority
-):
-    port = await listen(harness, certificate, respond, num_connections_per_client=3, head_s=2.0)
+    harness: Harness, certificate: Certificate, authority: Authority
+) -> None:
+    port = await listen(harness, certificate, respond, ClientLimits(num_connections_per_client=3, head_s=2.0))
     context = ssl.create_default_context(cafile=authority.own.cert)
     silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
     with pytest.raises((ConnectionError, ssl.SSLError)):
@@ -107,8 +121,10 @@ async def test_unfinished_handshakes_count_as_connections_and_end_after_the_time
         bytes(70_000),
     ],
 )
-async def test_closes_what_is_not_tls_and_goes_on(harness, certificate, authority, caplog, junk):
-    port = await listen(harness, certificate, respond, head_s=1.0)
+async def test_closes_what_is_not_tls_and_goes_on(
+    harness: Harness, certificate: Certificate, authority: Authority, caplog: pytest.LogCaptureFixture, junk: bytes
+) -> None:
+    port = await listen(harness, certificate, respond, ClientLimits(head_s=1.0))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(junk)
     try:
@@ -122,7 +138,7 @@ async def test_closes_what_is_not_tls_and_goes_on(harness, certificate, authorit
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1")
-async def test_rejects_versions_before_1_2(harness, certificate, authority):
+async def test_rejects_versions_before_1_2(harness: Harness, certificate: Certificate, authority: Authority) -> None:
     port = await listen(harness, certificate, respond)
     context = ssl.create_default_context(cafile=authority.own.cert)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
@@ -139,8 +155,10 @@ async def serial(port: int, context: ssl.SSLContext) -> str:
     return str(found)
 
 
-async def test_new_connections_get_the_renewed_certificate_and_open_ones_go_on(harness, authority, tmp_path, caplog):
-    def install(made) -> None:
+async def test_new_connections_get_the_renewed_certificate_and_open_ones_go_on(
+    harness: Harness, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def install(made: Certificate) -> None:
         shutil.copy(made.cert, tmp_path / "cert.pem")
         shutil.copy(made.key, tmp_path / "key.pem")
 
@@ -167,7 +185,7 @@ async def test_new_connections_get_the_renewed_certificate_and_open_ones_go_on(h
 
 
 @pytest.mark.parametrize("broken", ["missing", "empty", "wrong key", "encrypted key"])
-def test_rejects_a_pair_that_cannot_be_used(authority, tmp_path, broken):
+def test_rejects_a_pair_that_cannot_be_used(authority: Authority, tmp_path: Path, broken: str) -> None:
     made = authority.issue("broken")
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     cert.write_bytes(made.cert.read_bytes())
@@ -182,7 +200,7 @@ def test_rejects_a_pair_that_cannot_be_used(authority, tmp_path, broken):
 
 
 @pytest.mark.parametrize("text", [None, "", "no certificate"])
-def test_rejects_a_ca_file_without_certificates(tmp_path, text):
+def test_rejects_a_ca_file_without_certificates(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "ca.pem").write_text(text)
     with pytest.raises(SettingsError, match="ca_file"):

@@ -1,6 +1,7 @@
 import asyncio
 import itertools
 import socket
+from typing import Self
 
 import pytest
 from hypothesis import given
@@ -51,10 +52,13 @@ commands = st.one_of(
 
 
 @given(st.lists(st.lists(commands, max_size=5), max_size=5), st.lists(st.integers(1, 60), min_size=1, max_size=9))
-def test_decodes_the_same_batches_however_the_stream_is_split(batches, chunk_sizes):
+def test_decodes_the_same_batches_however_the_stream_is_split(
+    batches: list[list[Command]], chunk_sizes: list[int]
+) -> None:
     stream = b"".join(encode_frame(batch) for batch in batches)
     decoder: FrameDecoder[Command] = FrameDecoder(Command)
-    received, start = [], 0
+    received: list[list[Command]] = []
+    start = 0
     for chunk_bytes in itertools.cycle(chunk_sizes):
         if start >= len(stream):
             break
@@ -63,7 +67,7 @@ def test_decodes_the_same_batches_however_the_stream_is_split(batches, chunk_siz
     assert received == batches
 
 
-def test_engine_values_are_unchanged_after_encoding_and_decoding():
+def test_engine_values_are_unchanged_after_encoding_and_decoding() -> None:
     info = EngineInfo("llama", "bfloat16", 4096, 32000, 10, 20, 16, 64, ("no vision",))
     memory = MemoryReading(100, 50, 25)
     events = [
@@ -75,20 +79,20 @@ def test_engine_values_are_unchanged_after_encoding_and_decoding():
     assert list(decoder.feed(encode_frame(events))) == [events]
 
 
-def test_decoder_rejects_a_length_over_the_limit_before_its_body_arrives():
+def test_decoder_rejects_a_length_over_the_limit_before_its_body_arrives() -> None:
     decoder: FrameDecoder[Event] = FrameDecoder(Event)
     with pytest.raises(ChannelError, match="limit"):
         list(decoder.feed(OVERSIZED_FRAME))
 
 
-def test_decoder_rejects_a_body_that_does_not_decode():
+def test_decoder_rejects_a_body_that_does_not_decode() -> None:
     decoder: FrameDecoder[Event] = FrameDecoder(Event)
     with pytest.raises(ChannelError, match="does not decode"):
         list(decoder.feed(DAMAGED_FRAME))
 
 
 @pytest.mark.parametrize("frame", [OVERSIZED_FRAME, DAMAGED_FRAME], ids=["oversized", "damaged"])
-def test_blocking_channel_raises_on_an_invalid_frame_after_the_valid_ones(frame):
+def test_blocking_channel_raises_on_an_invalid_frame_after_the_valid_ones(frame: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(encode_frame([Cancel(1, "valid")]) + frame)
@@ -101,17 +105,18 @@ def test_blocking_channel_raises_on_an_invalid_frame_after_the_valid_ones(frame)
 class LoopEnd:
     """A `LoopChannel` on one end of a socket pair, and everything it reports."""
 
-    def __init__(self):
-        self.received, self.closed = [], asyncio.get_running_loop().create_future()
+    def __init__(self) -> None:
+        self.received: list[Command] = []
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.channel = LoopChannel(Command, self.received.append, self.closed.set_result)
         ours, self.other = socket.socketpair()
         self._ours = ours
 
-    async def __aenter__(self):
+    async def __aenter__(self) -> Self:
         await self.channel.attach(self._ours)
         return self
 
-    async def __aexit__(self, *_):
+    async def __aexit__(self, *_: object) -> None:
         self.channel.close()
         self.other.close()
 
@@ -119,7 +124,7 @@ class LoopEnd:
 @pytest.mark.parametrize(
     ("frame", "reason"), [(OVERSIZED_FRAME, "limit"), (DAMAGED_FRAME, "does not decode")], ids=["oversized", "damaged"]
 )
-async def test_loop_channel_closes_on_an_invalid_frame_and_reports_why(frame, reason):
+async def test_loop_channel_closes_on_an_invalid_frame_and_reports_why(frame: bytes, reason: str) -> None:
     async with LoopEnd() as end:
         end.other.sendall(encode_frame([Cancel(1, "valid")]) + frame)
         assert reason in await asyncio.wait_for(end.closed, WAIT_S)
@@ -128,14 +133,14 @@ async def test_loop_channel_closes_on_an_invalid_frame_and_reports_why(frame, re
         assert end.other.recv(1) == b""
 
 
-async def test_loop_channel_reports_once_that_the_other_side_closed_and_then_sends_nothing():
+async def test_loop_channel_reports_once_that_the_other_side_closed_and_then_sends_nothing() -> None:
     async with LoopEnd() as end:
         end.other.close()
         assert "closed" in await asyncio.wait_for(end.closed, WAIT_S)
         end.channel.send(Cancel(1, "late"))
 
 
-async def test_loop_channel_sends_all_messages_of_one_iteration_in_one_frame_before_it_closes():
+async def test_loop_channel_sends_all_messages_of_one_iteration_in_one_frame_before_it_closes() -> None:
     async with LoopEnd() as end:
         sent = [Cancel(1, str(number)) for number in range(3)]
         for message in sent:
@@ -155,7 +160,7 @@ async def test_loop_channel_sends_all_messages_of_one_iteration_in_one_frame_bef
     ],
     ids=["number", "text", "size"],
 )
-async def test_message_that_cannot_be_sent_does_not_affect_the_others(bad):
+async def test_message_that_cannot_be_sent_does_not_affect_the_others(bad: EngineRequest) -> None:
     async with LoopEnd() as end:
         end.channel.send(Cancel(1, "before"))
         with pytest.raises(Unsendable):

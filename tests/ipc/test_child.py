@@ -9,6 +9,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 from cortex.ipc.child import start_child
 
 CHILD = """
@@ -42,7 +44,9 @@ def is_running(process_id: int) -> bool:
         return False
 
 
-async def test_child_ignores_termination_signals_and_exits_when_its_socket_closes(tmp_path, monkeypatch):
+async def test_child_ignores_termination_signals_and_exits_when_its_socket_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ipc_test_child.py").write_text(CHILD)
     monkeypatch.syspath_prepend(str(tmp_path))
     process, control = await start_child("ipc_test_child")
@@ -54,7 +58,7 @@ async def test_child_ignores_termination_signals_and_exits_when_its_socket_close
     assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
-def test_child_is_killed_with_its_parent(tmp_path):
+def test_child_is_killed_with_its_parent(tmp_path: Path) -> None:
     # The child's module never exits on its own: only the kernel can end it.
     (tmp_path / "ipc_test_child.py").write_text(CHILD + "time.sleep(60)\n")
     parent = subprocess.Popen(
@@ -62,8 +66,9 @@ def test_child_is_killed_with_its_parent(tmp_path):
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
     )
-    with parent, parent.stdout as output:
-        child = int(output.readline())
+    with parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
         assert is_running(child)
         parent.kill()
     deadline_s = time.monotonic() + 30

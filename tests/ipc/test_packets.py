@@ -1,5 +1,6 @@
 import os
 import socket
+from collections.abc import Iterator
 
 import pytest
 
@@ -7,27 +8,32 @@ from cortex.ipc.channel import ChannelError
 from cortex.ipc.packets import MAX_PACKET_BYTES, PacketSocket
 from cortex.neuron.worker.protocol import DeviceAddress, Fork, ForkServerCommand, Kill
 
+Pair = tuple[socket.socket, PacketSocket[ForkServerCommand]]
+
 
 @pytest.fixture
-def pair():
+def pair() -> Iterator[Pair]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         yield ours, PacketSocket[ForkServerCommand](theirs, ForkServerCommand)
 
 
-def num_open_descriptors():
+def num_open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_message_arrives_with_its_descriptor_and_the_next_one_without(pair):
+def test_message_arrives_with_its_descriptor_and_the_next_one_without(pair: Pair) -> None:
     ours, receiver = pair
-    sender = PacketSocket(ours, ForkServerCommand)
+    sender = PacketSocket[ForkServerCommand](ours, ForkServerCommand)
     reading, writing = os.pipe()
     sender.send(Fork(1, DeviceAddress("cuda", 2, "GPU-1")), writing)
     sender.send(Kill(1))
     os.close(writing)
-    message, descriptor = receiver.receive()
+    received = receiver.receive()
+    assert received is not None
+    message, descriptor = received
     assert message == Fork(1, DeviceAddress("cuda", 2, "GPU-1"))
+    assert descriptor is not None
     os.write(descriptor, b"x")
     assert os.read(reading, 1) == b"x"
     assert receiver.receive() == (Kill(1), None)
@@ -35,7 +41,7 @@ def test_message_arrives_with_its_descriptor_and_the_next_one_without(pair):
     os.close(reading)
 
 
-def test_receives_none_when_the_other_side_has_closed(pair):
+def test_receives_none_when_the_other_side_has_closed(pair: Pair) -> None:
     ours, receiver = pair
     ours.close()
     assert receiver.receive() is None
@@ -46,7 +52,7 @@ def test_receives_none_when_the_other_side_has_closed(pair):
     [(b"\xc1\xc1", "does not decode"), (b"\x00" * (MAX_PACKET_BYTES + 1), "limit")],
     ids=["damaged", "oversized"],
 )
-def test_invalid_packet_is_an_error_and_leaks_no_descriptor(pair, packet, reason):
+def test_invalid_packet_is_an_error_and_leaks_no_descriptor(pair: Pair, packet: bytes, reason: str) -> None:
     ours, receiver = pair
     before = num_open_descriptors()
     socket.send_fds(ours, [packet], [ours.fileno()])

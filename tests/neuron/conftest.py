@@ -1,14 +1,9 @@
 """What every test of a node may rely on: one thread that computes, and a hub on localhost."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests are not packages; this lets them share the fake hub
-
-from fake_hub import start_hub
+from .fake_hub import start_hub
 
 __all__ = ["start_hub"]
 

@@ -32,13 +32,13 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_every_key_has_a_default():
+def test_every_key_has_a_default() -> None:
     config = load(None, {})
     assert config == NeuronConfig()
     assert (config.address.host, config.address.port) == ("0.0.0.0", 13131)
 
 
-def test_reads_a_file_and_overrides_from_the_environment(tmp_path):
+def test_reads_a_file_and_overrides_from_the_environment(tmp_path: Path) -> None:
     config = load(write(tmp_path, EXAMPLE), {"NEURON_LIMITS__MAX_QUEUE": "9"})
     assert config.address == "0.0.0.0:14000"
     assert config.harness.torch.hf_cache == Path("/models/hub")
@@ -48,7 +48,7 @@ def test_reads_a_file_and_overrides_from_the_environment(tmp_path):
 
 
 @pytest.mark.parametrize("name", HARNESSES)
-def test_accepts_every_name_of_the_engine(tmp_path, name):
+def test_accepts_every_name_of_the_engine(tmp_path: Path, name) -> None:
     text = f"[[harnesses]]\nname = '{name}'\n[[models]]\nid = 'a'\nharness = '{name}'\n"
     config = load(write(tmp_path, text), {})
     assert (config.harnesses[0].name, config.models[0].harness) == (name, name)
@@ -71,12 +71,12 @@ def test_accepts_every_name_of_the_engine(tmp_path, name):
         ("[[harnesses]]\nname = 'vllm'", "name"),
     ],
 )
-def test_rejects_a_mistake_with_a_hint(tmp_path, text, message):
+def test_rejects_a_mistake_with_a_hint(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load(write(tmp_path, text), {})
 
 
-def test_accepts_the_former_name_of_sleep_mb_with_a_warning(tmp_path, caplog):
+def test_accepts_the_former_name_of_sleep_mb_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load(write(tmp_path, "[limits]\nparked_mb = 64"), {}).limits.sleep_mb == 64
     assert "limits.parked_mb" in caplog.text
     with pytest.raises(SettingsError, match="keep only `sleep_mb`"):

@@ -37,8 +37,10 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and the sdist, built from a copy: the build leaves files in its source tree."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
+    for name in ("docs", "examples", "packaging"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     run(sys.executable, "-c", BUILD, out, cwd=source)
     return out
@@ -97,3 +99,4 @@ def test_sdist_has_what_a_build_needs(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "src/cortex/py.typed"} <= names
     assert "src/cortex/gateway/page/files/index.html" in names
+    assert {"packaging/install.sh", "packaging/grafana/cortex.json", "examples/models.toml"} <= names

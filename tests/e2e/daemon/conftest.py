@@ -170,7 +170,10 @@ def write_model(folder: Path, inner: int) -> Path:
 def start_daemon(
     tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_model: Path, free_ports: Callable[[int], list[int]]
 ) -> Iterator[StartDaemon]:
-    """Start a daemon that loads the demo model and knows the tiny one; `settings` are lines of its `neuron.toml`."""
+    """Start a daemon that loads the demo model and knows the tiny one; `settings` are lines of its `neuron.toml`.
+
+    With `waits=False` it may not listen yet: several daemons start at the same time.
+    """
     daemons: list[Daemon] = []
 
     def start(
@@ -179,6 +182,7 @@ def start_daemon(
         listen: str = "",
         key: str = "",
         environment: dict[str, str] | None = None,
+        waits: bool = True,
     ) -> Daemon:
         folder = tmp_path_factory.mktemp("daemon")
         listen = listen or f"127.0.0.1:{free_ports(1)[0]}"
@@ -207,7 +211,8 @@ def start_daemon(
             )
         daemon = Daemon(process, f"http://{listen}", log, key)
         daemons.append(daemon)
-        daemon.wait_for("ready", DEMO) if loads_demo else daemon.wait_for("cold", TINY)
+        if waits:
+            daemon.wait_for("ready", DEMO) if loads_demo else daemon.wait_for("cold", TINY)
         return daemon
 
     yield start

@@ -13,11 +13,20 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[3]
-SCENARIOS = ["start", "load", "wake", "swap", "decode-2", "prefill-256", "cached-256", "requests-4"]
+SCENARIOS = ["start", "load", "wake", "swap", "decode-1", "prefill-64", "cached-64", "requests-2"]
 
 
 def test_every_scenario_is_measured_from_files_it_wrote_itself(tmp_path: Path) -> None:
-    options = ["--shape", "tiny", "--folder", str(tmp_path / "model"), "--json", str(tmp_path / "report.json")]
+    options = [
+        "--shape",
+        "tiny",
+        "--folder",
+        str(tmp_path / "model"),
+        "--json",
+        str(tmp_path / "report.json"),
+        "--settle-s",
+        "0",
+    ]
     told = subprocess.run(
         [sys.executable, str(ROOT / "bench/neuron.py"), *options, "--scenarios", ",".join(SCENARIOS)],
         # On a CPU nothing sleeps unless it is told that it may.

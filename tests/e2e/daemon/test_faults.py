@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 
 DEMO, TINY = "demo", "tiny"
-KILLS = 7
-"""More than the faults in a row after which a model is given up: a response in between starts the count again."""
+KILLS = 6
+"""One more than the faults in a row after which a model is given up: a response in between starts the count again."""
 MEBIBYTE = 1 << 20
 
 

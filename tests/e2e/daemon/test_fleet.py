@@ -34,7 +34,8 @@ KEY = generate("anna")
 TRACE_ID, SPAN_ID = "1" * 32, "2" * 16
 CHUNK_TOKENS = 32
 MAX_RUNNING = 2
-LONG_PROMPT = "one two three four five six seven eight nine ten " * 75
+WORDS = "one two three four five six seven eight nine ten "
+LONG_PROMPT = WORDS * 75
 PROMPT_STEPS = 750 // CHUNK_TOKENS
 TIMEOUT_S = 120.0
 """Only reached on failure."""
@@ -171,7 +172,9 @@ def fleet(
         f"prefill_chunk_tokens = {CHUNK_TOKENS}",
         f"max_num_seqs = {MAX_RUNNING}",
     )
-    nodes = {name: start_daemon(*settings) for name in ("one", "two")}
+    nodes = {name: start_daemon(*settings, waits=False) for name in ("one", "two")}
+    for node in nodes.values():
+        node.wait_ready()
     folder = tmp_path_factory.mktemp("fleet")
     (port,) = free_ports(1)
     lines = [
@@ -240,7 +243,7 @@ def test_one_trace_and_one_id_from_the_client_to_the_engine(fleet: Fleet, collec
 
 
 def test_turns_of_an_agent_stay_on_their_node_until_it_is_saturated(fleet: Fleet) -> None:
-    messages = [{"role": "system", "content": "You are an agent. " + LONG_PROMPT}]
+    messages = [{"role": "system", "content": "You are an agent. " + WORDS * 40}]
 
     def turn(number: int) -> tuple[str, float]:
         """The node that served the next turn, and the fraction of the prompt that it had cached."""

@@ -1,14 +1,23 @@
 """The latest requests: what is kept of them, who sees which, and what is never kept."""
 
+from __future__ import annotations
+
 import asyncio
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from fake_neuron import GB, until
+from aiohttp import web
 
 from cortex.gateway.config import ActivitySection
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.node import ModelState
+
+from ..fake_neuron import GB, hang, until
+
+if TYPE_CHECKING:
+    from ..fake_neuron import FakeNeuron, StartGateway, StartNeuron
+
 
 READY = ModelState.READY
 SECRET = "my card is 4111 1111 1111 1111"
@@ -18,7 +27,9 @@ def bearer(key: NewKey) -> dict[str, str]:
     return {"Authorization": f"Bearer {key.text}"}
 
 
-async def test_finished_requests_are_listed_newest_first_with_their_numbers(neurons, start_gateway):
+async def test_finished_requests_are_listed_newest_first_with_their_numbers(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB, "b": GB}, states={"a": READY})
     client = await start_gateway(beast)
     body = {"model": "a", "messages": [{"role": "user", "content": SECRET}], "stream": True}
@@ -63,7 +74,9 @@ async def test_finished_requests_are_listed_newest_first_with_their_numbers(neur
         ("?status=ok", ["b", "a"]),
     ],
 )
-async def test_list_is_filtered_by_the_query(neurons, start_gateway, query, models):
+async def test_list_is_filtered_by_the_query(
+    neurons: StartNeuron, start_gateway: StartGateway, query: str, models: list[str]
+) -> None:
     beast = await neurons("beast", sizes={"a": GB, "b": GB}, states={"a": READY, "b": READY})
     client = await start_gateway(beast)
     for model in ("a", "none", "b"):
@@ -73,14 +86,14 @@ async def test_list_is_filtered_by_the_query(neurons, start_gateway, query, mode
 
 
 @pytest.mark.parametrize("query", ["?limit=x", "?after=-1", "?status=fast", "?status=²00"])
-async def test_invalid_filter_is_rejected_by_name(start_gateway, query):
+async def test_invalid_filter_is_rejected_by_name(start_gateway: StartGateway, query: str) -> None:
     client = await start_gateway()
     status, body = await client.get("/fleet/activity" + query)
     assert status == 400
     assert body["error"]["param"] == query[1:].partition("=")[0]
 
 
-async def test_only_as_many_requests_are_kept_as_configured(neurons, start_gateway):
+async def test_only_as_many_requests_are_kept_as_configured(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast, activity=ActivitySection(requests=2))
     for _ in range(3):
@@ -89,7 +102,7 @@ async def test_only_as_many_requests_are_kept_as_configured(neurons, start_gatew
     assert [record["number"] for record in page["requests"]] == [3, 2]
 
 
-async def test_key_sees_only_its_own_requests_without_nodes(neurons, start_gateway):
+async def test_key_sees_only_its_own_requests_without_nodes(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     anna, bert, olga = generate("anna"), generate("bert"), generate("olga", operator=True)
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast, keys=(anna.section, bert.section, olga.section))
@@ -111,7 +124,7 @@ async def test_key_sees_only_its_own_requests_without_nodes(neurons, start_gatew
     assert (await client.get("/fleet/activity"))[0] == 401
 
 
-async def test_captures_are_bounded_redacted_and_removable(neurons, start_gateway):
+async def test_captures_are_bounded_redacted_and_removable(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     section = ActivitySection(capture=True, capture_kb=1, redact=(r"\d{4}( \d{4}){3}",))
     client = await start_gateway(beast, activity=section)
@@ -132,9 +145,11 @@ async def test_captures_are_bounded_redacted_and_removable(neurons, start_gatewa
     assert (await client.get(f"/fleet/activity/{record['id']}"))[0] == 404
 
 
-async def test_disconnected_request_is_recorded_with_the_usage_of_its_node(neurons, start_gateway):
-    async def never(node, request, body):
-        await asyncio.sleep(60)
+async def test_disconnected_request_is_recorded_with_the_usage_of_its_node(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def never(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await hang()
 
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=never)
     client = await start_gateway(beast)
@@ -142,7 +157,7 @@ async def test_disconnected_request_is_recorded_with_the_usage_of_its_node(neuro
     await until(lambda: beast.seen)
     request.cancel()
     await until(lambda: client.gateway.metrics and beast.seen[0].ended)
-    page = {"requests": []}
+    page: dict[str, Any] = {"requests": []}
     while not page["requests"]:
         _, page = await client.get("/fleet/activity")
     (record,) = page["requests"]

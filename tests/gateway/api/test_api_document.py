@@ -1,13 +1,21 @@
 """Every route in docs/api.md exists, with the documented method and for the documented clients."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from fake_neuron import GB
 
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import ModelState
+
+from ..fake_neuron import GB
+
+if TYPE_CHECKING:
+    from ..fake_neuron import Client, StartGateway, StartNeuron
+
 
 TEXT = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
 NAMES = {"{model}": "a", "{node}": "beast", "{id}": "x", "{name}": "nobody"}
@@ -26,20 +34,22 @@ def documented() -> list[tuple[str, str, str]]:
     return found
 
 
-def test_the_document_is_read():
+def test_the_document_is_read() -> None:
     assert len(documented()) > 25
     assert {who for _, _, who in documented()} == {"everybody", "own", "every key", "operator"}
 
 
 @pytest.fixture
-async def client(neurons, start_gateway):
+async def client(neurons: StartNeuron, start_gateway: StartGateway) -> tuple[Client, dict[str, str]]:
     anna = generate("anna")
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
     started = await start_gateway(beast, keys=(anna.section,))
     return started, {"Authorization": f"Bearer {anna.text}"}
 
 
-async def test_documented_routes_exist_and_are_for_the_documented_clients(client):
+async def test_documented_routes_exist_and_are_for_the_documented_clients(
+    client: tuple[Client, dict[str, str]],
+) -> None:
     gateway, as_anna = client
     for method, path, who in documented():
         for name, value in NAMES.items():

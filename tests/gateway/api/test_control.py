@@ -1,17 +1,25 @@
 """Models, status, explanations, events and the operator's orders, as clients and SDKs see them."""
 
+from __future__ import annotations
+
 import asyncio
+from typing import TYPE_CHECKING
 
 import anthropic
 import msgspec
 import openai
 import pytest
-from fake_neuron import GB, until
 
 from cortex import __version__
 from cortex.fleet.catalogue import Alias, Catalogue, Cost, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import ModelState
+
+from ..fake_neuron import GB, until
+
+if TYPE_CHECKING:
+    from ..fake_neuron import StartGateway, StartNeuron
+
 
 READY = ModelState.READY
 CATALOGUE = Catalogue(
@@ -20,7 +28,9 @@ CATALOGUE = Catalogue(
 )
 
 
-async def test_models_are_merged_from_catalogue_nodes_and_aliases(neurons, start_gateway):
+async def test_models_are_merged_from_catalogue_nodes_and_aliases(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"org/big": 10 * GB, "extra": GB}, states={"org/big": READY})
     client = await start_gateway(beast, catalogue=CATALOGUE)
     status, listed = await client.get("/v1/models")
@@ -42,7 +52,9 @@ async def test_models_are_merged_from_catalogue_nodes_and_aliases(neurons, start
     assert entries["gpt-4o"]["loaded"] is True
 
 
-async def test_both_sdks_read_the_listing_and_ids_with_slashes(neurons, start_gateway):
+async def test_both_sdks_read_the_listing_and_ids_with_slashes(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"org/big": GB}, states={"org/big": READY})
     client = await start_gateway(beast, catalogue=CATALOGUE)
     openai_sdk = openai.AsyncOpenAI(base_url=client.url + "/v1", api_key="x", max_retries=0)
@@ -58,7 +70,7 @@ async def test_both_sdks_read_the_listing_and_ids_with_slashes(neurons, start_ga
         await openai_sdk.models.retrieve("org/bigg")
 
 
-async def test_loading_model_is_listed_as_loading(neurons, start_gateway):
+async def test_loading_model_is_listed_as_loading(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     request = asyncio.create_task(client.chat("a"))
@@ -70,7 +82,7 @@ async def test_loading_model_is_listed_as_loading(neurons, start_gateway):
     await request
 
 
-async def test_node_receives_the_model_id_behind_an_alias(neurons, start_gateway):
+async def test_node_receives_the_model_id_behind_an_alias(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"org/big": GB, "org/small": GB}, states={"org/big": READY})
     client = await start_gateway(beast, catalogue=CATALOGUE)
     assert (await client.chat("gpt-4o"))[0] == 200
@@ -81,7 +93,7 @@ async def test_node_receives_the_model_id_behind_an_alias(neurons, start_gateway
     assert beast.seen[-1].body["metadata"]["kept"] == large
 
 
-async def test_index_lists_name_and_routes(start_gateway):
+async def test_index_lists_name_and_routes(start_gateway: StartGateway) -> None:
     client = await start_gateway()
     status, greeting = await client.get("/")
     assert (status, greeting["name"]) == (200, "cortex")
@@ -102,7 +114,9 @@ async def test_index_lists_name_and_routes(start_gateway):
         ("DELETE", "/", 405, "method_not_allowed"),
     ],
 )
-async def test_wrong_path_or_method_gets_a_json_error(start_gateway, method, path, status, code):
+async def test_wrong_path_or_method_gets_a_json_error(
+    start_gateway: StartGateway, method: str, path: str, status: int, code: str
+) -> None:
     client = await start_gateway()
     async with client.session.request(method, client.url + path) as response:
         assert response.status == status
@@ -111,32 +125,32 @@ async def test_wrong_path_or_method_gets_a_json_error(start_gateway, method, pat
 
 
 @pytest.mark.parametrize(("path", "allowed"), [("/v1/chat/completions", "POST"), ("/v1/models", "GET, HEAD")])
-async def test_wrong_method_gets_the_allowed_ones(start_gateway, path, allowed):
+async def test_wrong_method_gets_the_allowed_ones(start_gateway: StartGateway, path: str, allowed: str) -> None:
     client = await start_gateway()
     async with client.session.delete(client.url + path) as response:
         assert (response.status, response.headers["allow"]) == (405, allowed)
 
 
 @pytest.mark.parametrize("path", ["/v1/messages/batches", "/v1/models/none"])
-async def test_anthropic_client_gets_its_form_of_not_found(start_gateway, path):
+async def test_anthropic_client_gets_its_form_of_not_found(start_gateway: StartGateway, path: str) -> None:
     client = await start_gateway()
     status, body = await client.get(path, **{"anthropic-version": "2023-06-01"})
     assert (status, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
 
 
-async def test_anthropic_client_gets_its_form_of_an_unknown_model(start_gateway):
+async def test_anthropic_client_gets_its_form_of_an_unknown_model(start_gateway: StartGateway) -> None:
     client = await start_gateway()
     status, body = await client.post("/v1/messages", {"model": "none", "max_tokens": 5, "messages": []})
     assert (status, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
 
 
-async def test_anthropic_paths_get_anthropic_errors(start_gateway):
+async def test_anthropic_paths_get_anthropic_errors(start_gateway: StartGateway) -> None:
     client = await start_gateway()
     status, body = await client.get("/v1/messages")
     assert (status, body["type"]) == (405, "error")
 
 
-async def test_status_and_explain_show_need_and_have(neurons, start_gateway):
+async def test_status_and_explain_show_need_and_have(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": 20 * GB, "b": 10 * GB}, states={"a": READY})
     client = await start_gateway(beast)
     _, status = await client.get("/fleet/status")
@@ -152,7 +166,7 @@ async def test_status_and_explain_show_need_and_have(neurons, start_gateway):
     assert not beast.load_requests, "explaining changes nothing"
 
 
-async def test_decisions_are_listed_newest_first(neurons, start_gateway):
+async def test_decisions_are_listed_newest_first(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB})
     client = await start_gateway(beast)
     await client.chat("a")
@@ -164,7 +178,7 @@ async def test_decisions_are_listed_newest_first(neurons, start_gateway):
     assert [each["model"] for each in body["decisions"]] == ["a"]
 
 
-async def test_events_are_streamed_as_they_happen(neurons, start_gateway):
+async def test_events_are_streamed_as_they_happen(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB})
     client = await start_gateway(beast)
     async with client.session.get(client.url + "/fleet/events") as response:
@@ -179,7 +193,7 @@ async def test_events_are_streamed_as_they_happen(neurons, start_gateway):
     assert kinds == ["decision", "load_started", "model_loaded"]
 
 
-async def test_operator_load_and_unload_respond_when_done(neurons, start_gateway):
+async def test_operator_load_and_unload_respond_when_done(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"org/a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     order = asyncio.create_task(client.post("/fleet/models/org%2Fa/load"))
@@ -196,7 +210,9 @@ async def test_operator_load_and_unload_respond_when_done(neurons, start_gateway
     assert (status, body["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_sleeping_model_is_reported_on_every_route_and_wakes_for_a_request(neurons, start_gateway):
+async def test_sleeping_model_is_reported_on_every_route_and_wakes_for_a_request(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": 2 * GB}, states={"a": READY}, parks=True)
     client = await start_gateway(beast)
     status, body = await client.post("/fleet/models/a/unload", {"sleep": True})
@@ -220,7 +236,7 @@ async def test_sleeping_model_is_reported_on_every_route_and_wakes_for_a_request
     assert beast.load_requests[0].devices == (0,)
 
 
-async def test_unload_accepts_the_former_name_of_sleep(neurons, start_gateway):
+async def test_unload_accepts_the_former_name_of_sleep(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": 2 * GB}, states={"a": READY}, parks=True)
     client = await start_gateway(beast)
     status, _ = await client.post("/fleet/models/a/unload", {"park": True, "sleep": True})
@@ -230,7 +246,9 @@ async def test_unload_accepts_the_former_name_of_sleep(neurons, start_gateway):
     assert beast.unload_requests[0].sleep
 
 
-async def test_evicted_model_sleeps_if_the_node_has_host_memory_else_unloads(neurons, start_gateway):
+async def test_evicted_model_sleeps_if_the_node_has_host_memory_else_unloads(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     for parks, left in ((True, ModelState.ASLEEP), (False, ModelState.COLD)):
         beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB}, states={"a": READY}, parks=parks)
         client = await start_gateway(beast)
@@ -240,7 +258,7 @@ async def test_evicted_model_sleeps_if_the_node_has_host_memory_else_unloads(neu
         assert beast.states == {"a": left, "b": READY}
 
 
-async def test_failed_operator_load_returns_the_reason(neurons, start_gateway):
+async def test_failed_operator_load_returns_the_reason(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
     client = await start_gateway(beast)
     status, body = await client.post("/fleet/models/a/load", {"node": "beast"})
@@ -250,7 +268,7 @@ async def test_failed_operator_load_returns_the_reason(neurons, start_gateway):
     assert "beast" in body["error"]["message"]
 
 
-async def test_pin_loads_and_protects_until_unpin(neurons, start_gateway):
+async def test_pin_loads_and_protects_until_unpin(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB})
     client = await start_gateway(beast)
     assert (await client.post("/fleet/models/a/pin"))[1]["nodes"] == ["beast"]
@@ -261,7 +279,7 @@ async def test_pin_loads_and_protects_until_unpin(neurons, start_gateway):
     assert (await client.chat("b"))[0] == 200
 
 
-async def test_only_index_and_health_are_open_with_keys(neurons, start_gateway):
+async def test_only_index_and_health_are_open_with_keys(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     key = generate("alice", models=("a",))
     beast = await neurons("beast", sizes={"a": GB, "b": GB}, states={"a": READY, "b": READY})
     client = await start_gateway(beast, keys=(key.section,))
@@ -280,14 +298,14 @@ async def test_only_index_and_health_are_open_with_keys(neurons, start_gateway):
     assert 'cortex_completion_tokens_total{key="alice",model="a"} 3.0' in client.metrics()
 
 
-async def test_version_reports_the_build(neurons, start_gateway):
+async def test_version_reports_the_build(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(await neurons("beast"))
     status, body = await client.get("/version")
     assert (status, body["name"], body["version"]) == (200, "cortex", __version__)
     assert set(body) == {"name", "version", "commit", "python", "platform"}
 
 
-async def test_only_operator_keys_may_order_loads(neurons, start_gateway):
+async def test_only_operator_keys_may_order_loads(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     anna, olga = generate("anna"), generate("olga", operator=True)
     beast = await neurons("beast", sizes={"a": GB})
     client = await start_gateway(beast, keys=(anna.section, olga.section))
@@ -307,7 +325,7 @@ async def test_only_operator_keys_may_order_loads(neurons, start_gateway):
     assert status == 200, "a request may still cause a load"
 
 
-async def test_exhausted_budget_responds_429(neurons, start_gateway):
+async def test_exhausted_budget_responds_429(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     key = generate("bob", balance_tokens=15)
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast, keys=(key.section,))

@@ -1,14 +1,24 @@
 """Health says what is true: what is down, why, and whether a request could be served."""
 
-from fake_neuron import GB, until
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import ModelState
 
+from ..fake_neuron import GB, until
+
+if TYPE_CHECKING:
+    from ..fake_neuron import StartGateway, StartNeuron
+
+
 READY = ModelState.READY
 
 
-async def test_ready_while_a_node_takes_requests_and_degraded_while_one_does_not(neurons, start_gateway):
+async def test_ready_while_a_node_takes_requests_and_degraded_while_one_does_not(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     near = await neurons("near", sizes={"a": GB}, states={"a": READY})
     far = await neurons("far", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(near, far)
@@ -30,13 +40,13 @@ async def test_ready_while_a_node_takes_requests_and_degraded_while_one_does_not
     assert (status, body["status"], body["ready"]) == (200, "degraded", False), "the gateway itself runs"
 
 
-async def test_gateway_without_nodes_is_not_ready(start_gateway):
+async def test_gateway_without_nodes_is_not_ready(start_gateway: StartGateway) -> None:
     client = await start_gateway()
     status, body = await client.get("/ready")
     assert (status, body["status"], body["reasons"]) == (503, "degraded", ["no node is configured"])
 
 
-async def test_only_operators_see_why_a_node_is_down(neurons, start_gateway):
+async def test_only_operators_see_why_a_node_is_down(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     key = generate("alice")
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast, keys=(key.section,))
@@ -46,7 +56,9 @@ async def test_only_operators_see_why_a_node_is_down(neurons, start_gateway):
         assert (await client.get("/health", **headers))[1]["reasons"] == ["a node is down"]
 
 
-async def test_models_of_a_node_that_is_down_are_not_shown_as_ready(neurons, start_gateway):
+async def test_models_of_a_node_that_is_down_are_not_shown_as_ready(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     await beast.stop()
@@ -57,7 +69,7 @@ async def test_models_of_a_node_that_is_down_are_not_shown_as_ready(neurons, sta
     assert (model["loaded"], model["locations"][0]["status"]) == (False, "unreachable")
 
 
-async def test_unload_clears_a_failed_model(neurons, start_gateway):
+async def test_unload_clears_a_failed_model(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
     client = await start_gateway(beast)
 

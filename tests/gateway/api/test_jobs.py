@@ -1,16 +1,23 @@
 """Orders as jobs: watched, cancelled and tried without effect; downloads; pins and drained nodes that last."""
 
+from __future__ import annotations
+
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from fake_neuron import GB, Client, until
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.settings import SamplingSection
 from cortex.wire.node import HubRepository, HubVariant, ModelState, PullStatus, SamplingDefaults
+
+from ..fake_neuron import GB, Client, until
+
+if TYPE_CHECKING:
+    from ..fake_neuron import StartGateway, StartNeuron
+
 
 READY = ModelState.READY
 
@@ -25,10 +32,10 @@ async def ended(client: Client, job_id: str) -> dict[str, Any]:
     async with asyncio.timeout(30):
         while (job := (await client.get(f"/fleet/jobs/{job_id}"))[1])["state"] == "running":
             await asyncio.sleep(0.01)
-    return job
+    return dict(job)
 
 
-async def test_load_without_waiting_is_a_job_with_progress(neurons, start_gateway):
+async def test_load_without_waiting_is_a_job_with_progress(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     status, body = await client.post("/fleet/models/a/load", {"wait": False})
@@ -42,7 +49,9 @@ async def test_load_without_waiting_is_a_job_with_progress(neurons, start_gatewa
     assert (await client.get("/fleet/jobs/unknown"))[0] == 404
 
 
-async def test_cancelled_load_ends_on_the_node_and_is_not_a_failure(neurons, start_gateway):
+async def test_cancelled_load_ends_on_the_node_and_is_not_a_failure(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     _, body = await client.post("/fleet/models/a/load", {"wait": False})
@@ -53,14 +62,15 @@ async def test_cancelled_load_ends_on_the_node_and_is_not_a_failure(neurons, sta
     beast.load_gate.set()
     status, job = await cancel
     assert (status, job["state"]) == (200, "cancelled")
-    beast.load_gate = None
     _, explained = await client.get("/fleet/explain/a")
     assert explained["action"] != "reject", "the model may be loaded again at once"
     await until(lambda: client.gateway.dispatcher.explain("a").action == "load")
     assert (await client.post("/fleet/models/a/load"))[0] == 200
 
 
-async def test_cancel_ends_a_load_that_another_gateway_ordered(neurons, start_gateway):
+async def test_cancel_ends_a_load_that_another_gateway_ordered(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.LOADING})
     client = await start_gateway(beast)
     _, body = await client.post("/fleet/models/a/load", {"wait": False})
@@ -71,7 +81,9 @@ async def test_cancel_ends_a_load_that_another_gateway_ordered(neurons, start_ga
     assert beast.states["a"] is ModelState.COLD
 
 
-async def test_load_that_waits_for_an_eviction_is_cancelled_before_it_begins(neurons, start_gateway):
+async def test_load_that_waits_for_an_eviction_is_cancelled_before_it_begins(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB}, states={"a": READY}, unload_gate=asyncio.Event())
     client = await start_gateway(beast)
     _, body = await client.post("/fleet/models/b/load", {"wait": False})
@@ -84,7 +96,9 @@ async def test_load_that_waits_for_an_eviction_is_cancelled_before_it_begins(neu
     assert not beast.load_requests
 
 
-async def test_dry_run_shows_what_would_be_evicted_and_changes_nothing(neurons, start_gateway):
+async def test_dry_run_shows_what_would_be_evicted_and_changes_nothing(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB}, states={"a": READY})
     client = await start_gateway(beast)
     for order in ("load", "pin"):
@@ -97,7 +111,9 @@ async def test_dry_run_shows_what_would_be_evicted_and_changes_nothing(neurons, 
     assert (await client.get("/fleet/jobs"))[1]["jobs"] == []
 
 
-async def test_pinned_model_is_unloaded_only_when_that_is_confirmed(neurons, start_gateway):
+async def test_pinned_model_is_unloaded_only_when_that_is_confirmed(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     assert (await client.post("/fleet/models/a/pin"))[0] == 200
@@ -110,7 +126,7 @@ async def test_pinned_model_is_unloaded_only_when_that_is_confirmed(neurons, sta
     assert not beast.load_requests, "it is not pinned any more"
 
 
-async def test_pin_whose_load_fails_is_not_kept(neurons, start_gateway):
+async def test_pin_whose_load_fails_is_not_kept(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
     client = await start_gateway(beast)
     status, body = await client.post("/fleet/models/a/pin")
@@ -118,7 +134,9 @@ async def test_pin_whose_load_fails_is_not_kept(neurons, start_gateway):
     assert client.gateway.dispatcher.pins == frozenset()
 
 
-async def test_status_says_who_pins_a_model_and_whether_a_node_lets_models_sleep(neurons, start_gateway):
+async def test_status_says_who_pins_a_model_and_whether_a_node_lets_models_sleep(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     sizes = {"a": GB, "b": GB, "c": GB}
     beast = await neurons("beast", sizes=sizes, states=dict.fromkeys(sizes, READY))
     attic = await neurons("attic", sizes=sizes, states=dict.fromkeys(sizes, READY), can_sleep=False)
@@ -135,7 +153,9 @@ async def test_status_says_who_pins_a_model_and_whether_a_node_lets_models_sleep
     assert {node["name"]: node["can_sleep"] for node in fleet["nodes"]} == {"beast": True, "attic": False}
 
 
-async def test_sampling_of_the_catalogue_reaches_the_node_and_is_shown(neurons, start_gateway):
+async def test_sampling_of_the_catalogue_reaches_the_node_and_is_shown(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB})
     catalogue = Catalogue(models=(ModelSpec(id="a", sampling=SamplingSection(temperature=0.2)),))
     client = await start_gateway(beast, catalogue=catalogue)
@@ -147,7 +167,7 @@ async def test_sampling_of_the_catalogue_reaches_the_node_and_is_shown(neurons, 
         await asyncio.sleep(0.02)
 
 
-async def test_pin_and_drain_survive_a_restart(neurons, start_gateway):
+async def test_pin_and_drain_survive_a_restart(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB})
     other = await neurons("other", sizes={"b": GB}, states={"b": READY})
     first = await start_gateway(beast, other)
@@ -166,7 +186,7 @@ async def test_pin_and_drain_survive_a_restart(neurons, start_gateway):
     assert (await second.post("/fleet/nodes/nowhere/drain"))[0] == 400
 
 
-async def test_pull_is_a_job_on_the_node_with_room(neurons, start_gateway):
+async def test_pull_is_a_job_on_the_node_with_room(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     small = await neurons("small", free_disk_bytes=10)
     large = await neurons("large", free_disk_bytes=900)
     client = await start_gateway(small, large)
@@ -182,7 +202,9 @@ async def test_pull_is_a_job_on_the_node_with_room(neurons, start_gateway):
     assert (await ended(client, job["id"]))["state"] == "done"
 
 
-async def test_pull_is_cancelled_fails_with_the_reason_and_needs_a_known_name(neurons, start_gateway):
+async def test_pull_is_cancelled_fails_with_the_reason_and_needs_a_known_name(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast")
     catalogue = Catalogue(models=(ModelSpec(id="mine", source="org/repo", quant="q8"),))
     client = await start_gateway(beast, catalogue=catalogue)
@@ -201,7 +223,9 @@ async def test_pull_is_cancelled_fails_with_the_reason_and_needs_a_known_name(ne
         assert (await client.post("/fleet/pull", wrong))[0] == status
 
 
-async def test_files_are_deleted_on_one_node_and_disk_use_is_shown(neurons, start_gateway):
+async def test_files_are_deleted_on_one_node_and_disk_use_is_shown(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"org/a": GB, "b": GB}, states={"b": READY})
     client = await start_gateway(beast)
     status, body = await call(client, "DELETE", "/fleet/nodes/beast/files/org/a")
@@ -212,7 +236,7 @@ async def test_files_are_deleted_on_one_node_and_disk_use_is_shown(neurons, star
     assert fleet["nodes"][0]["disk"]["free_bytes"] == 500
 
 
-async def test_hub_offer_has_sizes_and_where_each_would_fit(neurons, start_gateway):
+async def test_hub_offer_has_sizes_and_where_each_would_fit(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     offer = HubRepository(
         repository="org/new",
         commit="c0ffee",
@@ -251,7 +275,9 @@ async def test_hub_offer_has_sizes_and_where_each_would_fit(neurons, start_gatew
         ("POST", "/fleet/nodes/beast/drain"),
     ],
 )
-async def test_only_operators_may_give_orders(neurons, start_gateway, method, path):
+async def test_only_operators_may_give_orders(
+    neurons: StartNeuron, start_gateway: StartGateway, method: str, path: str
+) -> None:
     anna = generate("anna")
     client = await start_gateway(await neurons("beast"), keys=(anna.section,))
     status, body = await call(client, method, path, {"model": "a/b"}, Authorization=f"Bearer {anna.text}")

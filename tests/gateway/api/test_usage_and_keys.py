@@ -1,22 +1,29 @@
 """Usage with its cost, and keys made, limited, expired and revoked over HTTP."""
 
+from __future__ import annotations
+
 import csv
 import io
 import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 from aiohttp import ClientSession
-from fake_neuron import GB, JSON, Client, FakeNeuron
 
 from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.ledger.keys import NewKey, as_toml, generate
 from cortex.gateway.server import Gateway
 from cortex.wire.node import ModelState
+
+from ..fake_neuron import GB, JSON, Client, FakeNeuron
+
+if TYPE_CHECKING:
+    from ..fake_neuron import StartGateway, StartNeuron
+
 
 PRICES = '[[models]]\nid = "a"\ncost = { input = 10.0, cached_input = 1.0, output = 100.0 }\n[[models]]\nid = "=b"\n'
 COST_OF_ONE = (3 * 10.0 + 4 * 1.0 + 3 * 100.0) / 1e6
@@ -44,7 +51,7 @@ class Keyed:
 
 
 @pytest.fixture
-async def keyed(tmp_path: Path, neurons) -> AsyncIterator[Keyed]:
+async def keyed(tmp_path: Path, neurons: StartNeuron) -> AsyncIterator[Keyed]:
     node: FakeNeuron = await neurons("beast", sizes={"a": GB, "=b": GB}, states={"a": ModelState.READY})
     node.states["=b"] = ModelState.READY
     stack = Keyed(tmp_path)
@@ -64,7 +71,7 @@ async def keyed(tmp_path: Path, neurons) -> AsyncIterator[Keyed]:
     await gateway.close()
 
 
-async def test_usage_has_the_cost_and_only_operators_see_other_keys(keyed):
+async def test_usage_has_the_cost_and_only_operators_see_other_keys(keyed: Keyed) -> None:
     for key in (keyed.olga, keyed.anna):
         assert (await keyed.call("POST", "/v1/chat/completions", CHAT, key))[0] == 200
     assert (await keyed.call("POST", "/v1/chat/completions", CHAT | {"model": "=b"}))[0] == 200
@@ -85,7 +92,7 @@ async def test_usage_has_the_cost_and_only_operators_see_other_keys(keyed):
 
 
 @pytest.mark.parametrize(("path", "accept"), [("/fleet/usage.csv", "*/*"), ("/fleet/usage", "text/csv")])
-async def test_usage_as_csv_holds_no_formulas(keyed, path, accept):
+async def test_usage_as_csv_holds_no_formulas(keyed: Keyed, path: str, accept: str) -> None:
     await keyed.call("POST", "/v1/chat/completions", CHAT | {"model": "=b"})
     url = f"{keyed.client.url}{path}?by=model"
     async with keyed.client.session.get(url, headers=bearer(keyed.olga) | {"accept": accept}) as response:
@@ -95,12 +102,12 @@ async def test_usage_as_csv_holds_no_formulas(keyed, path, accept):
 
 
 @pytest.mark.parametrize("query", ["by=week", "since=yesterday", "until=1e300", "since=nan"])
-async def test_invalid_usage_query_is_rejected_by_name(keyed, query):
+async def test_invalid_usage_query_is_rejected_by_name(keyed: Keyed, query: str) -> None:
     status, body = await keyed.call("GET", f"/fleet/usage?{query}")
     assert (status, body["error"]["param"]) == (400, query.partition("=")[0])
 
 
-async def test_key_is_made_limited_and_revoked_over_http(keyed):
+async def test_key_is_made_limited_and_revoked_over_http(keyed: Keyed) -> None:
     status, made = await keyed.call("POST", "/keys", {"name": "bert", "models": ["a"], "balance_tokens": 100})
     assert (status, made["in_force"], made["balance_left_tokens"]) == (201, True, 100)
     assert "sha256" not in made
@@ -119,7 +126,7 @@ async def test_key_is_made_limited_and_revoked_over_http(keyed):
     assert "# also kept\n" in keyed.file.read_text()
 
 
-async def test_expired_key_is_rejected_until_its_expiry_is_moved(keyed):
+async def test_expired_key_is_rejected_until_its_expiry_is_moved(keyed: Keyed) -> None:
     status, body = await keyed.call("PATCH", "/keys/anna", {"expires": "2020-01-01"})
     assert (status, body["is_expired"]) == (200, True)
     status, body = await keyed.call("POST", "/v1/chat/completions", CHAT, keyed.anna)
@@ -130,7 +137,7 @@ async def test_expired_key_is_rejected_until_its_expiry_is_moved(keyed):
     assert (await keyed.call("POST", "/v1/chat/completions", CHAT, keyed.anna))[0] == 200
 
 
-async def test_only_operators_manage_keys_and_others_see_their_own(keyed):
+async def test_only_operators_manage_keys_and_others_see_their_own(keyed: Keyed) -> None:
     for method, path, body in (
         ("POST", "/keys", {"name": "x"}),
         ("PATCH", "/keys/anna", {"balance_tokens": None}),
@@ -162,13 +169,15 @@ async def test_only_operators_manage_keys_and_others_see_their_own(keyed):
         ("PUT", "/keys/anna", {}, 405),
     ],
 )
-async def test_invalid_change_of_keys_changes_nothing(keyed, method, path, body, status):
+async def test_invalid_change_of_keys_changes_nothing(
+    keyed: Keyed, method: str, path: str, body: dict[str, Any], status: int
+) -> None:
     before = keyed.file.read_text()
     assert (await keyed.call(method, path, body))[0] == status
     assert keyed.file.read_text() == before
 
 
-async def test_first_key_is_not_made_over_http(start_gateway):
+async def test_first_key_is_not_made_over_http(start_gateway: StartGateway) -> None:
     client = await start_gateway()
     status, body = await client.post("/keys", {"name": "mallory", "operator": True})
     assert (status, body["error"]["code"]) == (403, "operator_only")

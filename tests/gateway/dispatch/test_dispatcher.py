@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fake_fleet import GB, FakeFleet, node_of
+from typing import Any
 
 from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
@@ -11,8 +11,10 @@ from cortex.gateway.dispatch.leases import Lease, PendingRequest
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, Overloaded, UpstreamUnavailable
 from cortex.wire.node import ModelState
 
+from ..fake_fleet import GB, FakeFleet, lease_of, node_of
 
-def test_requests_for_a_cold_model_wait_for_one_load():
+
+def test_requests_for_a_cold_model_wait_for_one_load() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
     first, second = fake.ask("a"), fake.ask("a")
@@ -23,16 +25,20 @@ def test_requests_for_a_cold_model_wait_for_one_load():
     assert fake.dispatcher.in_flight == {("n", "a"): 2}
 
 
-def test_load_says_how_the_model_is_divided():
-    for options, expected in (({"min_devices": 2}, (2, 1)), ({"pipeline_parallel": 2}, (1, 2)), ({}, (1, 1))):
-        fake = FakeFleet({"n": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a", **options),)), num_devices=2)
+def test_load_says_how_the_model_is_divided() -> None:
+    for spec, expected in (
+        (ModelSpec(id="a", min_devices=2), (2, 1)),
+        (ModelSpec(id="a", pipeline_parallel=2), (1, 2)),
+        (ModelSpec(id="a"), (1, 1)),
+    ):
+        fake = FakeFleet({"n": {"a": GB}}, catalogue=Catalogue(models=(spec,)), num_devices=2)
         fake.poll()
         fake.ask("a")
         [request] = fake.load_requests
         assert (request.tensor_parallel, request.pipeline_parallel) == expected
 
 
-def test_requests_before_the_first_poll_wait():
+def test_requests_before_the_first_poll_wait() -> None:
     fake = FakeFleet({"n": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a"),)))
     got = fake.ask("a")
     assert got == []
@@ -41,7 +47,7 @@ def test_requests_before_the_first_poll_wait():
     assert node_of(got) == "n"
 
 
-def test_one_poll_after_restart_restores_the_fleet():
+def test_one_poll_after_restart_restores_the_fleet() -> None:
     fake = FakeFleet({"n": {"a": GB}, "m": {"b": GB}})
     fake.ready["m"]["b"] = 900.0
     fake.poll()
@@ -49,7 +55,7 @@ def test_one_poll_after_restart_restores_the_fleet():
     assert not fake.loads
 
 
-def test_alternating_requests_cost_two_swaps():
+def test_alternating_requests_cost_two_swaps() -> None:
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -57,7 +63,7 @@ def test_alternating_requests_cost_two_swaps():
     assert [len(each) for each in got] == [1, 0, 1, 0, 1, 0]
     assert not fake.unloads, "a busy model is not evicted"
     for each in got[::2]:
-        fake.dispatcher.release(each[0])
+        fake.dispatcher.release(lease_of(each))
     assert fake.unloads == [("n", "a", "evicted")]
     fake.finish_unload()
     assert fake.loads == [("n", "b")]
@@ -65,7 +71,7 @@ def test_alternating_requests_cost_two_swaps():
     assert all(node_of(each) == "n" for each in got[1::2])
 
 
-def test_overdue_model_closes_the_model_that_blocks_it():
+def test_overdue_model_closes_the_model_that_blocks_it() -> None:
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}}, rules=EvictionRules(min_residency_s=0, fair_wait_s=30))
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -75,18 +81,18 @@ def test_overdue_model_closes_the_model_that_blocks_it():
     fake.poll()
     late = fake.ask("a")
     assert late == [], "`a` takes no new requests: `b` is overdue"
-    fake.dispatcher.release(running[0])
+    fake.dispatcher.release(lease_of(running))
     fake.finish_unload()
     fake.finish_load()
     assert node_of(starving) == "n"
     assert late == []
-    fake.dispatcher.release(starving[0])
+    fake.dispatcher.release(lease_of(starving))
     fake.finish_unload()
     fake.finish_load()
     assert node_of(late) == "n"
 
 
-def test_model_is_not_evicted_within_min_residency():
+def test_model_is_not_evicted_within_min_residency() -> None:
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}}, rules=EvictionRules(min_residency_s=20))
     fake.ready["n"]["a"] = fake.now
     fake.poll()
@@ -97,7 +103,7 @@ def test_model_is_not_evicted_within_min_residency():
     assert fake.unloads == [("n", "a", "evicted")]
 
 
-def test_stale_report_does_not_route_to_a_model_being_unloaded():
+def test_stale_report_does_not_route_to_a_model_being_unloaded() -> None:
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -107,7 +113,7 @@ def test_stale_report_does_not_route_to_a_model_being_unloaded():
     assert fake.ask("a") == []
 
 
-def test_background_alias_never_evicts():
+def test_background_alias_never_evicts() -> None:
     catalogue = Catalogue(
         models=(ModelSpec(id="main"), ModelSpec(id="small")),
         aliases={"claude-*haiku*": Alias(model="small", background=True)},
@@ -120,7 +126,7 @@ def test_background_alias_never_evicts():
     assert not fake.unloads
 
 
-def test_failed_load_tries_the_next_node_then_fails_with_all_reasons():
+def test_failed_load_tries_the_next_node_then_fails_with_all_reasons() -> None:
     fake = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
     fake.poll()
     got = fake.ask("a")
@@ -134,7 +140,7 @@ def test_failed_load_tries_the_next_node_then_fails_with_all_reasons():
     assert "no driver" in got[0].message
 
 
-def test_failed_load_is_retried_after_retry_failed_after_s():
+def test_failed_load_is_retried_after_retry_failed_after_s() -> None:
     fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(retry_failed_after_s=30))
     fake.poll()
     fake.ask("a")
@@ -146,7 +152,7 @@ def test_failed_load_is_retried_after_retry_failed_after_s():
     assert fake.loads == [("n", "a"), ("n", "a")]
 
 
-def test_out_of_memory_is_retried_once_with_more_room():
+def test_out_of_memory_is_retried_once_with_more_room() -> None:
     fake = FakeFleet({"n": {"old": 4 * GB, "a": GB}})
     fake.ready["n"]["old"] = 900.0
     fake.poll()
@@ -160,11 +166,11 @@ def test_out_of_memory_is_retried_once_with_more_room():
     assert isinstance(got[0], LoadFailed)
 
 
-def test_out_of_memory_waits_for_a_busy_victim():
+def test_out_of_memory_waits_for_a_busy_victim() -> None:
     fake = FakeFleet({"n": {"old": 4 * GB, "a": GB}})
     fake.ready["n"]["old"] = 900.0
     fake.poll()
-    (lease,) = fake.ask("old")
+    lease = lease_of(fake.ask("old"))
     got = fake.ask("a")
     fake.failed.add(("n", "a"))
     fake.poll()
@@ -180,7 +186,7 @@ def test_out_of_memory_waits_for_a_busy_victim():
     assert isinstance(got[0], Lease)
 
 
-def test_out_of_memory_without_victims_fails_at_once():
+def test_out_of_memory_without_victims_fails_at_once() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
     got = fake.ask("a")
@@ -190,7 +196,7 @@ def test_out_of_memory_without_victims_fails_at_once():
     assert isinstance(got[0], LoadFailed)
 
 
-def test_failed_unload_of_a_victim_fails_the_load_only():
+def test_failed_unload_of_a_victim_fails_the_load_only() -> None:
     fake = FakeFleet({"n": {"old": 20 * GB, "a": 10 * GB}})
     fake.ready["n"]["old"] = 900.0
     fake.poll()
@@ -201,7 +207,7 @@ def test_failed_unload_of_a_victim_fails_the_load_only():
     assert node_of(fake.ask("old")) == "n"
 
 
-def test_node_down_during_load_moves_the_load_to_another_node():
+def test_node_down_during_load_moves_the_load_to_another_node() -> None:
     fake = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
     fake.poll()
     got = fake.ask("a")
@@ -224,7 +230,7 @@ def spanning_fleet() -> FakeFleet:
     return fake
 
 
-def test_model_that_spans_nodes_is_loaded_when_the_victims_on_all_of_them_are_gone():
+def test_model_that_spans_nodes_is_loaded_when_the_victims_on_all_of_them_are_gone() -> None:
     fake = spanning_fleet()
     got = fake.ask("a")
     assert fake.unloads == [("n", "x", "evicted"), ("m", "y", "evicted")]
@@ -233,14 +239,14 @@ def test_model_that_spans_nodes_is_loaded_when_the_victims_on_all_of_them_are_go
     fake.unloads.pop()
     fake.finish_unload()
     assert fake.loads == [("n", "a")]
-    (reserved,) = fake.dispatcher.fleet.node("m").reservations
+    (reserved,) = fake.reservations("m")
     assert (reserved.model_id, reserved.num_bytes) == ("a", 15 * GB)
     fake.finish_load()
     assert node_of(got) == "n"
-    assert fake.dispatcher.fleet.node("m").reservations == ()
+    assert fake.reservations("m") == ()
 
 
-def test_model_that_spans_nodes_does_not_wait_for_a_victim_on_a_node_that_went_down():
+def test_model_that_spans_nodes_does_not_wait_for_a_victim_on_a_node_that_went_down() -> None:
     fake = spanning_fleet()
     got = fake.ask("a")
     for _ in range(3):
@@ -250,7 +256,7 @@ def test_model_that_spans_nodes_does_not_wait_for_a_victim_on_a_node_that_went_d
     assert fake.loads == []
 
 
-def test_two_missed_polls_do_not_take_a_node_down():
+def test_two_missed_polls_do_not_take_a_node_down() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -259,7 +265,7 @@ def test_two_missed_polls_do_not_take_a_node_down():
     assert node_of(fake.ask("a")) == "n"
 
 
-def test_rejects_at_once_when_the_only_node_is_down():
+def test_rejects_at_once_when_the_only_node_is_down() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -268,7 +274,7 @@ def test_rejects_at_once_when_the_only_node_is_down():
     assert isinstance(fake.ask("a")[0], UpstreamUnavailable)
 
 
-def test_suspected_node_gets_no_request_until_a_poll_succeeds():
+def test_suspected_node_gets_no_request_until_a_poll_succeeds() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -280,7 +286,7 @@ def test_suspected_node_gets_no_request_until_a_poll_succeeds():
     assert node_of(got) == "n"
 
 
-def test_idle_models_with_a_ttl_are_unloaded():
+def test_idle_models_with_a_ttl_are_unloaded() -> None:
     fake = FakeFleet({"n": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a", ttl_s=60),)))
     fake.ready["n"]["a"] = fake.now
     fake.poll()
@@ -293,9 +299,9 @@ def test_idle_models_with_a_ttl_are_unloaded():
     assert fake.unloads == [("n", "a", "ttl")]
 
 
-def test_evicted_model_sleeps_and_wakes_for_a_request():
+def test_evicted_model_sleeps_and_wakes_for_a_request() -> None:
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}})
-    events = []
+    events: list[dict[str, Any]] = []
     fake.event_log.subscribe(events.append)
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -306,7 +312,7 @@ def test_evicted_model_sleeps_and_wakes_for_a_request():
         assert fake.loads[-1] == ("n", newcomer), "a sleeping model holds no device memory"
         fake.finish_load()
         assert node_of(got) == "n"
-        fake.dispatcher.release(got[0])
+        fake.dispatcher.release(lease_of(got))
         fake.now += 1
         fake.poll()
     kinds = [event["kind"] for event in events]
@@ -314,7 +320,7 @@ def test_evicted_model_sleeps_and_wakes_for_a_request():
     assert "model_unloaded" not in kinds
 
 
-def test_sleeping_model_with_room_wakes_on_its_node():
+def test_sleeping_model_with_room_wakes_on_its_node() -> None:
     fake = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
     fake.asleep["m", "a"] = 900.0
     fake.poll()
@@ -325,7 +331,7 @@ def test_sleeping_model_with_room_wakes_on_its_node():
     assert node_of(got) == "m"
 
 
-def test_ttl_puts_to_sleep_then_unloads_after_as_long_again():
+def test_ttl_puts_to_sleep_then_unloads_after_as_long_again() -> None:
     fake = FakeFleet({"n": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a", ttl_s=60),)))
     fake.ready["n"]["a"] = fake.now
     fake.now += 61
@@ -344,7 +350,7 @@ def test_ttl_puts_to_sleep_then_unloads_after_as_long_again():
     assert fake.status("n", "a").state is ModelState.COLD
 
 
-def test_operator_puts_to_sleep_then_unloads():
+def test_operator_puts_to_sleep_then_unloads() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -354,7 +360,7 @@ def test_operator_puts_to_sleep_then_unloads():
     assert fake.parks == [True, False]
 
 
-def test_workers_with_sleeping_models_are_not_recycled():
+def test_workers_with_sleeping_models_are_not_recycled() -> None:
     fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(defrag_after_cycles=1))
     fake.poll()
     fake.ask("a")
@@ -366,7 +372,7 @@ def test_workers_with_sleeping_models_are_not_recycled():
     assert fake.recycled == []
 
 
-def test_pinned_model_is_loaded_without_a_request():
+def test_pinned_model_is_loaded_without_a_request() -> None:
     fake = FakeFleet(
         {"n": {"a": GB}, "m": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a", pinned_on=("m",)),))
     )
@@ -376,7 +382,7 @@ def test_pinned_model_is_loaded_without_a_request():
     assert fake.loads == [("m", "a")]
 
 
-def test_model_pinned_by_operator_is_not_evicted_until_unpinned():
+def test_model_pinned_by_operator_is_not_evicted_until_unpinned() -> None:
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -387,7 +393,7 @@ def test_model_pinned_by_operator_is_not_evicted_until_unpinned():
     assert fake.unloads == [("n", "a", "evicted")]
 
 
-def test_request_fails_after_max_wait_with_the_reason():
+def test_request_fails_after_max_wait_with_the_reason() -> None:
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}}, max_wait_s=100)
     fake.ready["n"]["a"] = 900.0
     fake.running["n", "a"] = 1
@@ -400,7 +406,7 @@ def test_request_fails_after_max_wait_with_the_reason():
     assert fake.dispatcher.queue_depths == {}
 
 
-def test_cancelled_request_is_not_delivered_and_leaves_no_queue():
+def test_cancelled_request_is_not_delivered_and_leaves_no_queue() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
     got: list[Lease | CortexError] = []
@@ -413,14 +419,14 @@ def test_cancelled_request_is_not_delivered_and_leaves_no_queue():
     assert fake.dispatcher.in_flight == {}
 
 
-def test_spreads_requests_over_replicas_by_load():
+def test_spreads_requests_over_replicas_by_load() -> None:
     fake = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
     fake.ready["n"]["a"] = fake.ready["m"]["a"] = 900.0
     fake.poll()
     assert sorted(node_of(fake.ask("a")) for _ in range(4)) == ["m", "m", "n", "n"]
 
 
-def test_watcher_is_called_when_the_load_ends():
+def test_watcher_is_called_when_the_load_ends() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
     outcomes: list[CortexError | None] = []
@@ -430,7 +436,7 @@ def test_watcher_is_called_when_the_load_ends():
     assert outcomes == [None]
 
 
-def test_watchers_of_a_load_and_of_an_unload_get_their_own_outcome():
+def test_watchers_of_a_load_and_of_an_unload_get_their_own_outcome() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
     fake.operator.load("a")
@@ -447,7 +453,7 @@ def test_watchers_of_a_load_and_of_an_unload_get_their_own_outcome():
     assert [type(error) for error in loaded] == [LoadFailed], "the model is not loaded"
 
 
-def test_repeated_decision_is_recorded_once():
+def test_repeated_decision_is_recorded_once() -> None:
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}})
     fake.ready["n"]["a"] = 900.0
     fake.running["n", "a"] = 1
@@ -460,7 +466,7 @@ def test_repeated_decision_is_recorded_once():
     assert recorded[0]["nodes"][0]["occupants"][0]["reason"] == "busy with 1 request"
 
 
-def test_reload_that_removes_the_node_fails_waiting_requests():
+def test_reload_that_removes_the_node_fails_waiting_requests() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
     got = fake.ask("a")
@@ -469,11 +475,11 @@ def test_reload_that_removes_the_node_fails_waiting_requests():
     assert isinstance(got[0], CortexError)
 
 
-def test_counters_return_to_zero():
+def test_counters_return_to_zero() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
-    leases = [fake.ask("a")[0] for _ in range(10)]
+    leases = [lease_of(fake.ask("a")) for _ in range(10)]
     for lease in leases:
         fake.dispatcher.release(lease)
     assert fake.dispatcher.in_flight == {}
@@ -488,7 +494,7 @@ def load_and_unload(fake: FakeFleet, num_loads: int) -> None:
         fake.finish_unload()
 
 
-def test_workers_are_recycled_after_defrag_cycles_once_the_device_is_empty():
+def test_workers_are_recycled_after_defrag_cycles_once_the_device_is_empty() -> None:
     fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=3))
     fake.poll()
     load_and_unload(fake, 2)
@@ -514,7 +520,7 @@ def test_workers_are_recycled_after_defrag_cycles_once_the_device_is_empty():
     assert len(fake.recycled) == 3, "loads count from zero again"
 
 
-def test_failed_recycle_is_retried_only_after_as_many_loads():
+def test_failed_recycle_is_retried_only_after_as_many_loads() -> None:
     fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=2))
     fake.poll()
     load_and_unload(fake, 2)
@@ -524,7 +530,7 @@ def test_failed_recycle_is_retried_only_after_as_many_loads():
     assert len(fake.recycled) == 1
 
 
-def test_recycle_is_ordered_again_when_a_node_returns():
+def test_recycle_is_ordered_again_when_a_node_returns() -> None:
     fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=2))
     fake.poll()
     load_and_unload(fake, 2)

@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import ClientSession
-from fake_neuron import GB, JSON, Client, FakeNeuron, until
 
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config, DiscoverySection, GatewaySection, NeuronSection
@@ -17,6 +16,8 @@ from cortex.gateway.dispatch.dns_discovery import MAX_MISSES, DNSDiscovery, reso
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.wire.node import ModelState
+
+from ..fake_neuron import GB, JSON, Client, FakeNeuron, until
 
 SECTION = DiscoverySection(dns="neurons.svc", port=13131)
 

@@ -1,11 +1,20 @@
 """How the result of a load on a node is reported to the dispatcher."""
 
-from fake_neuron import GB
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from cortex.wire.node import ModelState
 
+from ..fake_neuron import GB
 
-async def test_failed_load_is_not_out_of_memory_because_of_the_words_in_its_message(neurons, start_gateway):
+if TYPE_CHECKING:
+    from ..fake_neuron import StartGateway, StartNeuron
+
+
+async def test_failed_load_is_not_out_of_memory_because_of_the_words_in_its_message(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     killed = (502, "load_failed", "the worker was killed by SIGKILL (was the host out of memory? see dmesg)")
     node = await neurons("n", sizes={"old": 4 * GB, "a": GB}, states={"old": ModelState.READY}, load_faults=[killed])
     client = await start_gateway(node)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from fake_fleet import GB, FakeFleet, node_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.decision import Origin
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
+from cortex.gateway.dispatch.model_jobs import Cause
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, UpstreamUnavailable
+from cortex.wire.node import LoadRequest, UnloadRequest
+
+from ..fake_fleet import GB, FakeFleet, node_of
 
 NODES = ("n", "m")
 SIZES = {"a": 20 * GB, "b": 14 * GB, "c": 6 * GB, "huge": 90 * GB}
@@ -23,16 +28,16 @@ SIZES = {"a": 20 * GB, "b": 14 * GB, "c": 6 * GB, "huge": 90 * GB}
 class PromptFleet(FakeFleet):
     """Its effects report at once, from inside the call that ordered them."""
 
-    def load(self, node, request):
+    def load(self, node: str, request: LoadRequest) -> None:
         super().load(node, request)
         self.finish_load()
 
-    def unload(self, node, request, cause):
+    def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
         super().unload(node, request, cause)
         self.finish_unload()
 
 
-def test_effects_that_report_at_once_lose_no_event():
+def test_effects_that_report_at_once_lose_no_event() -> None:
     fake = PromptFleet({"n": {"a": 20 * GB, "b": 20 * GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -41,7 +46,7 @@ def test_effects_that_report_at_once_lose_no_event():
     assert node_of(got) == "n"
 
 
-def test_a_request_from_inside_a_delivery_is_served_in_its_turn():
+def test_a_request_from_inside_a_delivery_is_served_in_its_turn() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
     order: list[str] = []
@@ -58,16 +63,20 @@ def test_a_request_from_inside_a_delivery_is_served_in_its_turn():
     assert fake.dispatcher.in_flight == {("n", "a"): 3}
 
 
-def test_an_order_from_inside_a_notification_is_carried_out():
+def test_an_order_from_inside_a_notification_is_carried_out() -> None:
     fake = FakeFleet({"n": {"a": GB, "b": GB}})
     fake.poll()
     fake.operator.load("a")
-    fake.dispatcher.watch(ModelOnNode("n", "a"), "load", lambda error: fake.operator.load("b"))
+
+    def load_another(error: CortexError | None) -> None:
+        fake.operator.load("b")
+
+    fake.dispatcher.watch(ModelOnNode("n", "a"), "load", load_another)
     fake.finish_load()
     assert fake.loads == [("n", "a"), ("n", "b")]
 
 
-def test_a_changed_node_fails_its_watchers_and_its_loads_start_again():
+def test_a_changed_node_fails_its_watchers_and_its_loads_start_again() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
     got = fake.ask("a")
@@ -100,7 +109,7 @@ class Simulation(FakeFleet):
 
     # Effects
 
-    def load(self, node, request):
+    def load(self, node: str, request: LoadRequest) -> None:
         target = ModelOnNode(node, request.model_id)
         assert target not in self.loading, "ordered twice"
         used = sum(SIZES[model] for model in self.ready[node])
@@ -110,7 +119,7 @@ class Simulation(FakeFleet):
         if self.prompt:
             self.end_load(target)
 
-    def unload(self, node, request, cause):
+    def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
         target = ModelOnNode(node, request.model_id)
         assert target not in self.unloading, "ordered twice"
         self.unloading.add(target)
@@ -118,7 +127,7 @@ class Simulation(FakeFleet):
         if self.prompt:
             self.end_unload(target)
 
-    def abandon(self, node):
+    def abandon(self, node: str) -> None:
         self.loading = {target for target in self.loading if target.node != node}
         self.unloading = {target for target in self.unloading if target.node != node}
         self.cancelled = {target for target in self.cancelled if target.node != node}
@@ -156,7 +165,8 @@ class Simulation(FakeFleet):
             if isinstance(result, Lease):
                 self.leases.append(result)
 
-        origin = self.random.choice(["request", "request", "background"])
+        origins: list[Origin] = ["request", "request", "background"]
+        origin = self.random.choice(origins)
         pending = PendingRequest(self.random.choice(list(SIZES)), bytes, deliver, self.now, origin=origin)
         self.waiting[pending] = got
         self.dispatcher.request_lease(pending)
@@ -184,7 +194,7 @@ class Simulation(FakeFleet):
 
     def step(self) -> None:
         node = self.random.choice(NODES)
-        actions = [
+        actions: list[Callable[[], object]] = [
             self.request,
             self.request,
             lambda: self.poll(node),
@@ -212,6 +222,7 @@ class Simulation(FakeFleet):
             assert not self.dispatcher.is_ready(target.model, target.node)
         for target in self.loading:
             fleet_node = self.dispatcher.fleet.node(target.node)
+            assert fleet_node is not None
             reserved = {reservation.model_id for reservation in fleet_node.reservations}
             assert target.model in reserved or self.dispatcher.is_ready(target.model, target.node)
 

@@ -1,23 +1,32 @@
 """Measured sizes survive a restart of the gateway."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from fake_neuron import GB, until
 
 from cortex.gateway.dispatch.measured_sizes import FILE_NAME, MeasuredSizes
 from cortex.wire.node import ModelState
 
+from ..fake_neuron import GB, until
+
+if TYPE_CHECKING:
+    from ..fake_neuron import StartGateway, StartNeuron
+
+
 MEASURED = {("a", None, None): 3 * GB, ("a", "q8_0", 4096): GB, ("b", None, 1024): 5}
 
 
-def test_written_sizes_are_read_back(tmp_path):
+def test_written_sizes_are_read_back(tmp_path: Path) -> None:
     MeasuredSizes(tmp_path / "new").write(MEASURED)
     assert MeasuredSizes(tmp_path / "new").read() == MEASURED
     assert [path.name for path in (tmp_path / "new").iterdir()] == [FILE_NAME], "no temporary file is left"
 
 
-def test_unchanged_sizes_are_not_written(tmp_path):
+def test_unchanged_sizes_are_not_written(tmp_path: Path) -> None:
     sizes = MeasuredSizes(tmp_path)
     sizes.write(MEASURED)
     (tmp_path / FILE_NAME).unlink()
@@ -28,13 +37,15 @@ def test_unchanged_sizes_are_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"[{", b'{"a": 1}', b'[{"model": "a"}]', b"\xff"])
-def test_unreadable_file_is_logged_and_ignored(tmp_path, content, caplog):
+def test_unreadable_file_is_logged_and_ignored(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / FILE_NAME).write_bytes(content)
     assert MeasuredSizes(tmp_path).read() == {}
     assert FILE_NAME in caplog.text
 
 
-def test_unwritable_directory_is_logged_once(tmp_path, caplog):
+def test_unwritable_directory_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     sizes = MeasuredSizes(tmp_path / "file")
     sizes.write(MEASURED)
@@ -43,7 +54,9 @@ def test_unwritable_directory_is_logged_once(tmp_path, caplog):
     assert "gateway.state" in caplog.text
 
 
-async def test_restarted_gateway_places_by_measured_size(neurons, start_gateway, tmp_path):
+async def test_restarted_gateway_places_by_measured_size(
+    neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path
+) -> None:
     beast = await neurons("beast", sizes={"a": 9 * GB}, states={"a": ModelState.READY})
     first = await start_gateway(beast)
     await until(lambda: (tmp_path / FILE_NAME).exists())

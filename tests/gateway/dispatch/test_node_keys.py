@@ -1,19 +1,29 @@
 """The keys that a gateway sends to its nodes."""
 
+from __future__ import annotations
+
 import asyncio
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
-from fake_neuron import GB
 
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
 from cortex.wire.node import ModelState
+
+from ..fake_neuron import GB
+
+if TYPE_CHECKING:
+    from ..fake_neuron import FakeNeuron, StartGateway, StartNeuron
+
 
 NODE_KEY = "nk-0123456789abcdef"
 
 
 @pytest.mark.parametrize("origin", ["node", "default"])
-async def test_sends_the_key_of_the_node_or_the_default(neurons, start_gateway, monkeypatch, origin):
+async def test_sends_the_key_of_the_node_or_the_default(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, origin: str
+) -> None:
     monkeypatch.setenv("NODE_KEY", f"{NODE_KEY}\n")
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, key=NODE_KEY)
     if origin == "default":
@@ -26,7 +36,9 @@ async def test_sends_the_key_of_the_node_or_the_default(neurons, start_gateway, 
 @pytest.mark.parametrize(
     ("sent", "problem"), [(None, "if the node needs a key, set its key_env"), ("wrong", "does not admit this gateway")]
 )
-async def test_node_that_needs_another_key_is_down_and_says_why(neurons, start_gateway, monkeypatch, sent, problem):
+async def test_node_that_needs_another_key_is_down_and_says_why(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, sent: str | None, problem: str
+) -> None:
     monkeypatch.setenv("NODE_KEY", sent or "")
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, key=NODE_KEY)
     client = await start_gateway(beast, node_key_env="NODE_KEY")
@@ -36,7 +48,9 @@ async def test_node_that_needs_another_key_is_down_and_says_why(neurons, start_g
     assert problem in found
 
 
-async def test_client_gets_502_and_not_401_when_a_node_rejects_the_gateway(neurons, start_gateway):
+async def test_client_gets_502_and_not_401_when_a_node_rejects_the_gateway(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
     attic = await neurons("attic", sizes={"a": GB}, states={"a": ModelState.READY})
     client = await start_gateway(beast, attic, poll_interval_s=60.0, max_wait_s=0.5)
@@ -49,15 +63,17 @@ async def test_client_gets_502_and_not_401_when_a_node_rejects_the_gateway(neuro
     assert (status, body["error"]["code"]) in ((502, "upstream_unavailable"), (503, "overloaded"))
 
 
-def test_foreign_server_gets_no_key_of_the_neurons():
+def test_foreign_server_gets_no_key_of_the_neurons() -> None:
     config = Config(gateway=GatewaySection(node_key_env="NODE_KEY"))
     foreign = NeuronSection(name="x", endpoint="http://x", kind="openai")
     assert config.key_variable(foreign) is None
     assert config.key_variable(NeuronSection(name="y", endpoint="http://y")) == "NODE_KEY"
 
 
-async def test_client_gets_502_when_a_foreign_server_rejects_the_gateway(neurons, start_gateway):
-    async def reject(node, request, body):
+async def test_client_gets_502_when_a_foreign_server_rejects_the_gateway(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def reject(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"error": {"message": "bad key"}}, status=401)
 
     foreign = await neurons("foreign", sizes={"a": GB}, answer=reject)

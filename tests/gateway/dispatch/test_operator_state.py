@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_fleet import GB, FakeFleet
 
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.operator_state import READ_EVERY, OperatorState
+
+from ..fake_fleet import GB, FakeFleet
 
 PIN = ModelOnNode("n", "a")
 
@@ -46,7 +47,7 @@ async def test_decisions_outlive_a_gateway_and_reach_the_others(location: str) -
     first.dispatcher.drain("m", drained=True)
     await first.state.close()
     await second.synchronise()
-    assert (second.dispatcher.pins, second.dispatcher.drained) == ({PIN}, {"m"})
+    assert (second.dispatcher.pins, second.dispatcher.drained) == (frozenset({PIN}), frozenset({"m"}))
     second.dispatcher.change_pins(removed=[PIN])
     second.dispatcher.drain("m", drained=False)
     await second.state.synchronise()

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import msgspec
-from fake_neuron import GB, until
+import pytest
 
 from cortex.wire.node import ModelState
 
+from ..fake_neuron import GB, until
 
-async def test_poller_goes_on_after_an_unexpected_failure(neurons, start_gateway, monkeypatch) -> None:
+if TYPE_CHECKING:
+    from ..fake_neuron import StartGateway, StartNeuron
+
+
+async def test_poller_goes_on_after_an_unexpected_failure(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
     client = await start_gateway(beast)
     decode, broken = msgspec.json.decode, [True]
 
-    def failing_decode(data, **options):
+    def failing_decode(data: bytes, **options: Any) -> Any:
         if broken[0]:
             raise RuntimeError("a bug")
         return decode(data, **options)

@@ -25,7 +25,7 @@ def queues() -> Queues:
     return queues
 
 
-def test_each_model_has_its_own_queue(queues):
+def test_each_model_has_its_own_queue(queues: Queues) -> None:
     first, second, other = pending(), pending(), pending("b")
     for each in (first, second, other):
         queues.join(each)
@@ -40,7 +40,7 @@ def test_each_model_has_its_own_queue(queues):
     assert "a" not in queues
 
 
-def test_full_queue_rejects_and_stays_unchanged(queues):
+def test_full_queue_rejects_and_stays_unchanged(queues: Queues) -> None:
     for _ in range(3):
         queues.join(pending())
     with pytest.raises(Overloaded, match="3 requests wait for a"):
@@ -51,13 +51,13 @@ def test_full_queue_rejects_and_stays_unchanged(queues):
     assert queues.depths == {"a": 3}
 
 
-def test_join_may_change_a_decision_only_if_no_client_request_waits(queues):
+def test_join_may_change_a_decision_only_if_no_client_request_waits(queues: Queues) -> None:
     assert queues.join(pending(origin="background"))
     assert queues.join(pending())
     assert not queues.join(pending())
 
 
-def test_overdue_requests_are_removed_one_by_one(queues):
+def test_overdue_requests_are_removed_one_by_one(queues: Queues) -> None:
     late, later, punctual = pending(since=0.0), pending(since=1.0), pending(since=5.0)
     for each in (late, later, punctual):
         queues.join(each)
@@ -68,7 +68,7 @@ def test_overdue_requests_are_removed_one_by_one(queues):
     assert queues.first("a") is punctual
 
 
-def test_remove_all_empties_the_queue_before_it_returns(queues):
+def test_remove_all_empties_the_queue_before_it_returns(queues: Queues) -> None:
     first, second = pending(), pending()
     queues.join(first)
     queues.join(second)
@@ -77,7 +77,7 @@ def test_remove_all_empties_the_queue_before_it_returns(queues):
     assert list(queues.remove_all("a")) == []
 
 
-def test_queue_counts_as_its_most_urgent_origin_and_oldest_request(queues):
+def test_queue_counts_as_its_most_urgent_origin_and_oldest_request(queues: Queues) -> None:
     queues.join(pending(since=3.0, origin="background"))
     queues.join(pending(since=4.0))
     [waiting] = queues.waiting()

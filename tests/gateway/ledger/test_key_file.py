@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from cortex.gateway.ledger.key_file import KeyFile
 from cortex.gateway.ledger.keys import generate
 
@@ -22,7 +24,7 @@ def test_edit_through_a_link_keeps_the_link_and_the_mode(tmp_path: Path) -> None
     assert os.listdir(target.parent) == ["cortex.toml"]
 
 
-def test_new_file_is_never_readable_by_others(tmp_path: Path, monkeypatch) -> None:
+def test_new_file_is_never_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cortex.toml"
     path.write_text("", encoding="utf-8")
     path.chmod(0o600)

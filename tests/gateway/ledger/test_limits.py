@@ -70,9 +70,10 @@ def test_reservation_lasts_until_it_is_settled() -> None:
     limited.reserve(tokens(60), NOW)
 
 
-@pytest.mark.parametrize("limit", ["balance_tokens", "window_tokens"])
-def test_rejects_a_request_over_the_whole_budget_without_retry(limit: str) -> None:
-    limited = account(**{limit: 100})
+@pytest.mark.parametrize(
+    "limited", [account(balance_tokens=100), account(window_tokens=100)], ids=["balance_tokens", "window_tokens"]
+)
+def test_rejects_a_request_over_the_whole_budget_without_retry(limited: Account) -> None:
     with pytest.raises(InsufficientQuota, match="may take 101"):
         limited.reserve(tokens(101), NOW)
     assert limited.reserve(tokens(100), NOW) == 100

@@ -12,7 +12,7 @@ import cortex
 from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.limits import Spent
 from cortex.gateway.ledger.store import open_store
-from cortex.gateway.ledger.tables import Counts, Slot
+from cortex.gateway.ledger.tables import Counts, GroupBy, Slot
 from cortex.gateway.ledger.usage_report import usage
 from cortex.wire.events import Usage
 
@@ -56,16 +56,16 @@ def test_usage_by_key_model_node_and_day(database: str) -> None:
         },
         {},
     )
-    span = {"since": NOW - DAY_S, "until": NOW + 2 * DAY_S}
+    since, until = NOW - DAY_S, NOW + 2 * DAY_S
 
-    def rows(group: str) -> list[tuple[str, int, int]]:
-        return [(row.id, row.requests, row.total_tokens) for row in usage(store, group=group, **span)]  # type: ignore[arg-type]
+    def rows(group: GroupBy) -> list[tuple[str, int, int]]:
+        return [(row.id, row.requests, row.total_tokens) for row in usage(store, group=group, since=since, until=until)]
 
     assert rows("key") == [("k1", 4, 165), ("k2", 1, 2)]
     assert rows("model") == [("big", 1, 150), ("small", 4, 17)]
     assert rows("node") == [("n", 2, 152), ("other", 3, 15)]
     assert rows("day") == [("2023-11-14", 2, 152), ("2023-11-15", 3, 15)]
-    (first, _) = usage(store, **span)
+    (first, _) = usage(store, since=since, until=until)
     assert (first.name, first.cells()) == ("name of k1", ("4", "110", "2", "55", "0", "165", ""))
     store.close()
 

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -14,18 +15,22 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.sessions import LIFETIME_S, SECRET_FILE, Sessions
 
+if TYPE_CHECKING:
+    from ..fake_neuron import Client, StartGateway, StartNeuron
+
+
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 PAGE = {"x-cortex-page": "1"}
 
 
-async def sign_in(client, key_text: str, **headers: str) -> tuple[int, str]:
+async def sign_in(client: Client, key_text: str, **headers: str) -> tuple[int, str]:
     """The status, and the cookie as a browser would send it back."""
     body = msgspec.json.encode({"key": key_text})
     async with client.session.post(client.url + "/session", data=body, headers=PAGE | headers) as response:
         return response.status, response.headers.get("set-cookie", "").partition(";")[0]
 
 
-async def test_browsers_get_the_page_and_programs_the_greeting(start_gateway) -> None:
+async def test_browsers_get_the_page_and_programs_the_greeting(start_gateway: StartGateway) -> None:
     client = await start_gateway()
     async with client.session.get(client.url + "/", headers=BROWSER) as response:
         assert response.status == 200
@@ -38,7 +43,7 @@ async def test_browsers_get_the_page_and_programs_the_greeting(start_gateway) ->
     assert greeting["name"] == "cortex"
 
 
-async def test_page_files_need_no_key_and_are_cached_by_their_etag(start_gateway) -> None:
+async def test_page_files_need_no_key_and_are_cached_by_their_etag(start_gateway: StartGateway) -> None:
     client = await start_gateway(keys=(generate("anna").section,))
     url = client.url + "/page/js/main.js"
     async with client.session.get(url, headers={"accept-encoding": "gzip"}, auto_decompress=False) as response:
@@ -52,7 +57,7 @@ async def test_page_files_need_no_key_and_are_cached_by_their_etag(start_gateway
             assert response.status == 404 or "text/html" not in response.headers["content-type"]
 
 
-async def test_sign_in_gives_a_cookie_that_scripts_cannot_read(start_gateway, tmp_path: Path) -> None:
+async def test_sign_in_gives_a_cookie_that_scripts_cannot_read(start_gateway: StartGateway, tmp_path: Path) -> None:
     anna, ben = generate("anna", operator=True), generate("ben")
     client = await start_gateway(keys=(anna.section, ben.section))
     body = msgspec.json.encode({"key": f" {anna.text}\n"})
@@ -72,7 +77,7 @@ async def test_sign_in_gives_a_cookie_that_scripts_cannot_read(start_gateway, tm
     assert (await sign_in(client, "ck-wrong"))[0] == 401
 
 
-async def test_session_may_do_what_its_key_may(start_gateway, neurons) -> None:
+async def test_session_may_do_what_its_key_may(start_gateway: StartGateway, neurons: StartNeuron) -> None:
     node = await neurons("n", sizes={"a": 1, "b": 1})
     anna, ben = generate("anna", operator=True), generate("ben", models=("a",))
     client = await start_gateway(node, keys=(anna.section, ben.section))
@@ -87,7 +92,7 @@ async def test_session_may_do_what_its_key_may(start_gateway, neurons) -> None:
     assert "cookie" not in node.seen[0].headers
 
 
-async def test_forged_requests_with_a_session_are_rejected(start_gateway, neurons) -> None:
+async def test_forged_requests_with_a_session_are_rejected(start_gateway: StartGateway, neurons: StartNeuron) -> None:
     node = await neurons("n", sizes={"a": 1})
     anna = generate("anna", operator=True)
     client = await start_gateway(node, keys=(anna.section,))
@@ -101,14 +106,16 @@ async def test_forged_requests_with_a_session_are_rejected(start_gateway, neuron
     assert not node.load_requests
 
 
-async def test_other_sites_cannot_order_an_open_gateway(start_gateway, neurons) -> None:
+async def test_other_sites_cannot_order_an_open_gateway(start_gateway: StartGateway, neurons: StartNeuron) -> None:
     node = await neurons("n", sizes={"a": 1})
     client = await start_gateway(node)
     assert (await client.post("/fleet/models/a/load", **{"sec-fetch-site": "cross-site"}))[0] == 403
     assert not node.load_requests
 
 
-async def test_session_ends_with_its_time_its_key_or_a_changed_byte(start_gateway, tmp_path: Path) -> None:
+async def test_session_ends_with_its_time_its_key_or_a_changed_byte(
+    start_gateway: StartGateway, tmp_path: Path
+) -> None:
     anna, ben = generate("anna"), generate("ben")
     client = await start_gateway(keys=(anna.section, ben.section))
     _, session = await sign_in(client, anna.text)
@@ -138,7 +145,7 @@ async def test_session_ends_with_its_time_its_key_or_a_changed_byte(start_gatewa
         assert (await client.get("/session", cookie=session))[0] == 401
 
 
-async def test_session_outlives_a_restart_of_the_gateway(start_gateway) -> None:
+async def test_session_outlives_a_restart_of_the_gateway(start_gateway: StartGateway) -> None:
     anna = generate("anna")
     first = await start_gateway(keys=(anna.section,))
     _, session = await sign_in(first, anna.text)
@@ -147,7 +154,7 @@ async def test_session_outlives_a_restart_of_the_gateway(start_gateway) -> None:
     assert (await second.get("/session", cookie=session))[0] == 200
 
 
-async def test_sign_out_removes_the_cookie(start_gateway) -> None:
+async def test_sign_out_removes_the_cookie(start_gateway: StartGateway) -> None:
     client = await start_gateway(keys=(generate("anna").section,))
     async with client.session.delete(client.url + "/session", headers=PAGE) as response:
         assert "cortex_session=; " in response.headers["set-cookie"]
@@ -155,21 +162,25 @@ async def test_sign_out_removes_the_cookie(start_gateway) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"key": 3}', b"\xff"])
-async def test_sign_in_with_a_malformed_body_is_rejected(start_gateway, body: bytes) -> None:
+async def test_sign_in_with_a_malformed_body_is_rejected(start_gateway: StartGateway, body: bytes) -> None:
     client = await start_gateway(keys=(generate("anna").section,))
     assert (await client.post("/session", body, **PAGE))[0] == 400
 
 
-async def test_event_stream_has_every_node_and_then_what_changes(start_gateway, neurons) -> None:
+async def test_event_stream_has_every_node_and_then_what_changes(
+    start_gateway: StartGateway, neurons: StartNeuron
+) -> None:
     node = await neurons("n", sizes={"a": 1, "b": 1})
     client = await start_gateway(node)
     async with client.session.get(client.url + "/fleet/events?nodes=1") as response:
 
-        async def next_event(kind: str) -> dict:
+        async def next_event(kind: str) -> dict[str, Any]:
             async with asyncio.timeout(20):
                 while (await response.content.readline()).strip() != f"event: {kind}".encode():
                     pass
-                return msgspec.json.decode((await response.content.readline()).removeprefix(b"data: "))
+                return msgspec.json.decode(
+                    (await response.content.readline()).removeprefix(b"data: "), type=dict[str, Any]
+                )
 
         first = await next_event("fleet")
         assert first["nodes"][0]["cold_models"] == ["a", "b"]
@@ -181,7 +192,7 @@ async def test_event_stream_has_every_node_and_then_what_changes(start_gateway, 
 
 
 @pytest.mark.parametrize("path", ["/fleet/events?nodes=1", "/fleet/activity/events"])
-async def test_event_streams_are_kept_alive_and_do_not_delay_a_shutdown(start_gateway, path: str) -> None:
+async def test_event_streams_are_kept_alive_and_do_not_delay_a_shutdown(start_gateway: StartGateway, path: str) -> None:
     client = await start_gateway()
     async with client.session.get(client.url + path) as response:
         async with asyncio.timeout(20):

@@ -1,12 +1,22 @@
 """Browser clients of other origins, as `gateway.cors_origins` allows them."""
 
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
 import msgspec
 import pytest
-from fake_neuron import GB
 
 from cortex.gateway.config import GatewaySection
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import ModelState
+
+from ..fake_neuron import GB
+
+if TYPE_CHECKING:
+    from ..fake_neuron import Client, StartGateway, StartNeuron
+
 
 CHAT = "/v1/chat/completions"
 SITE = "https://chat.example"
@@ -18,9 +28,12 @@ PREFLIGHT = {
 ALLOWED = "access-control-allow-origin"
 
 
+Start = Callable[[tuple[str, ...]], Awaitable[tuple["Client", str]]]
+
+
 @pytest.fixture
-async def start(neurons, start_gateway):
-    async def started(origins):
+async def start(neurons: StartNeuron, start_gateway: StartGateway) -> Start:
+    async def started(origins: tuple[str, ...]) -> tuple[Client, str]:
         beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
         key = generate("anna")
         return await start_gateway(beast, keys=(key.section,), cors_origins=origins), key.text
@@ -29,7 +42,9 @@ async def start(neurons, start_gateway):
 
 
 @pytest.mark.parametrize(("origins", "expected"), [(("*",), "*"), (("https://b.example", SITE), SITE)])
-async def test_preflight_needs_no_key_and_allows_what_it_asks_for(start, origins, expected):
+async def test_preflight_needs_no_key_and_allows_what_it_asks_for(
+    start: Start, origins: tuple[str, ...], expected: str
+) -> None:
     client, _ = await start(origins)
     async with client.session.options(client.url + CHAT, headers=PREFLIGHT) as response:
         assert response.status == 204
@@ -40,7 +55,7 @@ async def test_preflight_needs_no_key_and_allows_what_it_asks_for(start, origins
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_responses_and_errors_allow_the_origin(start, stream):
+async def test_responses_and_errors_allow_the_origin(start: Start, stream: bool) -> None:
     client, key = await start((SITE,))
     body = msgspec.json.encode({"model": "a", "messages": [], "stream": stream})
     large = body[:-1] + b" " * 200_000 + b"}"
@@ -58,7 +73,7 @@ async def test_responses_and_errors_allow_the_origin(start, stream):
 
 
 @pytest.mark.parametrize("origins", [(), ("https://b.example",)])
-async def test_other_origins_are_not_allowed(start, origins):
+async def test_other_origins_are_not_allowed(start: Start, origins: tuple[str, ...]) -> None:
     client, key = await start(origins)
     async with client.session.options(client.url + CHAT, headers=PREFLIGHT) as response:
         assert ALLOWED not in response.headers
@@ -68,13 +83,13 @@ async def test_other_origins_are_not_allowed(start, origins):
         assert ALLOWED not in response.headers
 
 
-async def test_options_that_is_no_preflight_needs_a_key(start):
+async def test_options_that_is_no_preflight_needs_a_key(start: Start) -> None:
     client, _ = await start(("*",))
     async with client.session.options(client.url + CHAT) as response:
         assert response.status != 204
 
 
 @pytest.mark.parametrize("origin", ["https://chat.example/", "chat.example", "https://", ""])
-def test_rejects_a_setting_that_no_browser_sends(origin):
+def test_rejects_a_setting_that_no_browser_sends(origin: str) -> None:
     with pytest.raises(ValueError, match="cors_origins"):
         GatewaySection(cors_origins=(origin,))

@@ -1,22 +1,41 @@
 """Requests through a real gateway to fake nodes on real sockets."""
 
+from __future__ import annotations
+
 import asyncio
 import time
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from fake_neuron import GB, REPORTED, USAGE, begin_stream, chunk, plain_answer, until, usage_chunk
 
 from cortex.fleet.rules import EvictionRules
 from cortex.wire import usage_report
 from cortex.wire.node import ModelState
 
+from ..fake_neuron import (
+    GB,
+    REPORTED,
+    USAGE,
+    begin_stream,
+    chunk,
+    hang,
+    plain_answer,
+    reset_connection,
+    until,
+    usage_chunk,
+)
+
+if TYPE_CHECKING:
+    from ..fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
+
+
 READY = ModelState.READY
 
 
-async def test_relays_the_body_unchanged_to_a_ready_model(neurons, start_gateway):
+async def test_relays_the_body_unchanged_to_a_ready_model(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     raw = b'{"model": "a",  "messages": [{"role":"user","content":"hi"}], "odd":  [1.50]}'
@@ -26,7 +45,9 @@ async def test_relays_the_body_unchanged_to_a_ready_model(neurons, start_gateway
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
-async def test_replaces_lone_surrogates_and_nothing_else(neurons, start_gateway, path):
+async def test_replaces_lone_surrogates_and_nothing_else(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     raw = rb'{"model": "a",  "max_tokens": 5, "odd":  [1.50, "%s \ud83d\ude00"]}'
@@ -35,7 +56,7 @@ async def test_replaces_lone_surrogates_and_nothing_else(neurons, start_gateway,
     assert beast.seen[0].raw == raw % rb"\ufffd"
 
 
-async def test_request_id_reaches_the_node_and_the_client(neurons, start_gateway):
+async def test_request_id_reaches_the_node_and_the_client(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     body = msgspec.json.encode({"model": "a", "messages": []})
@@ -49,14 +70,14 @@ async def test_request_id_reaches_the_node_and_the_client(neurons, start_gateway
     assert beast.seen[0].headers["x-cortex-principal"] == "anonymous"
 
 
-async def test_client_credentials_do_not_reach_nodes(neurons, start_gateway):
+async def test_client_credentials_do_not_reach_nodes(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     await client.post("/v1/chat/completions", {"model": "a"}, Authorization="Bearer secret")
     assert "authorization" not in beast.seen[0].headers
 
 
-async def test_loads_a_cold_model_once_for_many_requests(neurons, start_gateway):
+async def test_loads_a_cold_model_once_for_many_requests(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     requests = [asyncio.create_task(client.chat("a")) for _ in range(5)]
@@ -68,7 +89,9 @@ async def test_loads_a_cold_model_once_for_many_requests(neurons, start_gateway)
     assert 'cortex_cold_starts_total{model="a",node="beast"} 1.0' in client.metrics()
 
 
-async def test_waiting_stream_gets_keepalives_on_the_wall_clock(neurons, start_gateway):
+async def test_waiting_stream_gets_keepalives_on_the_wall_clock(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     body = {"model": "a", "messages": [], "stream": True, "max_tokens": 5}
@@ -80,7 +103,9 @@ async def test_waiting_stream_gets_keepalives_on_the_wall_clock(neurons, start_g
     beast.load_gate.set()
 
 
-async def test_unknown_model_is_404_with_near_misses_in_the_dialect_of_the_route(neurons, start_gateway):
+async def test_unknown_model_is_404_with_near_misses_in_the_dialect_of_the_route(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"qwen3-8b": GB})
     client = await start_gateway(beast)
     status, body = await client.chat("qwen3-8bb")
@@ -90,7 +115,9 @@ async def test_unknown_model_is_404_with_near_misses_in_the_dialect_of_the_route
     assert (status, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
 
 
-async def test_model_that_fits_nowhere_is_507_with_need_and_have(neurons, start_gateway):
+async def test_model_that_fits_nowhere_is_507_with_need_and_have(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"huge": 80 * GB})
     client = await start_gateway(beast)
     status, body = await client.chat("huge")
@@ -99,7 +126,7 @@ async def test_model_that_fits_nowhere_is_507_with_need_and_have(neurons, start_
     assert device["need_bytes"] > device["total_bytes"] == 24 * GB
 
 
-async def test_too_many_waiting_is_503_with_retry_after(neurons, start_gateway):
+async def test_too_many_waiting_is_503_with_retry_after(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast, max_waiting=2)
     waiting = [asyncio.create_task(client.chat("a")) for _ in range(2)]
@@ -114,7 +141,7 @@ async def test_too_many_waiting_is_503_with_retry_after(neurons, start_gateway):
     await asyncio.gather(*waiting)
 
 
-async def test_tries_the_next_node_after_a_load_failure(neurons, start_gateway):
+async def test_tries_the_next_node_after_a_load_failure(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     first = await neurons("first", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
     second = await neurons("second", sizes={"a": GB}, total_bytes=48 * GB)
     client = await start_gateway(first, second)
@@ -123,7 +150,9 @@ async def test_tries_the_next_node_after_a_load_failure(neurons, start_gateway):
     assert len(first.load_requests) == 1
 
 
-async def test_load_that_fails_everywhere_is_502_with_the_nodes_message(neurons, start_gateway):
+async def test_load_that_fails_everywhere_is_502_with_the_nodes_message(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")] * 5)
     client = await start_gateway(beast)
     status, body = await client.chat("a")
@@ -134,7 +163,7 @@ async def test_load_that_fails_everywhere_is_502_with_the_nodes_message(neurons,
     assert len(beast.load_requests) == 1, "a load that has just failed is not tried again at once"
 
 
-async def test_out_of_memory_at_load_evicts_and_retries_once(neurons, start_gateway):
+async def test_out_of_memory_at_load_evicts_and_retries_once(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     oom = (507, "insufficient_capacity", "CUDA out of memory")
     beast = await neurons("beast", sizes={"old": 4 * GB, "a": GB}, states={"old": READY}, load_faults=[oom])
     client = await start_gateway(beast)
@@ -144,7 +173,9 @@ async def test_out_of_memory_at_load_evicts_and_retries_once(neurons, start_gate
     assert len(beast.load_requests) == 2
 
 
-async def test_evicts_the_least_recently_used_model_and_counts_it(neurons, start_gateway):
+async def test_evicts_the_least_recently_used_model_and_counts_it(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"old": 20 * GB, "a": 10 * GB}, states={"old": READY})
     client = await start_gateway(beast)
     status, _ = await client.chat("a")
@@ -153,10 +184,10 @@ async def test_evicts_the_least_recently_used_model_and_counts_it(neurons, start
     assert 'cortex_evictions_total{model="old",node="beast"} 1.0' in client.metrics()
 
 
-async def test_does_not_evict_a_busy_model(neurons, start_gateway):
+async def test_does_not_evict_a_busy_model(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     proceed = asyncio.Event()
 
-    async def slow(node, request, body):
+    async def slow(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await proceed.wait()
         return await plain_answer(node, request, body)
 
@@ -174,7 +205,9 @@ async def test_does_not_evict_a_busy_model(neurons, start_gateway):
     assert [unload.model_id for unload in beast.unload_requests] == ["old"]
 
 
-async def test_replaces_workers_of_an_empty_node_after_many_loads(neurons, start_gateway):
+async def test_replaces_workers_of_an_empty_node_after_many_loads(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB})
     client = await start_gateway(beast, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=2))
     for _ in range(2):
@@ -184,10 +217,11 @@ async def test_replaces_workers_of_an_empty_node_after_many_loads(neurons, start
     await until(lambda: client.gateway.dispatcher.fleet.nodes[0].num_loads == 0)
 
 
-async def test_tries_another_node_when_one_dies_before_the_first_byte(neurons, start_gateway):
-    async def die(node, request, body):
-        request.transport.abort()
-        await asyncio.sleep(60)
+async def test_tries_another_node_when_one_dies_before_the_first_byte(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def die(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await reset_connection(request)
 
     bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=die)
     good = await neurons("good", sizes={"a": GB}, states={"a": READY})
@@ -198,10 +232,11 @@ async def test_tries_another_node_when_one_dies_before_the_first_byte(neurons, s
     assert bad.seen
 
 
-async def test_node_that_always_dies_before_the_first_byte_is_502(neurons, start_gateway):
-    async def die(node, request, body):
-        request.transport.abort()
-        await asyncio.sleep(60)
+async def test_node_that_always_dies_before_the_first_byte_is_502(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def die(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await reset_connection(request)
 
     bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=die)
     client = await start_gateway(bad)
@@ -210,13 +245,14 @@ async def test_node_that_always_dies_before_the_first_byte_is_502(neurons, start
     assert client.gateway.dispatcher.in_flight == {}
 
 
-async def test_stream_of_a_dead_node_ends_with_an_error_event(neurons, start_gateway):
-    async def half(node, request, body):
+async def test_stream_of_a_dead_node_ends_with_an_error_event(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def half(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         await response.write(chunk(body["model"], {"content": "half"}))
         await asyncio.sleep(0.05)
-        request.transport.abort()
-        await asyncio.sleep(60)
+        await reset_connection(request)
 
     bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=half)
     good = await neurons("good", sizes={"a": GB}, states={"a": ModelState.COLD})
@@ -228,7 +264,9 @@ async def test_stream_of_a_dead_node_ends_with_an_error_event(neurons, start_gat
     await until(lambda: client.gateway.dispatcher.in_flight == {})
 
 
-async def test_tries_another_node_when_one_dies_during_a_load(neurons, start_gateway):
+async def test_tries_another_node_when_one_dies_during_a_load(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     bad = await neurons("bad", sizes={"a": GB}, load_gate=asyncio.Event())
     good = await neurons("good", sizes={"a": GB}, total_bytes=48 * GB)
     client = await start_gateway(bad, good)
@@ -239,7 +277,9 @@ async def test_tries_another_node_when_one_dies_during_a_load(neurons, start_gat
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "from good")
 
 
-async def test_tries_another_node_when_a_loading_one_misses_polls(neurons, start_gateway, monkeypatch):
+async def test_tries_another_node_when_a_loading_one_misses_polls(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cortex.gateway.dispatch.node_client.POLL_TIMEOUT_S", 0.1)
     bad = await neurons("bad", sizes={"a": GB}, load_gate=asyncio.Event())
     good = await neurons("good", sizes={"a": GB}, total_bytes=48 * GB)
@@ -251,19 +291,21 @@ async def test_tries_another_node_when_a_loading_one_misses_polls(neurons, start
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "from good")
 
 
-async def test_silent_stream_ends_after_the_idle_timeout(neurons, start_gateway):
-    async def hang(node, request, body):
+async def test_silent_stream_ends_after_the_idle_timeout(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    async def fall_silent(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         await response.write(chunk(body["model"], {"content": "half"}))
-        await asyncio.sleep(60)
+        await hang()
 
-    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=hang)
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=fall_silent)
     client = await start_gateway(bad, idle_timeout_s=0.5, keepalive_s=0.2)
     text = await client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True})
     assert b'"upstream_interrupted"' in text
 
 
-async def test_one_missed_poll_does_not_take_a_node_down(neurons, start_gateway, monkeypatch):
+async def test_one_missed_poll_does_not_take_a_node_down(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cortex.gateway.dispatch.node_client.POLL_TIMEOUT_S", 0.1)
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast, missed_polls=3)
@@ -275,8 +317,8 @@ async def test_one_missed_poll_does_not_take_a_node_down(neurons, start_gateway,
     assert (await client.get("/health"))[1]["nodes"] == {"beast": "up"}
 
 
-async def test_reloads_a_model_that_was_unloaded_elsewhere(neurons, start_gateway):
-    async def absent_until_loaded(node, request, body):
+async def test_reloads_a_model_that_was_unloaded_elsewhere(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    async def absent_until_loaded(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if not node.load_requests:
             error = {"error": {"message": "not here", "code": "model_not_found", "type": "x"}}
             return web.json_response(error, status=404)
@@ -290,8 +332,8 @@ async def test_reloads_a_model_that_was_unloaded_elsewhere(neurons, start_gatewa
     assert len(beast.load_requests) == 1
 
 
-async def test_tries_another_replica_when_one_is_overloaded(neurons, start_gateway):
-    async def full(node, request, body):
+async def test_tries_another_replica_when_one_is_overloaded(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    async def full(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"error": {"message": "full", "code": "overloaded", "type": "x"}}, status=503)
 
     full_node = await neurons("a-full", sizes={"a": GB}, states={"a": READY}, answer=full)
@@ -305,11 +347,13 @@ async def test_tries_another_replica_when_one_is_overloaded(neurons, start_gatew
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["queue", "load", "prefill", "decode"])
-async def test_disconnected_client_frees_its_place_within_a_second(neurons, start_gateway, phase, stream):
-    async def prefill(node, request, body):
-        await asyncio.sleep(60)
+async def test_disconnected_client_frees_its_place_within_a_second(
+    neurons: StartNeuron, start_gateway: StartGateway, phase: str, stream: bool
+) -> None:
+    async def prefill(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await hang()
 
-    async def decode(node, request, body):
+    async def decode(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         while True:
             await response.write(chunk(body["model"], {"content": "x"}))
@@ -347,7 +391,7 @@ async def test_disconnected_client_frees_its_place_within_a_second(neurons, star
         blocker.cancel()
 
 
-async def test_counts_usage_of_streams_and_whole_responses(neurons, start_gateway):
+async def test_counts_usage_of_streams_and_whole_responses(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     await client.chat("a")
@@ -363,7 +407,9 @@ async def test_counts_usage_of_streams_and_whole_responses(neurons, start_gatewa
     assert only_the_stream in text
 
 
-async def test_removes_the_billing_header_unless_configured_otherwise(neurons, start_gateway):
+async def test_removes_the_billing_header_unless_configured_otherwise(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     system = [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}, {"type": "text", "text": "Be brief."}]
     body = {"model": "a", "system": system, "messages": [], "max_tokens": 5}
@@ -375,8 +421,8 @@ async def test_removes_the_billing_header_unless_configured_otherwise(neurons, s
     assert "cortex_billing_headers_stripped_total 1.0" in client.metrics()
 
 
-async def test_stream_has_one_header_against_proxy_buffering(neurons, start_gateway):
-    async def stream(node, request, body):
+async def test_stream_has_one_header_against_proxy_buffering(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    async def stream(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "X-Accel-Buffering": "no"})
         await response.prepare(request)
         await response.write(b"data: [DONE]\n\n")
@@ -389,8 +435,8 @@ async def test_stream_has_one_header_against_proxy_buffering(neurons, start_gate
         assert got.headers.getall("x-accel-buffering") == ["no"]
 
 
-async def test_count_tokens_does_not_load_the_model(neurons, start_gateway):
-    async def count(node, request, body):
+async def test_count_tokens_does_not_load_the_model(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    async def count(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"input_tokens": 12})
 
     beast = await neurons("beast", sizes={"a": GB}, answer=count)
@@ -401,8 +447,8 @@ async def test_count_tokens_does_not_load_the_model(neurons, start_gateway):
     assert beast.seen[0].path == "/v1/messages/count_tokens"
 
 
-async def test_embeddings_need_a_node_that_makes_them(neurons, start_gateway):
-    async def embed(node, request, body):
+async def test_embeddings_need_a_node_that_makes_them(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    async def embed(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [{"embedding": [0.5]}], "model": body["model"]})
 
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
@@ -416,7 +462,9 @@ async def test_embeddings_need_a_node_that_makes_them(neurons, start_gateway):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"[]", b"{}", b'{"model":7}', b"[" * 50_000, b"\xff"])
-async def test_bad_bodies_are_400_in_the_dialect_of_the_route(neurons, start_gateway, path, body):
+async def test_bad_bodies_are_400_in_the_dialect_of_the_route(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str, body: bytes
+) -> None:
     client = await start_gateway()
     status, answer = await client.post(path, body)
     assert status == 400
@@ -424,14 +472,14 @@ async def test_bad_bodies_are_400_in_the_dialect_of_the_route(neurons, start_gat
     assert ("type" in answer) == (path == "/v1/messages")
 
 
-async def test_body_over_the_limit_is_413(neurons, start_gateway):
+async def test_body_over_the_limit_is_413(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(max_body_mb=1)
     status, answer = await client.post("/v1/messages", b"x" * (2 << 20))
     assert (status, answer["error"]["type"]) == (413, "request_too_large")
 
 
-async def test_preserves_pauses_between_chunks(neurons, start_gateway):
-    async def paced(node, request, body):
+async def test_preserves_pauses_between_chunks(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    async def paced(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         for number in range(4):
             await response.write(chunk(body["model"], {"content": str(number)}))
@@ -450,7 +498,7 @@ async def test_preserves_pauses_between_chunks(neurons, start_gateway):
     assert times[3] - times[0] > 0.1
 
 
-async def test_shutdown_rejects_new_and_waiting_requests(neurons, start_gateway):
+async def test_shutdown_rejects_new_and_waiting_requests(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     waiting = asyncio.create_task(client.chat("a"))
@@ -461,7 +509,7 @@ async def test_shutdown_rejects_new_and_waiting_requests(neurons, start_gateway)
     await closing
 
 
-def counted_tokens(client) -> dict[str, float]:
+def counted_tokens(client: Client) -> dict[str, float]:
     return {
         name: float(line.rpartition(" ")[2])
         for line in client.metrics().splitlines()
@@ -475,8 +523,10 @@ REPORTED_TOKENS = {"prompt": 7.0, "cached_prompt": 4.0, "completion": 3.0}
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_meters_what_the_node_reports_in_every_dialect(neurons, start_gateway, path, stream):
-    async def reporting(node, request, body):
+async def test_meters_what_the_node_reports_in_every_dialect(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str, stream: bool
+) -> None:
+    async def reporting(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if not stream:
             headers = {usage_report.HEADER: usage_report.header_value(REPORTED)}
             return web.Response(
@@ -497,8 +547,10 @@ async def test_meters_what_the_node_reports_in_every_dialect(neurons, start_gate
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_meters_a_foreign_server_by_the_usage_of_its_dialect(neurons, start_gateway, stream):
-    async def unaware(node, request, body):
+async def test_meters_a_foreign_server_by_the_usage_of_its_dialect(
+    neurons: StartNeuron, start_gateway: StartGateway, stream: bool
+) -> None:
+    async def unaware(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if not stream:
             return web.json_response({"choices": [], "usage": USAGE})
         response = await begin_stream(request)
@@ -514,8 +566,10 @@ async def test_meters_a_foreign_server_by_the_usage_of_its_dialect(neurons, star
     assert counted_tokens(client) == REPORTED_TOKENS
 
 
-async def test_estimates_usage_of_a_response_without_a_report(neurons, start_gateway):
-    async def unreporting(node, request, body):
+async def test_estimates_usage_of_a_response_without_a_report(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def unreporting(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         await response.write(chunk(body["model"], {"content": "x" * 600}) + b"data: [DONE]\n\n")
         return response
@@ -528,7 +582,7 @@ async def test_estimates_usage_of_a_response_without_a_report(neurons, start_gat
     assert counted["completion"] >= 2
 
 
-async def test_passes_on_the_trace_context(neurons, start_gateway):
+async def test_passes_on_the_trace_context(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -545,8 +599,10 @@ ERROR_EVENTS = {
 
 
 @pytest.mark.parametrize("path", ERROR_EVENTS)
-async def test_stream_that_ends_with_an_error_event_counts_as_failed(neurons, start_gateway, caplog, path):
-    async def fail(node, request, body):
+async def test_stream_that_ends_with_an_error_event_counts_as_failed(
+    neurons: StartNeuron, start_gateway: StartGateway, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    async def fail(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         await response.write(chunk("a", {"content": "x"}))
         await response.write(ERROR_EVENTS[path] + usage_report.comment(REPORTED))
@@ -557,13 +613,15 @@ async def test_stream_that_ends_with_an_error_event_counts_as_failed(neurons, st
     with caplog.at_level("INFO", logger="cortex.access"):
         await client.stream(path, {"model": "a", "stream": True, "max_tokens": 5})
         await until(lambda: caplog.records)
-    assert caplog.records[-1].outcome == "failed"
+    assert vars(caplog.records[-1])["outcome"] == "failed"
     code = "generation_failed" if b"generation_failed" in ERROR_EVENTS[path] else "upstream_interrupted"
     assert f'cortex_request_errors_total{{code="{code}",model="a",node="beast"}} 1.0' in client.metrics()
 
 
-async def test_complete_stream_that_mentions_errors_counts_as_complete(neurons, start_gateway, caplog):
-    async def succeed(node, request, body):
+async def test_complete_stream_that_mentions_errors_counts_as_complete(
+    neurons: StartNeuron, start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def succeed(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         await response.write(chunk("a", {"content": '\n: failed x\n\ndata: {"error": {}}\n\n'}, "stop"))
         return response
@@ -573,11 +631,13 @@ async def test_complete_stream_that_mentions_errors_counts_as_complete(neurons, 
     with caplog.at_level("INFO", logger="cortex.access"):
         await client.stream("/v1/chat/completions", {"model": "a", "stream": True})
         await until(lambda: caplog.records)
-    assert caplog.records[-1].outcome == "complete"
+    assert vars(caplog.records[-1])["outcome"] == "complete"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_response_names_its_node_unless_configured_otherwise(neurons, start_gateway, stream):
+async def test_response_names_its_node_unless_configured_otherwise(
+    neurons: StartNeuron, start_gateway: StartGateway, stream: bool
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     body = msgspec.json.encode({"model": "a", "messages": [], "stream": stream})
     for shown in (True, False):
@@ -588,7 +648,9 @@ async def test_response_names_its_node_unless_configured_otherwise(neurons, star
 
 
 @pytest.mark.parametrize("model", ["a", "none"])
-async def test_messages_have_the_request_id_that_anthropic_clients_read(neurons, start_gateway, model):
+async def test_messages_have_the_request_id_that_anthropic_clients_read(
+    neurons: StartNeuron, start_gateway: StartGateway, model: str
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     body = msgspec.json.encode({"model": model, "messages": [], "max_tokens": 5})
@@ -598,7 +660,9 @@ async def test_messages_have_the_request_id_that_anthropic_clients_read(neurons,
 
 
 @pytest.mark.parametrize("path", ERROR_EVENTS)
-async def test_rejects_a_body_that_is_declared_as_something_else_than_json(neurons, start_gateway, path):
+async def test_rejects_a_body_that_is_declared_as_something_else_than_json(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     body = b'{"model": "a", "max_tokens": 5}'

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from fake_neuron import GB, Client
 
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config, GatewaySection, LimitsSection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.listener import client_limits
 from cortex.wire.node import ModelState
+
+from ..fake_neuron import GB, Client
+
+if TYPE_CHECKING:
+    from ..fake_neuron import StartGateway, StartNeuron
+
 
 CHAT = "/v1/chat/completions"
 KEY = generate("anna")
@@ -25,7 +31,7 @@ def head(path: str, num_bytes: int, *, key: str = "", method: str = "POST", expe
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def first_response(port: int, data: bytes) -> tuple[int, dict]:
+async def first_response(port: int, data: bytes) -> tuple[int, dict[str, Any]]:
     """The status and JSON body (empty for 1xx) of the first response to `data`, which may be an incomplete request."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -42,14 +48,14 @@ async def first_response(port: int, data: bytes) -> tuple[int, dict]:
 
 
 @pytest.fixture
-async def client(neurons, start_gateway) -> Client:
+async def client(neurons: StartNeuron, start_gateway: StartGateway) -> Client:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
     return await start_gateway(beast, keys=(KEY.section,))
 
 
 @pytest.mark.parametrize("key", ["", "ck-00000000-nobody"])
 @pytest.mark.parametrize("expect", [False, True])
-async def test_rejects_an_unknown_key_before_the_body_is_sent(client, key, expect):
+async def test_rejects_an_unknown_key_before_the_body_is_sent(client: Client, key: str, expect: bool) -> None:
     status, body = await first_response(client.port, head(CHAT, 60_000_000, key=key, expect=expect))
     assert status == 401
     assert body["error"]["code"] == "invalid_api_key"
@@ -57,23 +63,23 @@ async def test_rejects_an_unknown_key_before_the_body_is_sent(client, key, expec
     assert client.gateway.server.buffered.num_bytes == 0
 
 
-async def test_rejects_in_the_dialect_of_the_path(client):
+async def test_rejects_in_the_dialect_of_the_path(client: Client) -> None:
     status, body = await first_response(client.port, head("/v1/messages", 60_000_000))
     assert (status, body["error"]["type"]) == (401, "authentication_error")
 
 
 @pytest.mark.parametrize("path", ["/fleet/models/a/load", "/v1/models", "/nowhere"])
-async def test_rejects_an_unknown_key_on_every_path_that_needs_one(client, path):
+async def test_rejects_an_unknown_key_on_every_path_that_needs_one(client: Client, path: str) -> None:
     assert (await first_response(client.port, head(path, 60_000)))[0] == 401
 
 
-async def test_reads_the_body_of_a_known_key(client):
+async def test_reads_the_body_of_a_known_key(client: Client) -> None:
     assert (await first_response(client.port, head(CHAT, 60_000_000, key=KEY.text, expect=True)))[0] == 100
     body = msgspec.json.encode({"model": "a", "messages": [{"role": "user", "content": "x" * 100_000}]})
     assert (await first_response(client.port, head(CHAT, len(body), key=KEY.text) + body))[0] == 200
 
 
-async def test_uses_the_keys_of_the_latest_reload(client):
+async def test_uses_the_keys_of_the_latest_reload(client: Client) -> None:
     new = generate("olga")
     assert (await first_response(client.port, head(CHAT, 60_000, key=new.text)))[0] == 401
     before = client.gateway.config
@@ -86,12 +92,12 @@ async def test_uses_the_keys_of_the_latest_reload(client):
 @pytest.mark.parametrize(
     ("path", "method"), [("/health", "GET"), ("/", "POST"), ("/fleet/models/a/load", "POST"), (CHAT, "PUT")]
 )
-async def test_rejects_large_bodies_on_other_paths(client, path, method):
+async def test_rejects_large_bodies_on_other_paths(client: Client, path: str, method: str) -> None:
     status, _ = await first_response(client.port, head(path, 60_000_000, key=KEY.text, method=method))
     assert status == 413
 
 
-def test_configured_limits_reach_the_data_path():
+def test_configured_limits_reach_the_data_path() -> None:
     limits = client_limits(
         Config(
             gateway=GatewaySection(max_body_mb=2),
@@ -105,6 +111,6 @@ def test_configured_limits_reach_the_data_path():
     assert limits.num_connections == 6
 
 
-def test_rejects_a_budget_that_has_no_room_for_one_body():
+def test_rejects_a_budget_that_has_no_room_for_one_body() -> None:
     with pytest.raises(ValueError, match="max_buffered_mb"):
         Config(gateway=GatewaySection(max_body_mb=20), limits=LimitsSection(max_buffered_mb=10))

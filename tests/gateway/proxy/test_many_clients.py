@@ -1,14 +1,17 @@
 """Many clients, some of which disconnect or read slowly: nothing leaks, and no client delays another."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import gc
 import random
 import socket
+from collections.abc import AsyncIterator, Coroutine
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from aiohttp import ClientSession, ClientTimeout, TCPConnector
-from fake_neuron import GB, JSON, WAIT_S, begin_stream, chunk, until
+from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.http.relay import Relay
@@ -16,13 +19,19 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.call import UpstreamCall
 from cortex.wire.node import ModelState
 
+from ..fake_neuron import GB, JSON, WAIT_S, begin_stream, chunk, until
+
+if TYPE_CHECKING:
+    from ..fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
+
+
 READY = ModelState.READY
 BODY = b'{"model":"a","stream":true,"messages":[]}'
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY)
 
 
 @pytest.fixture
-async def many_clients():
+async def many_clients() -> AsyncIterator[ClientSession]:
     async with ClientSession(headers=JSON, connector=TCPConnector(limit=0), timeout=ClientTimeout(total=60)) as session:
         yield session
 
@@ -31,7 +40,7 @@ def num_running_calls() -> int:
     return sum(isinstance(each, UpstreamCall) and not each.done for each in gc.get_objects())
 
 
-async def assert_idle(client, *nodes) -> None:
+async def assert_idle(client: Client, *nodes: FakeNeuron) -> None:
     """Every counter is back at its initial value."""
     gateway = client.gateway
     await until(lambda: gateway.dispatcher.in_flight == {} and gateway.server.num_exchanges == 0)
@@ -42,8 +51,10 @@ async def assert_idle(client, *nodes) -> None:
     assert not [line for line in text.splitlines() if line.startswith("cortex_in_flight_requests{")]
 
 
-async def test_counters_return_to_zero_when_a_third_of_500_streams_disconnect(neurons, start_gateway, many_clients):
-    async def paced(node, request, body):
+async def test_counters_return_to_zero_when_a_third_of_500_streams_disconnect(
+    neurons: StartNeuron, start_gateway: StartGateway, many_clients: ClientSession
+) -> None:
+    async def paced(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await asyncio.sleep(0.2)
         response = await begin_stream(request)
         for _ in range(5):
@@ -70,7 +81,7 @@ async def test_counters_return_to_zero_when_a_third_of_500_streams_disconnect(ne
                 await stay(model)
         return True
 
-    def one(number: int):
+    def one(number: int) -> Coroutine[Any, Any, bool]:
         model = "b" if number % 5 == 0 else "a"  # some wait for a load, and disconnect in the queue
         return leave(model, chance.uniform(0.0, 3.0)) if number % 3 == 0 else stay(model)
 
@@ -83,11 +94,13 @@ async def test_counters_return_to_zero_when_a_third_of_500_streams_disconnect(ne
     assert sum(len(node.load_requests) for node in nodes) == 1
 
 
-async def test_slow_readers_delay_only_their_own_responses(neurons, start_gateway, many_clients):
+async def test_slow_readers_delay_only_their_own_responses(
+    neurons: StartNeuron, start_gateway: StartGateway, many_clients: ClientSession
+) -> None:
     piece = chunk("a", {"content": "x" * 16_000})
     num_written: dict[int, int] = {}
 
-    async def torrent(node, request, body):
+    async def torrent(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if body.get("quick"):
             response = await begin_stream(request)
             await response.write(b"data: [DONE]\n\n")
@@ -133,12 +146,14 @@ async def test_slow_readers_delay_only_their_own_responses(neurons, start_gatewa
     await assert_idle(client, beast)
 
 
-async def test_a_thousand_requests_leave_no_objects(neurons, start_gateway, many_clients):
+async def test_a_thousand_requests_leave_no_objects(
+    neurons: StartNeuron, start_gateway: StartGateway, many_clients: ClientSession
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
 
     async def ask(number: int) -> None:
-        body = {"model": "a" if number % 7 else "nobody", "messages": [], "stream": number % 2 == 0}
+        body: dict[str, Any] = {"model": "a" if number % 7 else "nobody", "messages": [], "stream": number % 2 == 0}
         async with many_clients.post(client.url + "/v1/chat/completions", json=body) as response:
             await response.read()
 

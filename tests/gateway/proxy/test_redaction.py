@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 from aiohttp import web
-from fake_neuron import GB
 
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.redaction import ErrorRedaction
 from cortex.wire.errors import CortexError, Family, UpstreamUnavailable
 from cortex.wire.node import ModelState
 
+from ..fake_neuron import GB
+
+if TYPE_CHECKING:
+    from ..fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
+
+
 READY = ModelState.READY
 SECRETS = ("beast", "/models/", "secret")
 
 
+@dataclass
+class Keyed:
+    """A gateway, and the headers of three of its keys."""
+
+    client: Client
+    operator: dict[str, str]
+    user: dict[str, str]
+    limited: dict[str, str]
+
+
 @pytest.fixture
-async def keyed(neurons, start_gateway):
+async def keyed(neurons: StartNeuron, start_gateway: StartGateway) -> Keyed:
     """A node with a failing model, and the keys of an operator, of a user, and of a user of one model."""
 
-    async def failing(node, request, body):
+    async def failing(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         code, status = ("model_not_found", 404) if body["model"] == "gone" else ("load_failed", 502)
         message = "no weights in /models/secret on beast"
         if body.get("stream"):
@@ -39,70 +56,69 @@ async def keyed(neurons, start_gateway):
         generate("limited", models=("mine-*", "huge")),
     )
     client = await start_gateway(beast, keys=tuple(key.section for key in (operator, user, limited)))
-    client.operator, client.user, client.limited = (
-        {"authorization": f"Bearer {key.text}"} for key in (operator, user, limited)
-    )
-    return client
+    return Keyed(client, *({"authorization": f"Bearer {key.text}"} for key in (operator, user, limited)))
 
 
 def is_clean(body: object) -> bool:
     return not any(secret in msgspec.json.encode(body).decode() for secret in SECRETS)
 
 
-async def test_key_sees_only_models_it_may_use(keyed):
+async def test_key_sees_only_models_it_may_use(keyed: Keyed) -> None:
     listed = {
-        name: [entry["id"] for entry in (await keyed.get("/v1/models", **headers))[1]["data"]]
+        name: [entry["id"] for entry in (await keyed.client.get("/v1/models", **headers))[1]["data"]]
         for name, headers in (("user", keyed.user), ("limited", keyed.limited))
     }
     assert listed == {"user": ["huge", "mine-1", "mine-2", "secret-model"], "limited": ["huge", "mine-1", "mine-2"]}
-    assert (await keyed.get("/v1/models/mine-1", **keyed.limited))[0] == 200
-    status, body = await keyed.get("/v1/models/secret-model", **keyed.limited)
+    assert (await keyed.client.get("/v1/models/mine-1", **keyed.limited))[0] == 200
+    status, body = await keyed.client.get("/v1/models/secret-model", **keyed.limited)
     assert status == 404
     assert "secret-model" not in body["error"]["message"]
 
 
-async def test_near_misses_name_only_models_of_the_key(keyed):
+async def test_near_misses_name_only_models_of_the_key(keyed: Keyed) -> None:
     for path in ("/v1/models/secret-mode", "/fleet/explain/secret-mode"):
-        assert is_clean((await keyed.get(path, **keyed.limited))[1])
+        assert is_clean((await keyed.client.get(path, **keyed.limited))[1])
     chat = {"model": "secret-mode", "messages": []}
-    status, body = await keyed.post("/v1/chat/completions", chat, **keyed.limited)
+    status, body = await keyed.client.post("/v1/chat/completions", chat, **keyed.limited)
     assert status == 404
     assert is_clean(body)
-    assert "secret-model" in (await keyed.post("/v1/chat/completions", chat, **keyed.user))[1]["error"]["message"]
-    status, body = await keyed.post("/v1/chat/completions", {"model": "mine-3", "messages": []}, **keyed.limited)
+    assert (
+        "secret-model" in (await keyed.client.post("/v1/chat/completions", chat, **keyed.user))[1]["error"]["message"]
+    )
+    status, body = await keyed.client.post("/v1/chat/completions", {"model": "mine-3", "messages": []}, **keyed.limited)
     assert "mine-1" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("model", ["mine-1", "huge"])
-async def test_error_shows_internals_only_to_operators(keyed, path, model):
+async def test_error_shows_internals_only_to_operators(keyed: Keyed, path: str, model: str) -> None:
     body = {"model": model, "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
-    status, shown = await keyed.post(path, body, **keyed.operator)
+    status, shown = await keyed.client.post(path, body, **keyed.operator)
     assert not is_clean(shown)
     for headers in (keyed.user, keyed.limited):
-        hidden_status, hidden = await keyed.post(path, body, **headers)
+        hidden_status, hidden = await keyed.client.post(path, body, **headers)
         assert hidden_status == status
         assert is_clean(hidden)
         assert hidden["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_error_after_a_keepalive_shows_no_internals(keyed, path):
+async def test_error_after_a_keepalive_shows_no_internals(keyed: Keyed, path: str) -> None:
     body = {"model": "mine-1", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": True}
-    async with keyed.session.post(keyed.url + path, json=body, headers=keyed.user) as response:
+    async with keyed.client.session.post(keyed.client.url + path, json=body, headers=keyed.user) as response:
         assert response.status == 200
         text = await response.text()
     assert "error" in text
     assert not any(secret in text for secret in SECRETS)
 
 
-async def test_log_has_the_full_text_of_a_hidden_error(keyed, caplog):
+async def test_log_has_the_full_text_of_a_hidden_error(keyed: Keyed, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    await keyed.post("/v1/chat/completions", {"model": "mine-1", "messages": []}, **keyed.user)
+    await keyed.client.post("/v1/chat/completions", {"model": "mine-1", "messages": []}, **keyed.user)
     assert "no weights in /models/secret on beast" in caplog.text
 
 
-async def test_open_gateway_shows_everything(neurons, start_gateway):
+async def test_open_gateway_shows_everything(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"huge": 10_000 * GB})
     client = await start_gateway(beast)
     assert not is_clean((await client.chat("huge"))[1])
@@ -111,7 +127,9 @@ async def test_open_gateway_shows_everything(neurons, start_gateway):
 FAILED = {"code": "load_failed", "message": "no weights in /models/secret on beast"}
 
 
-async def test_node_is_told_to_hide_details_from_all_but_operators(neurons, start_gateway):
+async def test_node_is_told_to_hide_details_from_all_but_operators(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     operator, user = generate("operator", operator=True), generate("user")
     client = await start_gateway(beast, keys=(operator.section, user.section))
@@ -122,8 +140,10 @@ async def test_node_is_told_to_hide_details_from_all_but_operators(neurons, star
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-async def test_error_event_of_a_foreign_server_shows_no_internals(neurons, start_gateway, path):
-    async def fails(node, request, body):
+async def test_error_event_of_a_foreign_server_shows_no_internals(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str
+) -> None:
+    async def fails(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for text in ('an \\"error\\": ', "text"):
@@ -152,7 +172,7 @@ async def test_error_event_of_a_foreign_server_shows_no_internals(neurons, start
     assert r"an \"error\": " in shown["user"], "generated text stays"
 
 
-async def test_reasons_of_failures_are_for_operators(neurons, start_gateway):
+async def test_reasons_of_failures_are_for_operators(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     faults = [(502, "load_failed", "no /models/secret")] * 9
     states = {"a": ModelState.FAILED}
     beast = await neurons("beast", sizes={"a": GB}, states=states, reason="no /models/secret", load_faults=faults)
@@ -171,7 +191,7 @@ async def test_reasons_of_failures_are_for_operators(neurons, start_gateway):
         assert (b"/models/secret" in first) == is_shown
 
 
-def test_reads_only_the_beginning_of_a_long_error_and_still_responds_in_json():
+def test_reads_only_the_beginning_of_a_long_error_and_still_responds_in_json() -> None:
     read: list[int] = []
 
     def error_of(status: int, body: bytes) -> CortexError:

@@ -1,19 +1,31 @@
 """The spans of a request, as a collector receives them."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import msgspec
 from aiohttp import web
-from fake_neuron import GB, plain_answer
 
 from cortex.telemetry import TelemetrySection
 from cortex.wire.node import ModelState
+
+from ..fake_neuron import GB, plain_answer
+
+if TYPE_CHECKING:
+    from ...telemetry.otlp_collector import Collector
+    from ..fake_neuron import FakeNeuron, StartGateway, StartNeuron
+
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 READY = ModelState.READY
 
 
-async def test_one_trace_spans_client_attempts_and_node(neurons, start_gateway, collector):
-    async def full(node, request, body):
+async def test_one_trace_spans_client_attempts_and_node(
+    neurons: StartNeuron, start_gateway: StartGateway, collector: Collector
+) -> None:
+    async def full(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"error": {"message": "full", "code": "overloaded", "type": "x"}}, status=503)
 
     first = await neurons("a-full", sizes={"a": GB}, states={"a": READY}, answer=full)
@@ -45,7 +57,7 @@ async def test_one_trace_spans_client_attempts_and_node(neurons, start_gateway, 
         assert node.seen[0].headers["traceparent"] == f"00-{TRACE}-{spans[node.name].span_id}-01"
 
 
-async def test_rejection_ends_the_span_with_its_error(start_gateway, collector):
+async def test_rejection_ends_the_span_with_its_error(start_gateway: StartGateway, collector: Collector) -> None:
     client = await start_gateway(telemetry=TelemetrySection(endpoint=collector.endpoint))
     assert (await client.chat("nobody"))[0] == 404
     assert (await client.post("/v1/messages", b"{"))[0] == 400

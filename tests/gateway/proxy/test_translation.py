@@ -1,16 +1,25 @@
 """Any dialect from a node that speaks only OpenAI chat, through real sockets and real SDKs."""
 
+from __future__ import annotations
+
 import asyncio
+from typing import TYPE_CHECKING, Any
 
 import anthropic
 import openai
 import pytest
 from aiohttp import web
-from fake_neuron import GB, USAGE, begin_stream, chunk, stream_chat, until
+from openai.types.responses import FunctionToolParam, Response
 
 from cortex.ipc.pool import WorkerPool
 
-TOOL_DELTAS = [
+from ..fake_neuron import GB, USAGE, begin_stream, chunk, reset_connection, stream_chat, until
+
+if TYPE_CHECKING:
+    from ..fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
+
+
+TOOL_DELTAS: list[dict[str, Any]] = [
     {"role": "assistant", "content": ""},
     {"reasoning_content": "The user "},
     {"reasoning_content": "wants weather."},
@@ -27,10 +36,14 @@ TOOL_MESSAGE = {
         {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     ],
 }
-ANTHROPIC_TOOL = {"name": "weather", "description": "d", "input_schema": {"type": "object", "properties": {}}}
+ANTHROPIC_TOOL: anthropic.types.ToolParam = {
+    "name": "weather",
+    "description": "d",
+    "input_schema": {"type": "object", "properties": {}},
+}
 
 
-async def tool_answer(node, request, body):
+async def tool_answer(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     if body.get("stream"):
         return await stream_chat(request, body, TOOL_DELTAS, "tool_calls")
     choice = {"index": 0, "message": TOOL_MESSAGE, "finish_reason": "tool_calls"}
@@ -40,17 +53,20 @@ async def tool_answer(node, request, body):
     )
 
 
+Foreign = tuple["FakeNeuron", "Client"]
+
+
 @pytest.fixture
-async def foreign(neurons, start_gateway):
+async def foreign(neurons: StartNeuron, start_gateway: StartGateway) -> Foreign:
     node = await neurons("vllm", sizes={"m": GB}, answer=tool_answer)
     return node, await start_gateway(foreign=(node,))
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_serves_messages_from_a_chat_only_node(foreign, stream):
+async def test_serves_messages_from_a_chat_only_node(foreign: Foreign, stream: bool) -> None:
     node, client = foreign
     sdk = anthropic.AsyncAnthropic(base_url=client.url, api_key="x", max_retries=0)
-    fields = {
+    fields: dict[str, Any] = {
         "model": "m",
         "max_tokens": 100,
         "system": "Be brief.",
@@ -64,8 +80,11 @@ async def test_serves_messages_from_a_chat_only_node(foreign, stream):
     else:
         message = await sdk.messages.create(**fields)
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
-    assert message.content[0].thinking == "The user wants weather."
-    assert message.content[2].input == {"city": "Oslo"}
+    thinking, _, call = message.content
+    assert thinking.type == "thinking"
+    assert thinking.thinking == "The user wants weather."
+    assert call.type == "tool_use"
+    assert call.input == {"city": "Oslo"}
     assert message.stop_reason == "tool_use"
     assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (3, 4)
     assert message.usage.output_tokens == 3
@@ -78,25 +97,34 @@ async def test_serves_messages_from_a_chat_only_node(foreign, stream):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_serves_responses_from_a_chat_only_node(foreign, stream):
+async def test_serves_responses_from_a_chat_only_node(foreign: Foreign, stream: bool) -> None:
     _, client = foreign
     sdk = openai.AsyncOpenAI(base_url=client.url + "/v1", api_key="x", max_retries=0)
-    tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
+    tool: FunctionToolParam = {
+        "type": "function",
+        "name": "weather",
+        "parameters": {"type": "object"},
+        "strict": False,
+    }
     if stream:
         numbers = []
-        response = None
+        response: Response | None = None
         async for event in await sdk.responses.create(model="m", input="hi", tools=[tool], stream=True):
             numbers.append(event.sequence_number)
             response = getattr(event, "response", response)
         assert numbers == sorted(set(numbers))
     else:
         response = await sdk.responses.create(model="m", input="hi", tools=[tool])
+    assert response is not None
+    assert response.usage is not None
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
-    assert response.output[2].arguments == '{"city": "Oslo"}'
+    call = response.output[2]
+    assert call.type == "function_call"
+    assert call.arguments == '{"city": "Oslo"}'
     assert response.usage.output_tokens == 3
 
 
-async def test_relays_chat_byte_for_byte(foreign):
+async def test_relays_chat_byte_for_byte(foreign: Foreign) -> None:
     node, client = foreign
     text = await client.stream("/v1/chat/completions", {"model": "m", "messages": [], "stream": True, "odd": 1})
     assert text.startswith(chunk("m", TOOL_DELTAS[0]))
@@ -108,10 +136,12 @@ async def test_relays_chat_byte_for_byte(foreign):
     ("status", "expected", "kind"),
     [(400, 400, "invalid_request_error"), (401, 502, "api_error"), (429, 429, "rate_limit_error")],
 )
-async def test_foreign_error_is_reported_in_the_clients_dialect(foreign, status, expected, kind, stream):
+async def test_foreign_error_is_reported_in_the_clients_dialect(
+    foreign: Foreign, status: int, expected: int, kind: str, stream: bool
+) -> None:
     node, client = foreign
 
-    async def reject(node, request, body):
+    async def reject(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"error": {"message": "because", "type": "x", "code": None}}, status=status)
 
     node.answer = reject
@@ -121,10 +151,10 @@ async def test_foreign_error_is_reported_in_the_clients_dialect(foreign, status,
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_garbage_from_a_foreign_node_is_an_error(foreign, stream):
+async def test_garbage_from_a_foreign_node_is_an_error(foreign: Foreign, stream: bool) -> None:
     node, client = foreign
 
-    async def garbage(node, request, body):
+    async def garbage(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         kind = "text/event-stream" if stream else "application/json"
         return web.Response(body=b"data: {oops\n\n" if stream else b"<html>", headers={"content-type": kind})
 
@@ -134,15 +164,14 @@ async def test_garbage_from_a_foreign_node_is_an_error(foreign, stream):
     assert (status, answer["error"]["type"]) == (502, "api_error")
 
 
-async def test_stream_of_a_dead_foreign_node_ends_with_an_error_event(foreign):
+async def test_stream_of_a_dead_foreign_node_ends_with_an_error_event(foreign: Foreign) -> None:
     node, client = foreign
 
-    async def half(node, request, body):
+    async def half(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         await response.write(chunk("m", {"content": "half"}))
         await asyncio.sleep(0.05)
-        request.transport.abort()
-        await asyncio.sleep(60)
+        await reset_connection(request)
 
     node.answer = half
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": True}
@@ -151,13 +180,15 @@ async def test_stream_of_a_dead_foreign_node_ends_with_an_error_event(foreign):
     assert text.rstrip().split(b"\n\n")[-1].startswith(b"event: error")
 
 
-async def test_body_that_cannot_be_translated_is_400(foreign):
+async def test_body_that_cannot_be_translated_is_400(foreign: Foreign) -> None:
     _, client = foreign
     status, answer = await client.post("/v1/messages", {"model": "m", "max_tokens": 5, "messages": "no"})
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_foreign_node_gets_its_key_and_no_other(neurons, start_gateway, monkeypatch):
+async def test_foreign_node_gets_its_key_and_no_other(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("THE_KEY", "s3cret")
     node = await neurons("vllm", sizes={"m": GB}, answer=tool_answer)
     client = await start_gateway(foreign=(node,), key_env="THE_KEY")
@@ -166,7 +197,9 @@ async def test_foreign_node_gets_its_key_and_no_other(neurons, start_gateway, mo
 
 
 @pytest.mark.parametrize("strip", [True, False])
-async def test_removes_or_keeps_the_billing_header_as_configured(neurons, start_gateway, strip):
+async def test_removes_or_keeps_the_billing_header_as_configured(
+    neurons: StartNeuron, start_gateway: StartGateway, strip: bool
+) -> None:
     node = await neurons("vllm", sizes={"m": GB}, answer=tool_answer)
     client = await start_gateway(foreign=(node,), strip_billing_header=strip)
     line = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
@@ -177,35 +210,44 @@ async def test_removes_or_keeps_the_billing_header_as_configured(neurons, start_
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_drops_unsupported_tools_and_names_them(foreign, stream):
+async def test_drops_unsupported_tools_and_names_them(foreign: Foreign, stream: bool) -> None:
     node, client = foreign
     sdk = anthropic.AsyncAnthropic(base_url=client.url, api_key="x", max_retries=0)
     tools = [ANTHROPIC_TOOL, {"type": "web_search_20250305", "name": "web_search"}]
-    fields = {"model": "m", "max_tokens": 9, "tools": tools, "messages": [{"role": "user", "content": "x"}]}
+    fields: dict[str, Any] = {
+        "model": "m",
+        "max_tokens": 9,
+        "tools": tools,
+        "messages": [{"role": "user", "content": "x"}],
+    }
     answer = await sdk.messages.with_raw_response.create(**fields, stream=stream)
     assert answer.headers["x-cortex-dropped-tools"] == "web_search_20250305"
     assert [tool["function"]["name"] for tool in node.seen[-1].body["tools"]] == ["weather"]
 
 
-async def test_large_request_is_translated_while_the_gateway_serves_others(foreign):
+async def test_large_request_is_translated_while_the_gateway_serves_others(foreign: Foreign) -> None:
     node, client = foreign
     large = "word " * 100_000
-    turns = [{"role": "user", "content": large}]
+    turns: list[anthropic.types.MessageParam] = [{"role": "user", "content": large}]
     sdk = anthropic.AsyncAnthropic(base_url=client.url, api_key="x", max_retries=0)
     message = await sdk.messages.create(model="m", max_tokens=100, messages=turns, tools=[ANTHROPIC_TOOL])
-    assert message.content[-1].input == {"city": "Oslo"}
+    call = message.content[-1]
+    assert call.type == "tool_use"
+    assert call.input == {"city": "Oslo"}
     assert node.seen[-1].body["messages"] == turns
     with pytest.raises(anthropic.BadRequestError, match="temperature"):
         await sdk.messages.create(model="m", max_tokens=100, messages=turns, extra_body={"temperature": "hot"})
 
 
 @pytest.mark.parametrize("num_words", [1_000_000, 100_000], ids=["while it is read", "while it is translated"])
-async def test_disconnected_client_ends_the_work_on_its_large_request(foreign, monkeypatch, num_words):
+async def test_disconnected_client_ends_the_work_on_its_large_request(
+    foreign: Foreign, monkeypatch: pytest.MonkeyPatch, num_words: int
+) -> None:
     node, client = foreign
     starting, started = asyncio.Event(), asyncio.Event()
     start = WorkerPool.start
 
-    async def slow_start(*arguments, **options):
+    async def slow_start(*arguments: Any, **options: Any) -> Any:
         starting.set()
         await started.wait()
         return await start(*arguments, **options)

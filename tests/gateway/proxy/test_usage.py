@@ -34,11 +34,11 @@ from cortex.wire.events import Usage
         (b'"usage":{"prompt_tok', None),
     ],
 )
-def test_reads_usage_at_the_end_of_any_dialect(tail, usage):
+def test_reads_usage_at_the_end_of_any_dialect(tail: bytes, usage: Usage | None) -> None:
     assert usage_in_dialect(tail) == usage
 
 
-def test_ignores_usage_in_generated_text():
+def test_ignores_usage_in_generated_text() -> None:
     text = json.dumps({"choices": [{"delta": {"content": '"usage":{"prompt_tokens":0}'}}]})
     assert usage_in_dialect(b"data: " + text.encode() + b"\n\n") is None
 
@@ -54,5 +54,5 @@ def test_ignores_usage_in_generated_text():
         b'{"prompt_tokens":0,"completion_tokens":0}',
     ],
 )
-def test_rejects_numbers_that_no_response_can_have(report):
+def test_rejects_numbers_that_no_response_can_have(report: bytes) -> None:
     assert usage_in_dialect(b'{"usage":' + report + b"}") is None

@@ -21,29 +21,34 @@ def stored(num_items: int) -> StoredResponse:
     return StoredResponse(f"resp_{STEM}", None, "completed", None, "[]", body)
 
 
-def test_decodes_a_stored_response_once_for_all_references_to_it(monkeypatch):
+def test_decodes_a_stored_response_once_for_all_references_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[StoredResponse] = []
     outputs = items.outputs
-    monkeypatch.setattr(items, "outputs", lambda response: read.append(response) or outputs(response))
+
+    def counted(response: StoredResponse) -> list[Raw]:
+        read.append(response)
+        return outputs(response)
+
+    monkeypatch.setattr(items, "outputs", counted)
     references = {at: f"msg_{STEM}_{at % 7}" for at in range(100)}
     resolved = items.resolve([Raw(b"{}")] * 100, references, {f"resp_{STEM}": stored(7)})
     assert [msgspec.json.decode(item)["id"] for item in resolved] == list(references.values())
     assert len(read) == 1
 
 
-def test_rejects_a_reference_whose_item_has_another_id():
+def test_rejects_a_reference_whose_item_has_another_id() -> None:
     with pytest.raises(ItemNotFound):
         items.resolve([Raw(b"{}")], {0: f"rs_{STEM}_0"}, {f"resp_{STEM}": stored(1)})
 
 
-def test_splits_as_many_items_as_are_allowed_and_rejects_one_more():
+def test_splits_as_many_items_as_are_allowed_and_rejects_one_more() -> None:
     most = b",".join([b'{"a":1,"b":2}'] * items.MAX_ITEMS)
     assert len(items.split(Raw(b"[" + most + b"]"))) == items.MAX_ITEMS
     with pytest.raises(InvalidValue, match="16384 items"):
         items.split(Raw(b"[" + most + b",{}]"))
 
 
-def test_does_not_decode_what_a_client_puts_in_place_of_a_type():
+def test_does_not_decode_what_a_client_puts_in_place_of_a_type() -> None:
     item = Raw(b'{"x":"item_reference","type":[' + b",".join([b"[]"] * 100_000) + b"]}")
     tracemalloc.start()
     try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 from aiohttp import web
-from fake_neuron import GB, REPORTED, Client, FakeNeuron, begin_stream, until
 
 from cortex.gateway.config import ResponsesSection
 from cortex.gateway.ledger import keys
@@ -28,6 +28,12 @@ from cortex.wire.events import AnyEvent, Finish, Start, TextDelta, ToolCallDelta
 from cortex.wire.node import ModelState
 from cortex.wire.openai_responses import kept
 
+from ..fake_neuron import GB, REPORTED, Client, FakeNeuron, begin_stream, until
+
+if TYPE_CHECKING:
+    from ..fake_neuron import StartGateway, StartNeuron
+
+
 READY = {"sizes": {"a": GB}, "states": {"a": ModelState.READY}}
 CALL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 
@@ -38,7 +44,7 @@ def events_of(request: Any) -> list[AnyEvent]:
     last = request.messages[-1]
     finish = Finish(reason="stop", usage=Usage(prompt_tokens=7, completion_tokens=3))
     if request.tools and last.role == "user":
-        call = [
+        call: list[AnyEvent] = [
             ToolCallStart(call=0, id="call_1", name="weather"),
             ToolCallDelta(call=0, arguments="{}"),
             ToolCallStop(call=0),
@@ -63,15 +69,15 @@ async def answer(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> w
     encoder = openai_responses.Encoder(request, id=id, created=1, model="a")
     for event in events:
         await response.write(encoder.encode(event))
-        if isinstance(event, Start) and (gate := getattr(node, "gate", None)) is not None:
-            await gate.wait()
+        if isinstance(event, Start):
+            await node.stream_gate.wait()
     await response.write(usage_report.comment(REPORTED))
     await response.write_eof()
     return response
 
 
 @pytest.fixture
-async def node(neurons) -> FakeNeuron:
+async def node(neurons: StartNeuron) -> FakeNeuron:
     return await neurons("beast", answer=answer, **READY)
 
 
@@ -99,7 +105,9 @@ def stream_events(text: bytes) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_retrieves_a_stored_response_as_it_was_sent(node, start_gateway, stream):
+async def test_retrieves_a_stored_response_as_it_was_sent(
+    node: FakeNeuron, start_gateway: StartGateway, stream: bool
+) -> None:
     client = await start_gateway(node)
     if stream:
         data = await client.stream("/v1/responses", {"model": "a", "input": "hello", "stream": True})
@@ -110,7 +118,9 @@ async def test_retrieves_a_stored_response_as_it_was_sent(node, start_gateway, s
     assert await client.get(f"/v1/responses/{made['id']}") == (200, made)
 
 
-async def test_continues_a_previous_response_with_its_whole_conversation(node, start_gateway):
+async def test_continues_a_previous_response_with_its_whole_conversation(
+    node: FakeNeuron, start_gateway: StartGateway
+) -> None:
     client = await start_gateway(node)
     _, first = await create(client, instructions="be brief")
     _, second = await create(client, input="and?", previous_response_id=first["id"])
@@ -123,7 +133,9 @@ async def test_continues_a_previous_response_with_its_whole_conversation(node, s
     assert third["output"][0]["content"][0]["text"] == "5 messages"
 
 
-async def test_resolves_item_references_like_an_agents_second_step(node, start_gateway):
+async def test_resolves_item_references_like_an_agents_second_step(
+    node: FakeNeuron, start_gateway: StartGateway
+) -> None:
     client = await start_gateway(node)
     _, first = await create(client, tools=[CALL])
     call = first["output"][0]
@@ -149,14 +161,16 @@ async def test_resolves_item_references_like_an_agents_second_step(node, start_g
         ({"previous_response_id": 5}, 400, "invalid_value", "previous_response_id"),
     ],
 )
-async def test_rejects_references_to_what_is_not_stored(node, start_gateway, fields, status, code, param):
+async def test_rejects_references_to_what_is_not_stored(
+    node: FakeNeuron, start_gateway: StartGateway, fields: dict[str, Any], status: int, code: str, param: str
+) -> None:
     client = await start_gateway(node)
     got, error = await create(client, **fields)
     assert (got, error["error"]["code"], error["error"]["param"]) == (status, code, param)
     assert not node.seen
 
 
-async def test_keys_see_only_their_own_responses(node, start_gateway):
+async def test_keys_see_only_their_own_responses(node: FakeNeuron, start_gateway: StartGateway) -> None:
     one, other = keys.generate("one"), keys.generate("other")
     client = await start_gateway(node, keys=(one.section, other.section))
     ours, theirs = {"Authorization": f"Bearer {one.text}"}, {"Authorization": f"Bearer {other.text}"}
@@ -171,7 +185,7 @@ async def test_keys_see_only_their_own_responses(node, start_gateway):
     assert (await send(client, "GET", path, **ours))[0] == 200
 
 
-async def test_deleted_responses_are_gone_and_break_their_chain(node, start_gateway):
+async def test_deleted_responses_are_gone_and_break_their_chain(node: FakeNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(node)
     _, first = await create(client)
     _, second = await create(client, previous_response_id=first["id"])
@@ -184,7 +198,7 @@ async def test_deleted_responses_are_gone_and_break_their_chain(node, start_gate
     assert first["id"] in error["error"]["message"]
 
 
-async def test_lists_input_items_in_pages(node, start_gateway):
+async def test_lists_input_items_in_pages(node: FakeNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(node)
     _, made = await create(client, input=[{"role": "user", "content": str(number)} for number in range(5)])
     path = f"/v1/responses/{made['id']}/input_items"
@@ -198,7 +212,9 @@ async def test_lists_input_items_in_pages(node, start_gateway):
         assert (await client.get(f"{path}?{wrong}"))[0] == 400, wrong
 
 
-async def test_stores_nothing_when_the_client_or_the_operator_says_so(node, start_gateway):
+async def test_stores_nothing_when_the_client_or_the_operator_says_so(
+    node: FakeNeuron, start_gateway: StartGateway
+) -> None:
     client = await start_gateway(node)
     _, unstored = await create(client, store=False)
     assert unstored["store"] is False
@@ -214,7 +230,7 @@ async def test_stores_nothing_when_the_client_or_the_operator_says_so(node, star
         assert (status, error["error"]["param"]) == (400, next(iter(fields)))
 
 
-async def test_stored_responses_survive_a_restart(node, start_gateway):
+async def test_stored_responses_survive_a_restart(node: FakeNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(node)
     _, made = await create(client)
     await client.gateway.close()
@@ -224,8 +240,8 @@ async def test_stored_responses_survive_a_restart(node, start_gateway):
 
 
 async def test_serves_responses_and_says_that_they_are_not_stored_while_the_database_is_down(
-    node, start_gateway, tmp_path
-):
+    node: FakeNeuron, start_gateway: StartGateway, tmp_path: Path
+) -> None:
     (tmp_path / "broken").write_text("not a folder")
     broken = ResponsesSection(database=str(tmp_path / "broken" / "x.db"))
     client = await start_gateway(node, responses=broken)
@@ -241,7 +257,9 @@ async def test_serves_responses_and_says_that_they_are_not_stored_while_the_data
     assert 'cortex_stored_responses_total{result="failed"} 1.0' in client.metrics()
 
 
-async def test_does_not_store_what_is_larger_than_an_entry_may_be(node, start_gateway):
+async def test_does_not_store_what_is_larger_than_an_entry_may_be(
+    node: FakeNeuron, start_gateway: StartGateway
+) -> None:
     client = await start_gateway(node, responses=ResponsesSection(max_entry_mb=1))
     body = msgspec.json.encode({"model": "a", "input": "x" * (1 << 20) + "x", "store": True})
     async with client.session.post(client.url + "/v1/responses", data=body) as response:
@@ -249,9 +267,9 @@ async def test_does_not_store_what_is_larger_than_an_entry_may_be(node, start_ga
         assert "max_entry_mb" in response.headers["x-cortex-not-stored"]
 
 
-async def test_a_client_that_disconnects_leaves_nothing_stored(node, start_gateway):
+async def test_a_client_that_disconnects_leaves_nothing_stored(node: FakeNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(node)
-    node.gate = asyncio.Event()
+    node.stream_gate = asyncio.Event()
     body = msgspec.json.encode({"model": "a", "input": "x", "stream": True})
     async with client.session.post(client.url + "/v1/responses", data=body) as response:
         first = await response.content.readuntil(b"\n\n")
@@ -260,7 +278,7 @@ async def test_a_client_that_disconnects_leaves_nothing_stored(node, start_gatew
     assert (await client.get(f"/v1/responses/{id}"))[0] == 404
 
 
-async def test_counts_input_tokens_of_the_whole_conversation(node, start_gateway):
+async def test_counts_input_tokens_of_the_whole_conversation(node: FakeNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(node)
     _, made = await create(client)
     await client.post("/v1/responses/input_tokens", {"model": "a", "input": "more", "previous_response_id": made["id"]})
@@ -268,16 +286,16 @@ async def test_counts_input_tokens_of_the_whole_conversation(node, start_gateway
     assert len(node.seen[-1].body["input"]) == 3
 
 
-async def test_background_responses_are_queued_run_and_complete(node, start_gateway):
+async def test_background_responses_are_queued_run_and_complete(node: FakeNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(node)
-    node.gate = asyncio.Event()
+    node.stream_gate = asyncio.Event()
     status, queued = await create(client, background=True)
     assert (status, queued["status"], queued["background"], queued["output"]) == (200, "queued", True, [])
     path = f"/v1/responses/{queued['id']}"
     await found(client, path, "in_progress")
     status, error = await create(client, previous_response_id=queued["id"])
     assert (status, "wait until it has ended" in error["error"]["message"]) == (400, True)
-    node.gate.set()
+    node.stream_gate.set()
     done = await found(client, path)
     assert done["output"][0]["content"][0]["text"] == "1 messages"
     assert done["usage"]["output_tokens"] == 3
@@ -286,9 +304,9 @@ async def test_background_responses_are_queued_run_and_complete(node, start_gate
     assert await again.get(path) == (200, done)
 
 
-async def test_background_responses_can_be_cancelled(node, start_gateway):
+async def test_background_responses_can_be_cancelled(node: FakeNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(node)
-    node.gate = asyncio.Event()
+    node.stream_gate = asyncio.Event()
     _, queued = await create(client, background=True)
     await until(lambda: node.seen)
     path = f"/v1/responses/{queued['id']}"
@@ -302,13 +320,15 @@ async def test_background_responses_can_be_cancelled(node, start_gateway):
     assert (status, "background" in error["error"]["message"]) == (400, True)
 
 
-async def test_a_background_stream_survives_its_client_and_can_be_resumed(node, start_gateway):
+async def test_a_background_stream_survives_its_client_and_can_be_resumed(
+    node: FakeNeuron, start_gateway: StartGateway
+) -> None:
     client = await start_gateway(node)
-    node.gate = asyncio.Event()
+    node.stream_gate = asyncio.Event()
     body = msgspec.json.encode({"model": "a", "input": "x", "stream": True, "background": True})
     async with client.session.post(client.url + "/v1/responses", data=body) as response:
         first = stream_events(await response.content.readuntil(b"\n\n"))[0]
-    node.gate.set()
+    node.stream_gate.set()
     path = f"/v1/responses/{first['response']['id']}?stream=true&starting_after=0"
     async with client.session.get(client.url + path) as response:
         events = stream_events(await response.read())
@@ -316,29 +336,33 @@ async def test_a_background_stream_survives_its_client_and_can_be_resumed(node, 
     assert (events[0]["type"], events[-1]["type"]) == ("response.in_progress", "response.completed")
 
 
-async def test_background_requests_are_rejected_at_once_where_that_is_known(node, start_gateway):
+async def test_background_requests_are_rejected_at_once_where_that_is_known(
+    node: FakeNeuron, start_gateway: StartGateway
+) -> None:
     client = await start_gateway(node, responses=ResponsesSection(max_background=1))
     assert (await create(client, background=True, temperature=-1))[0] == 400
     assert (await create(client, background=True, model="unknown"))[0] == 404
-    node.gate = asyncio.Event()
+    node.stream_gate = asyncio.Event()
     assert (await create(client, background=True))[0] == 200
     assert (await create(client, background=True))[0] == 503
 
 
-async def test_bodies_of_background_responses_count_as_buffered_until_they_end(node, start_gateway):
+async def test_bodies_of_background_responses_count_as_buffered_until_they_end(
+    node: FakeNeuron, start_gateway: StartGateway
+) -> None:
     client = await start_gateway(node)
     buffered = client.gateway.server.buffered
-    node.gate = asyncio.Event()
+    node.stream_gate = asyncio.Event()
     _, queued = await create(client, background=True, input="x" * 100_000)
     await until(lambda: 100_000 < buffered.num_bytes < 150_000)
     buffered.max_bytes = buffered.num_bytes + 50_000
     assert (await create(client, background=True, input="x" * 40_000))[0] == 503, "its body is there twice for a while"
-    node.gate.set()
+    node.stream_gate.set()
     await found(client, f"/v1/responses/{queued['id']}")
     await until(lambda: buffered.num_bytes == 0)
 
 
-async def test_a_background_response_whose_node_fails_has_failed(node, start_gateway):
+async def test_a_background_response_whose_node_fails_has_failed(node: FakeNeuron, start_gateway: StartGateway) -> None:
     async def broken(*_: Any) -> web.StreamResponse:
         return web.json_response({"error": {"message": "out of luck", "code": "generation_failed"}}, status=500)
 
@@ -349,7 +373,9 @@ async def test_a_background_response_whose_node_fails_has_failed(node, start_gat
     assert failed["error"]["code"] == "generation_failed"
 
 
-async def test_serves_stored_responses_from_a_translated_server(neurons, start_gateway):
+async def test_serves_stored_responses_from_a_translated_server(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
     elsewhere = await neurons("elsewhere", sizes={"a": GB})
     client = await start_gateway(foreign=(elsewhere,))
     await until(lambda: "a" in str(client.gateway.dispatcher.fleet))
@@ -360,19 +386,23 @@ async def test_serves_stored_responses_from_a_translated_server(neurons, start_g
 
 
 @pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/responses/x"), ("GET", "/v1/responses/x/cancel")])
-async def test_other_methods_are_not_allowed(node, start_gateway, method, path):
+async def test_other_methods_are_not_allowed(
+    node: FakeNeuron, start_gateway: StartGateway, method: str, path: str
+) -> None:
     client = await start_gateway(node)
     assert (await send(client, method, path))[0] == 405
 
 
-async def test_gateways_on_one_database_share_responses_and_cancel_each_others_runs(node, start_gateway, database):
+async def test_gateways_on_one_database_share_responses_and_cancel_each_others_runs(
+    node: FakeNeuron, start_gateway: StartGateway, database: str
+) -> None:
     """The second gateway reads, continues and cancels what the first one makes."""
     section = ResponsesSection(database=database)
     one, other = await start_gateway(node, responses=section), await start_gateway(node, responses=section)
     _, made = await create(one)
     assert await found(other, f"/v1/responses/{made['id']}") == made  # once the first one has written it
     assert (await create(other, previous_response_id=made["id"]))[0] == 200
-    node.gate = asyncio.Event()
+    node.stream_gate = asyncio.Event()
     _, queued = await create(one, background=True)
     await until(lambda: len(node.seen) == 3)
     path = f"/v1/responses/{queued['id']}"
@@ -382,13 +412,15 @@ async def test_gateways_on_one_database_share_responses_and_cancel_each_others_r
     assert (await one.get(path))[1]["status"] == "cancelled"
 
 
-async def test_a_background_response_of_a_gateway_that_is_gone_has_failed(node, start_gateway):
+async def test_a_background_response_of_a_gateway_that_is_gone_has_failed(
+    node: FakeNeuron, start_gateway: StartGateway
+) -> None:
     client = await start_gateway(node)
     stored = StoredResponse("resp_1", None, "in_progress", int(time.time()), "[]", '{"id":"resp_1","status":"queued"}')
     assert head_of(current_body(stored, time.time())).status == "queued"
     lost = msgspec.json.decode(current_body(stored, time.time() + LOST_AFTER_S + 1))
     assert (lost["status"], lost["error"]["code"]) == ("failed", "server_error")
-    node.gate = asyncio.Event()
+    node.stream_gate = asyncio.Event()
     _, queued = await create(client, background=True)
     await client.gateway.close()
     again = await start_gateway(node)
@@ -415,7 +447,9 @@ def saying(text: str) -> Any:
 
 
 @pytest.mark.parametrize("background", [False, True])
-async def test_stores_a_stream_whose_last_event_arrives_in_pieces(node, start_gateway, background):
+async def test_stores_a_stream_whose_last_event_arrives_in_pieces(
+    node: FakeNeuron, start_gateway: StartGateway, background: bool
+) -> None:
     client = await start_gateway(node)
     node.answer = saying("x" * 1_500_000)
     fields = {"model": "a", "input": "hello", "stream": True, "background": background}
@@ -426,7 +460,9 @@ async def test_stores_a_stream_whose_last_event_arrives_in_pieces(node, start_ga
 
 
 @pytest.mark.parametrize("background", [False, True])
-async def test_reports_a_stream_whose_last_event_is_larger_than_an_entry_may_be(node, start_gateway, background):
+async def test_reports_a_stream_whose_last_event_is_larger_than_an_entry_may_be(
+    node: FakeNeuron, start_gateway: StartGateway, background: bool
+) -> None:
     client = await start_gateway(node, responses=ResponsesSection(max_entry_mb=1))
     node.answer = saying("x" * 1_500_000)
     fields = {"model": "a", "input": "hello", "stream": True, "background": background}
@@ -438,9 +474,11 @@ async def test_reports_a_stream_whose_last_event_is_larger_than_an_entry_may_be(
         assert 'cortex_stored_responses_total{result="too_large"} 1.0' in client.metrics()
 
 
-async def test_background_requests_at_the_same_time_do_not_exceed_the_limit(node, start_gateway):
+async def test_background_requests_at_the_same_time_do_not_exceed_the_limit(
+    node: FakeNeuron, start_gateway: StartGateway
+) -> None:
     client = await start_gateway(node, responses=ResponsesSection(max_background=1))
-    node.gate = asyncio.Event()
+    node.stream_gate = asyncio.Event()
     results = await asyncio.gather(*(create(client, background=True) for _ in range(4)))
     assert sorted(status for status, _ in results) == [200, 503, 503, 503]
 
@@ -448,7 +486,9 @@ async def test_background_requests_at_the_same_time_do_not_exceed_the_limit(node
 @pytest.mark.parametrize(
     "query", ["input_items?limit=0", f"input_items?limit={'1' * 5000}", "?stream=true&starting_after=²"]
 )
-async def test_rejects_numbers_of_the_query_that_are_none(node, start_gateway, query):
+async def test_rejects_numbers_of_the_query_that_are_none(
+    node: FakeNeuron, start_gateway: StartGateway, query: str
+) -> None:
     client = await start_gateway(node)
     _, made = await create(client)
     path = f"/v1/responses/{made['id']}{'' if query.startswith('?') else '/'}{query}"
@@ -456,7 +496,7 @@ async def test_rejects_numbers_of_the_query_that_are_none(node, start_gateway, q
     assert (status, "it must be a number from" in error["error"]["message"]) == (400, True)
 
 
-async def test_deletes_a_response_that_is_written_while_it_looks_for_it(tmp_path):
+async def test_deletes_a_response_that_is_written_while_it_looks_for_it(tmp_path: Path) -> None:
     counted: list[str] = []
     store = LateStore(str(tmp_path / "responses.db"), ResponsesSection(), Supervisor(), counted.append)
     await store.add(NewResponse("resp_1", "", None, "completed", b"[]", b'{"id":"resp_1","status":"completed"}'))

@@ -107,7 +107,9 @@ REQUESTS = st.lists(
 
 @settings(deadline=None)
 @given(requests=REQUESTS, cuts=st.lists(st.integers(0, 800), max_size=10), at_once=st.booleans(), data=st.data())
-def test_requests_do_not_depend_on_how_their_bytes_arrive(requests, cuts, at_once, data):
+def test_requests_do_not_depend_on_how_their_bytes_arrive(
+    requests: list[tuple[bytes, bytes, bytes, int]], cuts: list[int], at_once: bool, data: st.DataObject
+) -> None:
     stream = b"".join(encode(*request) for request in requests)
     edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
     drive = Drive(at_once=at_once)
@@ -133,7 +135,9 @@ def test_requests_do_not_depend_on_how_their_bytes_arrive(requests, cuts, at_onc
     damage=st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=4)), min_size=1, max_size=4),
     junk=st.binary(max_size=40),
 )
-def test_damaged_bytes_never_crash(request, damage, junk):
+def test_damaged_bytes_never_crash(
+    request: list[tuple[bytes, bytes, bytes, int]], damage: list[tuple[int, bytes]], junk: bytes
+) -> None:
     stream = bytearray(b"".join(encode(*one) for one in request) + junk)
     for position, replacement in damage:
         stream[position : position + len(replacement)] = replacement
@@ -153,7 +157,7 @@ def test_damaged_bytes_never_crash(request, damage, junk):
     drive.close()
 
 
-def test_bytes_that_arrive_as_an_exchange_ends_stay_in_order():
+def test_bytes_that_arrive_as_an_exchange_ends_stay_in_order() -> None:
     drive = Drive(at_once=False)
     first, second = (encode(b"POST", b"/", body, 0) for body in (b"first", b"second"))
     drive.connection.data_received(first + b"")
@@ -166,7 +170,7 @@ def test_bytes_that_arrive_as_an_exchange_ends_stay_in_order():
 
 
 @pytest.mark.parametrize("seconds", [9.0, 11.0])
-def test_deadline_depends_on_the_phase(seconds):
+def test_deadline_depends_on_the_phase(seconds: float) -> None:
     drive = Drive(at_once=False)
     now = drive.loop.time()
     drive.connection.data_received(b"GET / HT")
@@ -176,7 +180,7 @@ def test_deadline_depends_on_the_phase(seconds):
 
 
 @pytest.mark.parametrize("rate", [0.9, 1.1])
-def test_accepts_a_slow_body_above_the_minimum_rate(rate):
+def test_accepts_a_slow_body_above_the_minimum_rate(rate: float) -> None:
     limits = ClientLimits()
     drive = Drive(at_once=False)
     clock = drive.loop.time()
@@ -190,7 +194,7 @@ def test_accepts_a_slow_body_above_the_minimum_rate(rate):
     drive.close()
 
 
-def test_times_out_a_body_that_stops():
+def test_times_out_a_body_that_stops() -> None:
     limits = ClientLimits()
     drive = Drive(at_once=False)
     now = drive.loop.time()
@@ -204,7 +208,7 @@ def test_times_out_a_body_that_stops():
     drive.close()
 
 
-def test_large_body_does_not_count_towards_the_next_head():
+def test_large_body_does_not_count_towards_the_next_head() -> None:
     drive = Drive(at_once=True)
     first, second = encode(b"POST", b"/", bytes(200_000), 0), encode(b"GET", b"/", b"", 0)
     drive.connection.data_received(first + second[:10])
@@ -215,7 +219,7 @@ def test_large_body_does_not_count_towards_the_next_head():
     drive.close()
 
 
-def test_running_exchange_has_no_deadline():
+def test_running_exchange_has_no_deadline() -> None:
     drive = Drive(at_once=False)
     drive.connection.data_received(encode(b"GET", b"/", b"", 0))
     drive.connection.on_tick(drive.loop.time() + 1e9)

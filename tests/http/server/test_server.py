@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 
 from cortex.http.server.exchange import Exchange
+
+if TYPE_CHECKING:
+    from ..conftest import Harness
 
 
 def echo(exchange: Exchange) -> None:
@@ -21,7 +25,7 @@ POST = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-async def test_serves_requests_of_one_connection_in_turn(harness):
+async def test_serves_requests_of_one_connection_in_turn(harness: Harness) -> None:
     _, port = await harness.server(echo)
     reader, writer = await harness.client(port)
     for data, expected in ((GET, b"GET /a?b=c "), (POST, b"POST /a? hello"), (GET, b"GET /a?b=c ")):
@@ -32,7 +36,7 @@ async def test_serves_requests_of_one_connection_in_turn(harness):
         assert body == expected
 
 
-async def test_accepts_a_request_byte_by_byte(harness):
+async def test_accepts_a_request_byte_by_byte(harness: Harness) -> None:
     _, port = await harness.server(echo)
     reader, writer = await harness.client(port)
     for byte in CHUNKED + b"5;why=not\r\nhello\r\n1\r\n!\r\n0\r\n\r\n":
@@ -41,8 +45,8 @@ async def test_accepts_a_request_byte_by_byte(harness):
     assert (await harness.read_message(reader))[1] == b"POST /a? hello!"
 
 
-async def test_serves_pipelined_requests_in_order(harness):
-    running = []
+async def test_serves_pipelined_requests_in_order(harness: Harness) -> None:
+    running: list[Exchange] = []
 
     def slow(exchange: Exchange) -> None:
         assert not running, "two exchanges at once on one connection"
@@ -60,7 +64,7 @@ async def test_serves_pipelined_requests_in_order(harness):
         assert (await harness.read_message(reader))[1] == b"POST /a? %05d" % number
 
 
-async def test_serves_a_good_request_before_a_bad_one(harness):
+async def test_serves_a_good_request_before_a_bad_one(harness: Harness) -> None:
     _, port = await harness.server(echo)
     answers = await harness.ask(port, GET + b"GET / HTTP/1.1\r\nHost: x\r\nBad Header: x\r\n\r\n")
     assert answers.startswith(b"HTTP/1.1 200 OK")
@@ -126,7 +130,7 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-async def test_rejects_ambiguous_requests_and_serves_nothing_after_them(harness, name):
+async def test_rejects_ambiguous_requests_and_serves_nothing_after_them(harness: Harness, name: str) -> None:
     served = []
 
     def record(exchange: Exchange) -> None:
@@ -142,13 +146,13 @@ async def test_rejects_ambiguous_requests_and_serves_nothing_after_them(harness,
     assert served == []
 
 
-async def test_takes_the_path_of_an_absolute_target(harness):
+async def test_takes_the_path_of_an_absolute_target(harness: Harness) -> None:
     _, port = await harness.server(echo)
     reader, _ = await harness.client(port, b"GET http://x/y?z HTTP/1.1\r\nHost: x\r\n\r\n")
     assert (await harness.read_message(reader))[1] == b"GET /y?z "
 
 
-async def test_declines_an_upgrade_and_reads_the_body(harness):
+async def test_declines_an_upgrade_and_reads_the_body(harness: Harness) -> None:
     _, port = await harness.server(echo)
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAM\r\nContent-Length"
     chunked_upgrade = (
@@ -165,7 +169,7 @@ async def test_declines_an_upgrade_and_reads_the_body(harness):
             assert (await harness.read_message(reader))[1] == b"GET /a?b=c "
 
 
-async def test_honours_http_10_and_connection_close(harness):
+async def test_honours_http_10_and_connection_close(harness: Harness) -> None:
     _, port = await harness.server(echo)
     assert b"connection: close" in await harness.ask(port, b"GET / HTTP/1.0\r\n\r\n")
     assert b"connection: close" in await harness.ask(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -176,7 +180,7 @@ async def test_honours_http_10_and_connection_close(harness):
     assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 200")
 
 
-async def test_http_10_stream_ends_when_the_connection_closes(harness):
+async def test_http_10_stream_ends_when_the_connection_closes(harness: Harness) -> None:
     def stream(exchange: Exchange) -> None:
         exchange.start(200, ())
         exchange.write(b"one ")
@@ -190,7 +194,7 @@ async def test_http_10_stream_ends_when_the_connection_closes(harness):
     assert b"transfer-encoding" not in head
 
 
-async def test_head_request_gets_no_body(harness):
+async def test_head_request_gets_no_body(harness: Harness) -> None:
     _, port = await harness.server(echo)
     reader, writer = await harness.client(port, GET.replace(b"GET", b"HEAD"))
     head = await reader.readuntil(b"\r\n\r\n")
@@ -199,7 +203,7 @@ async def test_head_request_gets_no_body(harness):
     assert (await harness.read_message(reader))[1] == b"GET /a?b=c "
 
 
-async def test_sends_continue_before_the_body(harness):
+async def test_sends_continue_before_the_body(harness: Harness) -> None:
     _, port = await harness.server(echo)
     reader, writer = await harness.client(
         port, POST.replace(b"Content-Length", b"Expect: 100-continue\r\nContent-Length")[:-5]
@@ -212,7 +216,7 @@ async def test_sends_continue_before_the_body(harness):
     assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 200")
 
 
-async def test_sends_no_continue_inside_another_response(harness):
+async def test_sends_no_continue_inside_another_response(harness: Harness) -> None:
     def slow(exchange: Exchange) -> None:
         exchange.start(200, ())
         exchange.write(b"slow ")
@@ -237,7 +241,7 @@ async def test_sends_no_continue_inside_another_response(harness):
     ],
     ids=["length", "length, expecting", "one chunk", "many chunks"],
 )
-async def test_client_can_read_the_rejection_of_an_oversized_body(harness, request_bytes):
+async def test_client_can_read_the_rejection_of_an_oversized_body(harness: Harness, request_bytes: bytes) -> None:
     _, port = await harness.server(echo, body_bytes=100_000, linger_s=0.3)
     reader, writer = await harness.client(port)
     for start in range(0, len(request_bytes), 65536):  # a client that sends everything before it reads
@@ -248,7 +252,7 @@ async def test_client_can_read_the_rejection_of_an_oversized_body(harness, reque
     assert json.loads(body)["error"]["code"] == "body_too_large"
 
 
-async def test_serves_a_body_of_exactly_the_limit(harness):
+async def test_serves_a_body_of_exactly_the_limit(harness: Harness) -> None:
     _, port = await harness.server(echo, body_bytes=100_000)
     reader, _ = await harness.client(
         port, b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000)
@@ -266,13 +270,13 @@ async def test_serves_a_body_of_exactly_the_limit(harness):
     ],
     ids=["target", "one header", "many headers", "unfinished header"],
 )
-async def test_rejects_an_oversized_head(harness, request_bytes):
+async def test_rejects_an_oversized_head(harness: Harness, request_bytes: bytes) -> None:
     _, port = await harness.server(echo, linger_s=0.2)
     answer = await harness.ask(port, request_bytes)
     assert answer.startswith(b"HTTP/1.1 431 ")
 
 
-async def test_rejects_endless_chunk_extensions(harness):
+async def test_rejects_endless_chunk_extensions(harness: Harness) -> None:
     _, port = await harness.server(echo, linger_s=0.2)
     reader, writer = await harness.client(port, CHUNKED + b"1;")
     for _ in range(10):
@@ -282,17 +286,18 @@ async def test_rejects_endless_chunk_extensions(harness):
     assert head.startswith(b"HTTP/1.1 400 ")
 
 
-async def test_times_out_slow_heads_and_bodies_with_an_error(harness):
+async def test_times_out_slow_heads_and_bodies_with_an_error(harness: Harness) -> None:
     _, port = await harness.server(echo, head_s=0.1, body_s=0.1, linger_s=0.1)
-    reader, writer = await harness.client(port)
-    for byte in b"GET / HTTP":  # a byte now and then does not count as progress of a head
-        writer.write(bytes([byte]))
+    reader, writer = await harness.client(port, b"GET /")
+    received = asyncio.create_task(reader.read())
+    while not received.done():  # a byte now and then does not count as progress of a head
+        writer.write(b"a")
         await asyncio.sleep(0.02)
-    assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+    assert (await received).startswith(b"HTTP/1.1 408 ")
     assert (await harness.ask(port, POST[:-2])).startswith(b"HTTP/1.1 408 ")
 
 
-async def test_closes_idle_connections_without_a_response(harness):
+async def test_closes_idle_connections_without_a_response(harness: Harness) -> None:
     server, port = await harness.server(echo, idle_s=0.1)
     assert await harness.ask(port, b"") == b""
     reader, _ = await harness.client(port, GET)
@@ -301,7 +306,7 @@ async def test_closes_idle_connections_without_a_response(harness):
     assert server.num_connections == 0
 
 
-async def test_drops_a_client_that_reads_nothing(harness):
+async def test_drops_a_client_that_reads_nothing(harness: Harness) -> None:
     disconnects = []
 
     def flood(exchange: Exchange) -> None:
@@ -312,13 +317,13 @@ async def test_drops_a_client_that_reads_nothing(harness):
 
     server, port = await harness.server(flood, stall_s=0.2)
     _, writer = await harness.client(port)
-    writer.transport.pause_reading()
+    harness.pausable(writer).pause_reading()
     writer.write(GET)
     await harness.eventually(lambda: bool(disconnects))
     await harness.eventually(lambda: server.num_connections == 0)
 
 
-async def test_failing_handler_gives_an_error_response(harness, caplog):
+async def test_failing_handler_gives_an_error_response(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     def broken(exchange: Exchange) -> None:
         raise KeyError("oops")
 
@@ -339,7 +344,7 @@ async def test_failing_handler_gives_an_error_response(harness, caplog):
     assert "oops" in caplog.text
 
 
-async def test_rejects_line_breaks_in_headers(harness):
+async def test_rejects_line_breaks_in_headers(harness: Harness) -> None:
     problems = []
 
     def inject(exchange: Exchange) -> None:
@@ -358,7 +363,7 @@ async def test_rejects_line_breaks_in_headers(harness):
     assert len(problems) == 4
 
 
-async def test_raises_on_misuse_and_aborts_a_short_response(harness):
+async def test_raises_on_misuse_and_aborts_a_short_response(harness: Harness) -> None:
     def short(exchange: Exchange) -> None:
         with pytest.raises(RuntimeError):
             exchange.write(b"too early")
@@ -376,8 +381,8 @@ async def test_raises_on_misuse_and_aborts_a_short_response(harness):
         await harness.read_message(reader)
 
 
-async def test_close_lets_running_responses_end_and_aborts_the_others(harness):
-    exchanges = []
+async def test_close_lets_running_responses_end_and_aborts_the_others(harness: Harness) -> None:
+    exchanges: list[Exchange] = []
     server, port = await harness.server(exchanges.append)
     idle_reader, _ = await harness.client(port, GET)
     await harness.eventually(lambda: len(exchanges) == 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +13,11 @@ from cortex.http.chunks import SIZE_LINES, payload
 from cortex.http.request import Headers
 from cortex.http.upstream.connection import UpstreamConnection
 from cortex.http.upstream.faults import ConnectFailed, ConnectionLost, MalformedResponse, UpstreamFault, UpstreamSilent
+from cortex.http.upstream.pool import Pool
+
+if TYPE_CHECKING:
+    from ..conftest import Harness
+
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -59,7 +65,7 @@ class Recorder:
         self.over.set()
 
 
-async def test_reuses_the_most_recent_connection_first(harness):
+async def test_reuses_the_most_recent_connection_first(harness: Harness) -> None:
     node = await harness.responding(OK)
     pool = harness.pool(node.origin)
     for _ in range(5):
@@ -70,7 +76,7 @@ async def test_reuses_the_most_recent_connection_first(harness):
     assert pool.num_calls == 0
 
 
-async def test_frames_the_request_itself_and_drops_hop_by_hop_headers(harness):
+async def test_frames_the_request_itself_and_drops_hop_by_hop_headers(harness: Harness) -> None:
     node = await harness.responding(OK)
     pool = harness.pool(node.origin + "/base/")
     headers = (
@@ -95,7 +101,7 @@ async def test_frames_the_request_itself_and_drops_hop_by_hop_headers(harness):
     assert body == b"body"
 
 
-async def test_drops_hop_by_hop_headers_of_a_response_and_those_that_connection_lists(harness):
+async def test_drops_hop_by_hop_headers_of_a_response_and_those_that_connection_lists(harness: Harness) -> None:
     listed = b"X-Mine: 1\r\nConnection: keep-alive, x-mine\r\nKeep-Alive: 9\r\nDate: now\r\nX-Yours: 2\r\nContent"
     node = await harness.responding(OK.replace(b"Content", listed))
     pool = harness.pool(node.origin)
@@ -115,7 +121,9 @@ async def test_drops_hop_by_hop_headers_of_a_response_and_those_that_connection_
         (b"GET", b"/", (b"a\nb", b"c")),
     ],
 )
-async def test_rejects_requests_that_would_inject_bytes(harness, method, target, header):
+async def test_rejects_requests_that_would_inject_bytes(
+    harness: Harness, method: bytes, target: bytes, header: tuple[bytes, bytes]
+) -> None:
     node = await harness.responding(OK)
     pool = harness.pool(node.origin)
     with pytest.raises(ValueError, match=r"cannot send|line break"):
@@ -125,12 +133,12 @@ async def test_rejects_requests_that_would_inject_bytes(harness, method, target,
 
 
 @pytest.mark.parametrize("origin", ["node:13131", "ftp://node", "http://", "http://me:secret@node", "http://a?b"])
-async def test_rejects_an_origin_that_is_not_an_address(harness, origin):
+async def test_rejects_an_origin_that_is_not_an_address(harness: Harness, origin: str) -> None:
     with pytest.raises(ValueError, match="write it like"):
         harness.pool(origin)
 
 
-async def test_retries_once_when_an_idle_connection_was_dead(harness):
+async def test_retries_once_when_an_idle_connection_was_dead(harness: Harness) -> None:
     served = 0
 
     async def one_request_per_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -149,7 +157,7 @@ async def test_retries_once_when_an_idle_connection_was_dead(harness):
     assert node.num_connections == 4
 
 
-async def test_does_not_retry_when_a_new_connection_dies(harness):
+async def test_does_not_retry_when_a_new_connection_dies(harness: Harness) -> None:
     async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         harness.reset(writer)
@@ -161,7 +169,7 @@ async def test_does_not_retry_when_a_new_connection_dies(harness):
     assert node.num_connections == 1
 
 
-async def test_does_not_retry_after_the_first_byte(harness):
+async def test_does_not_retry_after_the_first_byte(harness: Harness) -> None:
     async def die_second_time(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(OK)
@@ -179,7 +187,7 @@ async def test_does_not_retry_after_the_first_byte(harness):
     assert node.num_connections == 1
 
 
-async def test_unreachable_node_is_a_connect_failure(harness):
+async def test_unreachable_node_is_a_connect_failure(harness: Harness) -> None:
     node = await harness.responding(OK)
     node.close()
     await asyncio.sleep(0.01)
@@ -189,7 +197,7 @@ async def test_unreachable_node_is_a_connect_failure(harness):
         await harness.pool("http://no-such-host.invalid:1").fetch(b"GET", b"/", timeout_s=30)
 
 
-async def test_fails_a_silent_node_but_not_a_slow_one(harness):
+async def test_fails_a_silent_node_but_not_a_slow_one(harness: Harness) -> None:
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n")
@@ -207,7 +215,7 @@ async def test_fails_a_silent_node_but_not_a_slow_one(harness):
     await harness.eventually(lambda: node.num_open == 0)
 
 
-async def test_paused_node_does_not_count_as_silent(harness):
+async def test_paused_node_does_not_count_as_silent(harness: Harness) -> None:
     resumed = asyncio.Event()
 
     async def waiting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -228,7 +236,7 @@ async def test_paused_node_does_not_count_as_silent(harness):
     assert sink.body == b"ok"
 
 
-async def test_call_paused_before_it_connects_reads_nothing_until_resumed(harness):
+async def test_call_paused_before_it_connects_reads_nothing_until_resumed(harness: Harness) -> None:
     node = await harness.responding(OK)
     sink = Recorder()
     call = harness.pool(node.origin).send(b"GET", b"/", (), b"", sink)
@@ -255,7 +263,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-async def test_malformed_response_is_a_fault_and_closes_the_connection(harness, name):
+async def test_malformed_response_is_a_fault_and_closes_the_connection(harness: Harness, name: str) -> None:
     node = await harness.responding(NONSENSE[name])
     with pytest.raises(MalformedResponse, match=node.origin):
         await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
@@ -272,7 +280,7 @@ CUT = {
 
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("with_reset", [False, True])
-async def test_incomplete_response_is_a_fault(harness, name, with_reset):
+async def test_incomplete_response_is_a_fault(harness: Harness, name: str, with_reset: bool) -> None:
     async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(CUT[name])
@@ -286,7 +294,7 @@ async def test_incomplete_response_is_a_fault(harness, name, with_reset):
         await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
 
 
-async def test_response_without_a_length_ends_when_the_node_closes(harness):
+async def test_response_without_a_length_ends_when_the_node_closes(harness: Harness) -> None:
     async def old_style(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(b"HTTP/1.0 200 OK\r\n\r\nold ")
@@ -307,7 +315,7 @@ async def test_response_without_a_length_ends_when_the_node_closes(harness):
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;x=y\r\nok\r\n0\r\nTrailer: z\r\n\r\n",
     ],
 )
-async def test_reads_unusual_responses_and_keeps_the_connection(harness, answer):
+async def test_reads_unusual_responses_and_keeps_the_connection(harness: Harness, answer: bytes) -> None:
     node = await harness.responding(answer)
     pool = harness.pool(node.origin)
     for _ in range(3):
@@ -317,7 +325,7 @@ async def test_reads_unusual_responses_and_keeps_the_connection(harness, answer)
     assert node.num_connections == 1
 
 
-async def test_surplus_bytes_never_become_the_next_response(harness):
+async def test_surplus_bytes_never_become_the_next_response(harness: Harness) -> None:
     forged = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
     node = await harness.responding(OK + forged)
     pool = harness.pool(node.origin)
@@ -327,18 +335,22 @@ async def test_surplus_bytes_never_become_the_next_response(harness):
     pool = harness.pool(late.origin)
     for _ in range(3):
         assert (await pool.fetch(b"GET", b"/", timeout_s=30)).body == b"ok"
-        await asyncio.sleep(0.02)
+        async with asyncio.timeout(30):
+            while pool.num_idle:
+                await asyncio.sleep(0.005)  # until the late bytes have come
     assert node.num_connections == late.num_connections == 3
 
 
-async def test_does_not_reuse_a_connection_that_the_node_closes(harness):
+async def test_does_not_reuse_a_connection_that_the_node_closes(harness: Harness) -> None:
     node = await harness.responding(OK.replace(b"Content", b"Connection: close\r\nContent"))
     pool = harness.pool(node.origin)
     await pool.fetch(b"GET", b"/", timeout_s=30)
     assert pool.num_idle == 0
 
 
-async def test_delivers_a_response_before_the_end_of_the_request_and_does_not_reuse_the_connection(harness):
+async def test_delivers_a_response_before_the_end_of_the_request_and_does_not_reuse_the_connection(
+    harness: Harness,
+) -> None:
     async def reject_early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno")
@@ -351,7 +363,7 @@ async def test_delivers_a_response_before_the_end_of_the_request_and_does_not_re
     assert pool.num_idle == 0
 
 
-async def test_closes_an_idle_connection_after_keep_s(harness):
+async def test_closes_an_idle_connection_after_keep_s(harness: Harness) -> None:
     node = await harness.responding(OK)
     pool = harness.pool(node.origin, keep_s=0.1)
     await pool.fetch(b"GET", b"/", timeout_s=30)
@@ -359,7 +371,7 @@ async def test_closes_an_idle_connection_after_keep_s(harness):
     await harness.eventually(lambda: pool.num_idle == 0 and node.num_open == 0)
 
 
-async def test_abort_reaches_the_node_in_every_phase(harness):
+async def test_abort_reaches_the_node_in_every_phase(harness: Harness) -> None:
     async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -387,7 +399,7 @@ async def test_abort_reaches_the_node_in_every_phase(harness):
     assert pool.num_calls == 0
 
 
-async def test_fetch_has_a_total_timeout_and_a_size_limit(harness):
+async def test_fetch_has_a_total_timeout_and_a_size_limit(harness: Harness) -> None:
     node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nx")
     with pytest.raises(UpstreamSilent):
         await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=0.1)
@@ -397,7 +409,7 @@ async def test_fetch_has_a_total_timeout_and_a_size_limit(harness):
         await harness.pool(node.origin, fetch_body_bytes=50).fetch(b"GET", b"/", timeout_s=30)
 
 
-async def test_close_lets_calls_end_and_keeps_no_connection(harness):
+async def test_close_lets_calls_end_and_keeps_no_connection(harness: Harness) -> None:
     node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nab", b"cd")
     pool = harness.pool(node.origin)
     await pool.fetch(b"GET", b"/", timeout_s=30)
@@ -410,13 +422,14 @@ async def test_close_lets_calls_end_and_keeps_no_connection(harness):
     assert pool.num_idle == 0
 
 
-class Wire:
+class Wire(asyncio.Transport):
     """A transport without a socket: the test passes the node's bytes to the connection."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.aborted = False
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         pass
 
     def abort(self) -> None:
@@ -439,8 +452,11 @@ def spelled(number: int, data: bytes) -> bytes:
     return size_lines[number % len(size_lines)] % len(data) + b"\r\n" + data + b"\r\n"
 
 
+Line = tuple[Pool, UpstreamConnection]
+
+
 @pytest.fixture
-async def line(harness):
+async def line(harness: Harness) -> AsyncIterator[Line]:
     """A free connection of a pool, for a test that plays the node."""
     pool = harness.pool("http://nowhere")
     connection = UpstreamConnection(pool)
@@ -451,7 +467,7 @@ async def line(harness):
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
-async def test_chunked_response_does_not_depend_on_where_reads_end(line, is_plain):
+async def test_chunked_response_does_not_depend_on_where_reads_end(line: Line, is_plain: bool) -> None:
     """The parser does not see single whole chunks, so it must be between two chunks when they come."""
     pool, connection = line
     chunks = [spelled(0 if is_plain else number, data) for number, data in enumerate(BODIES)]
@@ -469,7 +485,7 @@ async def test_chunked_response_does_not_depend_on_where_reads_end(line, is_plai
         assert pool.num_idle == 1, "it can carry the next call"
 
 
-async def test_offers_single_whole_chunks_unparsed(line):
+async def test_offers_single_whole_chunks_unparsed(line: Line) -> None:
     pool, connection = line
     recorder = Recorder()
     pool.send(b"GET", b"/", (), b"", recorder)
@@ -483,7 +499,7 @@ async def test_offers_single_whole_chunks_unparsed(line):
 
 
 @pytest.mark.parametrize("malformed", [b"hello\r\n", b"5\r\nhellohello\r\n", b"\r\n\r\n", b"-5\r\nhello\r\n"])
-async def test_detects_malformed_bytes_after_an_unparsed_chunk(line, malformed):
+async def test_detects_malformed_bytes_after_an_unparsed_chunk(line: Line, malformed: bytes) -> None:
     pool, connection = line
     recorder = Recorder()
     pool.send(b"GET", b"/", (), b"", recorder)

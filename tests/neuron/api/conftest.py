@@ -82,6 +82,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return TextModel.of(*read_text(folder))
 
 
+def opened_gate() -> asyncio.Event:
+    """An event that nobody waits for. A test replaces it by one that it sets later."""
+    gate = asyncio.Event()
+    gate.set()
+    return gate
+
+
 @dataclass
 class Script:
     """What the engine does with a request: the text it generates, how fast, and how it ends."""
@@ -90,6 +97,8 @@ class Script:
     stops: bool = True
     pause_s: float = 0.0
     first_s: float = 0.0
+    first_gate: asyncio.Event = field(default_factory=opened_gate)
+    """The first output waits for it."""
     fails_after: int | None = None
     error: CortexError | None = None
     cached: int = 0
@@ -140,10 +149,14 @@ class ScriptedNode:
     context_tokens: int = 2000
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     load_s: float = 0.0
+    load_gate: asyncio.Event = field(default_factory=opened_gate)
+    """Loads wait for it."""
     load_error: CortexError | None = None
     submit_error: Exception | None = None
     submitted: list[EngineRequest] = field(default_factory=list)
     generations: list[ScriptedGeneration] = field(default_factory=list)
+    num_taken_outputs: int = 0
+    """Outputs after which the API has asked for more."""
     loads: list[LoadRequest] = field(default_factory=list)
     cancelled_loads: int = 0
     """Loads whose caller was cancelled before they were done."""
@@ -189,6 +202,7 @@ class ScriptedNode:
         if wait:
             try:
                 await asyncio.sleep(self.load_s)
+                await self.load_gate.wait()
             except asyncio.CancelledError:
                 self.cancelled_loads += 1
                 raise
@@ -241,6 +255,7 @@ class ScriptedNode:
     async def _outputs(self, request: EngineRequest) -> AsyncIterator[list[StepOutput]]:
         script = self.script
         await asyncio.sleep(script.first_s)
+        await script.first_gate.wait()
         ids = self.text_model.encode(script.text)
         if script.stops and request.stop_token_ids:
             ids.append(request.stop_token_ids[0])
@@ -248,6 +263,7 @@ class ScriptedNode:
             if script.fails_after == position:
                 raise script.error or RuntimeError("a bug")
             if position:
+                self.num_taken_outputs += 1
                 await asyncio.sleep(script.pause_s)
             is_last = position + 1 == min(len(ids), request.max_tokens)
             finish: Any = None
@@ -292,10 +308,19 @@ def node_keys() -> NodeKeys:
 
 
 @pytest.fixture
-async def api(node: ScriptedNode, node_keys: NodeKeys) -> AsyncIterator[Api]:
+def keepalive_s() -> float:
+    """Longer than a response takes on a busy machine: a keepalive starts the stream, and then an error is an event.
+
+    Tests of keepalives replace it: `@pytest.mark.parametrize("keepalive_s", [0.05])`.
+    """
+    return 30.0
+
+
+@pytest.fixture
+async def api(node: ScriptedNode, node_keys: NodeKeys, keepalive_s: float) -> AsyncIterator[Api]:
     drain_gate = DrainGate()
     access = NodeAccess(node_keys, ("node.example.com",))
-    application = app.build(node, drain_gate, keepalive_s=0.05, max_body_bytes=1_000_000, access=access)
+    application = app.build(node, drain_gate, keepalive_s=keepalive_s, max_body_bytes=1_000_000, access=access)
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     accepting = server.accept(runner, server.bind(Listen("127.0.0.1:0")))

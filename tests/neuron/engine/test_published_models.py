@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rank_threads import RankThreads, run, tokens_of
 from safetensors.torch import load_file, save_file
 from tests.neuron.models.test_parity import Driver
 from tests.neuron.weights.safetensors.test_published import words
@@ -26,6 +25,8 @@ from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.packing import packed_layouts
 from cortex.neuron.node.loading.preflight import inspect
 from cortex.wire.errors import LoadFailed
+
+from ..rank_threads import RankThreads, run, tokens_of
 
 CPU = torch.device("cpu")
 VOCAB = 96

@@ -30,7 +30,7 @@ def names(count: int) -> list[bytes]:
         ((40, 300, 500), 300, (32, 288)),
     ],
 )
-def test_states_are_saved_at_page_ends_before_turn_ends(turn_ends, num_tokens, expected) -> None:
+def test_states_are_saved_at_page_ends_before_turn_ends(turn_ends, num_tokens: int, expected) -> None:
     assert checkpoint_positions(turn_ends, 0, num_tokens, 32, 0) == expected
 
 
@@ -38,7 +38,7 @@ def test_states_are_saved_at_page_ends_before_turn_ends(turn_ends, num_tokens, e
     ("start", "spacing_tokens", "expected"),
     [(0, 64, (160, 288)), (0, 100, (160, 288)), (96, 64, (160, 288)), (128, 64, (192, 288)), (192, 100, ())],
 )
-def test_states_are_saved_at_least_the_spacing_apart(start, spacing_tokens, expected) -> None:
+def test_states_are_saved_at_least_the_spacing_apart(start: int, spacing_tokens: int, expected) -> None:
     assert checkpoint_positions((40, 170, 200), start, 300, 32, spacing_tokens) == expected
 
 

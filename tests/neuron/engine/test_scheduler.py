@@ -88,7 +88,7 @@ def spans(plan: StepPlan) -> list[tuple[int, int]]:
         (15_000, 240, 1_384),  # the rest of the step
     ],
 )
-def test_prefill_budget_of_a_step(num_decodes, num_waiting, expected):
+def test_prefill_budget_of_a_step(num_decodes: int, num_waiting: int, expected: int) -> None:
     limits = SchedulerLimits(max_rows=512, step_tokens=16_384, mixed_prefill_tokens=2_048, context_tokens=40_960)
     assert limits.prefill_tokens(num_decodes, num_waiting) == expected
 

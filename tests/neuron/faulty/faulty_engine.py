@@ -11,7 +11,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Self
 
 from cortex.neuron.engine.errors import (
     DamagedError,
@@ -21,7 +23,9 @@ from cortex.neuron.engine.errors import (
     SleepError,
     StepBlamed,
 )
-from cortex.neuron.engine.request import EngineInfo, EngineStats, StepOutput
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, FinishReason, LoadSpec, StepOutput
+
+Progress = Callable[[str, int, int], None]
 
 PLAIN = 1
 REFUSED = 100
@@ -39,15 +43,15 @@ class OutOfMemoryError(RuntimeError):
 
 
 class FaultyEngine:
-    def __init__(self, behaviour: dict) -> None:
+    def __init__(self, behaviour: dict[str, Any]) -> None:
         self._behaviour = behaviour
         self._scratch = bytearray(os.urandom(1024) * (behaviour.get("scratch_bytes", 0) // 1024))
         self._asleep = False
         self._step_s = behaviour.get("step_s", 0.001)
         self._ballast = bytearray(os.urandom(1024) * (behaviour.get("bytes", 0) // 1024))
-        self._requests: dict = {}
-        self._produced: dict = {}
-        self._cancelled: set = set()
+        self._requests: dict[str, EngineRequest] = {}
+        self._produced: dict[str, int] = {}
+        self._cancelled: set[str] = set()
         self._isolating = False
         self._steps = 0
         self._completion_tokens = 0
@@ -63,12 +67,12 @@ class FaultyEngine:
         )
 
     @classmethod
-    def load(cls, spec, device, progress, cancelled):
+    def load(cls, spec: LoadSpec, device: object, progress: Progress, cancelled: Callable[[], bool]) -> Self:
         path = Path(spec.path) / "faulty.json"
         behaviour = json.loads(path.read_text()) if path.exists() else {}
         for piece in range(behaviour.get("pieces", 4)):
             if cancelled():
-                raise LoadCancelled("the load was called off")
+                raise LoadCancelled("the load was cancelled")
             progress("read", piece, 4)
             time.sleep(behaviour.get("piece_s", 0.0))
         match behaviour.get("load"):
@@ -84,7 +88,7 @@ class FaultyEngine:
                 os._exit(3)
         return cls(behaviour)
 
-    def submit(self, request):
+    def submit(self, request: EngineRequest) -> None:
         if self._asleep:
             raise RequestError("the model is asleep; wake it first")
         if request.prompt[0] == REFUSED:
@@ -92,15 +96,15 @@ class FaultyEngine:
         self._requests[request.id] = request
         self._produced[request.id] = 0
 
-    def cancel(self, request_id):
+    def cancel(self, request_id: str) -> None:
         if request_id in self._requests:
             self._cancelled.add(request_id)
 
     @property
-    def has_work(self):
+    def has_work(self) -> bool:
         return bool(self._requests)
 
-    def step(self):
+    def step(self) -> list[StepOutput]:
         self._steps += 1
         time.sleep(self._step_s)
         outputs = [self._end(request_id, "cancelled") for request_id in sorted(self._cancelled)]
@@ -123,18 +127,20 @@ class FaultyEngine:
                 outputs.append(StepOutput(request.id, (produced,), cached_tokens=first))
         return outputs
 
-    def _end(self, request_id, finish, tokens=(), cached_tokens=None):
+    def _end(
+        self, request_id: str, finish: FinishReason, tokens: tuple[int, ...] = (), cached_tokens: int | None = None
+    ) -> StepOutput:
         del self._requests[request_id], self._produced[request_id]
         return StepOutput(request_id, tokens, cached_tokens=cached_tokens, finish=finish)
 
-    def isolate(self):
+    def isolate(self) -> bool:
         self._isolating = True
         return True
 
-    def prepare(self):
+    def prepare(self) -> bool:
         return False
 
-    def stats(self):
+    def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._requests),
             num_pages=self.info.num_pages,
@@ -143,7 +149,7 @@ class FaultyEngine:
             completion_tokens=self._completion_tokens,
         )
 
-    def sleep(self):
+    def sleep(self) -> int:
         """Gives its scratch memory back, if it has any; `sleep`: "refuse", "fault" or "keep" all memory."""
         match self._behaviour.get("sleep"):
             case "refuse":
@@ -156,7 +162,7 @@ class FaultyEngine:
                 self._asleep, self._scratch = True, bytearray()
         return len(self._ballast)
 
-    def wake(self, progress):
+    def wake(self, progress: Progress) -> None:
         """`wake`: "no room", "no memory", "damaged", "fault", "exit" or "slow"."""
         progress("place", 0, 4)
         match self._behaviour.get("wake"):
@@ -175,7 +181,7 @@ class FaultyEngine:
         self._asleep = False
         self._scratch = bytearray(os.urandom(1024) * (self._behaviour.get("scratch_bytes", 0) // 1024))
 
-    def close(self):
+    def close(self) -> None:
         self._scratch = bytearray()
         self._ballast = bytearray()
 
@@ -200,13 +206,13 @@ load = FaultyEngine.load
 
 
 class BrokenEngine(FaultyEngine):
-    def isolate(self):
+    def isolate(self) -> bool:
         raise RuntimeError("page table is corrupt, self-test or not")
 
-    def step(self):
+    def step(self) -> list[StepOutput]:
         raise RuntimeError("page table is corrupt")
 
 
-def load_broken(spec, device, progress, cancelled):
+def load_broken(spec: LoadSpec, device: object, progress: Progress, cancelled: Callable[[], bool]) -> FaultyEngine:
     """An engine that never manages a step, where the path says so."""
     return BrokenEngine({}) if spec.path == "broken" else FaultyEngine({})

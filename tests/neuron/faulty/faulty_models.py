@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 
@@ -31,7 +33,7 @@ CONFIG = {
 }
 
 
-def write_model(folder: Path, *, config: dict | None = None, **behaviour) -> Path:
+def write_model(folder: Path, *, config: dict[str, Any] | None = None, **behaviour: Any) -> Path:
     """A directory that passes the preflight; how its load goes is up to `behaviour` (see `faulty_engine`)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **(config or {})}))
@@ -49,7 +51,7 @@ class PlainText:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    async def read(self):
+    async def read(self) -> Any:
         return SimpleNamespace(path=self.path)
 
     async def wake(self) -> None:
@@ -66,7 +68,7 @@ def survey_text(path: Path) -> TextSurvey:
     return TextSurvey(Capabilities(tools=True, notes=("from the template",)), GenerationDefaults(top_k=40))
 
 
-def parts(**changes) -> Parts:
+def parts(**changes: Any) -> Parts:
     """The real node but for the engine and the tokenizer, and impatient."""
     return Parts(
         **{
@@ -82,7 +84,7 @@ def parts(**changes) -> Parts:
 
 
 @contextlib.asynccontextmanager
-async def running_node(tmp_path: Path, config: dict | None = None, **changes):
+async def running_node(tmp_path: Path, config: dict[str, Any] | None = None, **changes: Any) -> AsyncIterator[Node]:
     settings = {"harness": {"torch": {"hf_cache": str(tmp_path / "hub")}}, "drain_s": 2.0, **(config or {})}
     neuron_config = msgspec.convert(settings, NeuronConfig, dec_hook=lambda kind, text: kind(text))
     node = await Node.start(neuron_config, parts(**changes))

@@ -1,19 +1,21 @@
 """A real model, small enough to be loaded in every test, and a response of it."""
 
 import json
+from pathlib import Path
 
 import torch
 from faulty_models import CONFIG
 from safetensors.torch import save_file
 
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.node.node import Node
 
 
-def write_llama(folder, seed, vocab=1000, num_layers=2, kv_heads=2):
+def write_llama(folder: Path, seed: int, vocab: int = 1000, num_layers: int = 2, kv_heads: int = 2) -> str:
     hidden, inner, kv = 64, 128, 16 * kv_heads
     generator = torch.Generator().manual_seed(seed)
 
-    def random(*shape):
+    def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * 0.05
 
     tensors = {
@@ -42,7 +44,7 @@ def write_llama(folder, seed, vocab=1000, num_layers=2, kv_heads=2):
     return str(folder)
 
 
-async def generate(node, model_id, request_id="r"):
+async def generate(node: Node, model_id: str, request_id: str = "r") -> list[int]:
     greedy = SamplingParams(temperature=0.0)
     request = EngineRequest(id=request_id, prompt=tuple(range(5, 25)), max_tokens=8, sampling=greedy)
     return [token async for batch in node.submit(model_id, request) for output in batch for token in output.tokens]

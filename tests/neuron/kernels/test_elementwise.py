@@ -8,7 +8,7 @@ from cortex.neuron.kernels.silu import silu_mul, silu_mul_reference
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 4096), (3, 7, 128), (2, 33)])
-def test_rms_norm_matches_its_reference(shape, device, dtype, assert_close):
+def test_rms_norm_matches_its_reference(shape, device: torch.device, dtype: torch.dtype, assert_close) -> None:
     x = torch.randn(shape, device=device, dtype=dtype)
     weight = torch.randn(shape[-1], device=device, dtype=dtype)
     assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x.float(), weight.float(), 1e-6))
@@ -16,7 +16,7 @@ def test_rms_norm_matches_its_reference(shape, device, dtype, assert_close):
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 2048), (3, 7, 128), (2, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_small_rms_norm_on_a_cpu_matches_the_reference(shape, dtype):
+def test_small_rms_norm_on_a_cpu_matches_the_reference(shape, dtype: torch.dtype) -> None:
     x = (torch.randn(shape) * 3 + 1).to(dtype)
     weight = torch.randn(shape[-1])
     expected = rms_norm_reference(x.float(), weight, 1e-6)
@@ -26,7 +26,9 @@ def test_small_rms_norm_on_a_cpu_matches_the_reference(shape, dtype):
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(1, 1536), (5, 100), (33, 2050)])
-def test_silu_mul_matches_its_reference(tokens, size, device, dtype, assert_close):
+def test_silu_mul_matches_its_reference(
+    tokens: int, size: int, device: torch.device, dtype: torch.dtype, assert_close
+) -> None:
     x = torch.randn(tokens, 2 * size, device=device, dtype=dtype)
     assert_close(silu_mul(x), silu_mul_reference(x.float()))
 
@@ -36,8 +38,16 @@ def test_silu_mul_matches_its_reference(tokens, size, device, dtype, assert_clos
     [(1, 9, 3, 64, 64, False), (7, 8, 2, 128, 128, True), (5, 6, 2, 96, 32, True), (3, 4, 4, 80, 80, False)],
 )
 def test_rotate_and_store_matches_its_reference(
-    tokens, heads, kv_heads, dim, rotated, normed, device, dtype, assert_close
-):
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotated: int,
+    normed: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close,
+) -> None:
     projected = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device, dtype=dtype)
     q, k, v = projected.split([heads, kv_heads, kv_heads], dim=1)
     scales = [torch.randn(dim, device=device, dtype=dtype) if normed else None for _ in range(2)]

@@ -30,7 +30,7 @@ DEVICES = {"consumer": SMALLEST, "a100": A100, "hopper": HOPPER}
         ("consumer", 256, 4, (32, 16, 4)),
     ],
 )
-def test_prefill_uses_the_largest_tiles_that_fit(device, dim, element_bytes, tiles):
+def test_prefill_uses_the_largest_tiles_that_fit(device: str, dim: int, element_bytes: int, tiles) -> None:
     assert fitting_tiles(dim, element_bytes, DEVICES[device]) == tiles
 
 
@@ -47,7 +47,9 @@ def test_prefill_uses_the_largest_tiles_that_fit(device, dim, element_bytes, til
         ("consumer", 128, 256, 4, 16),
     ],
 )
-def test_decode_uses_the_requested_tile_or_the_next_smaller_that_fits(device, wanted, dim, element_bytes, tile):
+def test_decode_uses_the_requested_tile_or_the_next_smaller_that_fits(
+    device: str, wanted: int, dim: int, element_bytes: int, tile: int
+) -> None:
     assert fitting_tile(wanted, 16, dim * element_bytes, DEVICES[device]) == tile
 
 
@@ -62,7 +64,9 @@ def test_decode_uses_the_requested_tile_or_the_next_smaller_that_fits(device, wa
         (4096, 12_288, True),
     ],
 )
-def test_small_batch_products_keep_tuned_blocks_on_hopper_and_fit_every_device(rows, inputs, outputs, gated):
+def test_small_batch_products_keep_tuned_blocks_on_hopper_and_fit_every_device(
+    rows: int, inputs: int, outputs: int, gated: bool
+) -> None:
     blocks = small_batch_blocks(rows, inputs, outputs, gated=gated)
     column_bytes = ((1 + gated) * blocks.outputs + max(16, rows)) * 2
     assert loop_over_columns(blocks.inputs, blocks.stages, column_bytes, HOPPER) == (blocks.inputs, blocks.stages)
@@ -82,5 +86,5 @@ def test_small_batch_products_keep_tuned_blocks_on_hopper_and_fit_every_device(r
         ("a100", 128, 4, 2),
     ],
 )
-def test_chunks_are_prefetched_if_two_fit(device, key_block, element_bytes, stages):
+def test_chunks_are_prefetched_if_two_fit(device: str, key_block: int, element_bytes: int, stages: int) -> None:
     assert carry_stages(key_block, 32, element_bytes, DEVICES[device]) == stages

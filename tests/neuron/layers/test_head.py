@@ -25,7 +25,7 @@ def exact(head, norm, hidden):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", [1, 3, 20])
-def test_most_likely_token_matches_float32(num_rows, dtype):
+def test_most_likely_token_matches_float32(num_rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(num_rows)
     head, norm, common = make(dtype)
     for _ in range(20):
@@ -38,14 +38,14 @@ def test_most_likely_token_matches_float32(num_rows, dtype):
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-def test_logits_with_too_many_near_ties_are_not_recomputed():
+def test_logits_with_too_many_near_ties_are_not_recomputed() -> None:
     head, norm, _ = make(torch.bfloat16)
     head.weight.fill_(0.5)
     hidden = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
     assert torch.equal(head.logits(hidden, norm), head(hidden, norm=norm).float())
 
 
-def test_float32_logits_are_not_recomputed():
+def test_float32_logits_are_not_recomputed() -> None:
     head, norm, common = make(torch.float32)
     hidden = common[None]
     assert torch.equal(head.logits(hidden, norm), head(hidden, norm=norm))

@@ -17,7 +17,7 @@ HIDDEN, INNER, EXPERTS, TOP_K = 40, 24, 6, 3
 
 
 @pytest.fixture(params=[24, 48, 40, 10], ids="shared {}".format)
-def block(request):
+def block(request: pytest.FixtureRequest):
     torch.manual_seed(0)
     config = transformers.Qwen3NextConfig(
         hidden_size=HIDDEN,
@@ -55,7 +55,7 @@ def separate(block):
     return tensors
 
 
-def fill(parameters, tensors):
+def fill(parameters, tensors) -> None:
     for binding in parameters.bindings_from(tensors):
         tensor = tensors[binding.source]
         binding.destination.copy_(binding.transform(tensor) if binding.transform else tensor)
@@ -64,7 +64,7 @@ def fill(parameters, tensors):
 @pytest.mark.parametrize("stored", [stacked, separate])
 @pytest.mark.parametrize("tokens", [1, 2, 50])
 @torch.inference_mode()
-def test_output_matches_the_reference_block_for_every_storage_form(stored, tokens, block):
+def test_output_matches_the_reference_block_for_every_storage_form(stored, tokens: int, block) -> None:
     layer, norm, parameters = layer_like(block)
     fill(parameters, stored(block))
     hidden = torch.randn(tokens, HIDDEN)
@@ -72,19 +72,19 @@ def test_output_matches_the_reference_block_for_every_storage_form(stored, token
     torch.testing.assert_close(layer(hidden, norm), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_bindings_use_every_tensor_of_a_checkpoint_and_no_other(block):
+def test_bindings_use_every_tensor_of_a_checkpoint_and_no_other(block) -> None:
     _, _, parameters = layer_like(block)
     for tensors in (stacked(block), separate(block)):
         assert {binding.source for binding in parameters.bindings_from(tensors)} == set(tensors)
 
 
-def test_meta_device_gives_the_same_size(block):
+def test_meta_device_gives_the_same_size(block) -> None:
     _, _, sized = layer_like(block, torch.device("meta"))
     _, _, parameters = layer_like(block)
     assert sized.num_bytes == parameters.num_bytes
 
 
-def test_router_without_a_shared_expert_scores_only_routed_experts():
+def test_router_without_a_shared_expert_scores_only_routed_experts() -> None:
     layer = MoE(Parameters(CPU, torch.float32), MoEConfig(HIDDEN, INNER, EXPERTS, TOP_K, True), "mlp")
     assert layer.experts.router.shape == (EXPERTS, HIDDEN)
     assert layer.experts.slots == TOP_K

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +100,7 @@ def continued(reference, prompt, max_tokens):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @torch.inference_mode()
-def test_every_logit_matches_the_reference_library(name, tmp_path):
+def test_every_logit_matches_the_reference_library(name: str, tmp_path: Path) -> None:
     reference = randomised(**CHECKPOINTS[name])
     reference.save_pretrained(tmp_path)
     loaded = load_model(spec(tmp_path), CPU, lambda *_: None, lambda: False)
@@ -112,7 +114,7 @@ def test_every_logit_matches_the_reference_library(name, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["renormalised", "tied, biased"])
 @torch.inference_mode()
-def test_sharded_files_in_half_precision_match(name, dtype, tmp_path):
+def test_sharded_files_in_half_precision_match(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     randomised(**CHECKPOINTS[name]).to(dtype).save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     reference = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -125,7 +127,7 @@ def test_sharded_files_in_half_precision_match(name, dtype, tmp_path):
 
 @pytest.mark.parametrize("name", ["plain", "many experts", "dense layers between"])
 @torch.inference_mode()
-def test_engine_matches_generate_of_the_reference_library(name, tmp_path):
+def test_engine_matches_generate_of_the_reference_library(name: str, tmp_path: Path) -> None:
     """Chunked prefill, prefill beside decode, and decode alone: whatever else is in the batch."""
     reference = randomised(**CHECKPOINTS[name])
     reference.save_pretrained(tmp_path)
@@ -135,7 +137,7 @@ def test_engine_matches_generate_of_the_reference_library(name, tmp_path):
 
 
 @torch.inference_mode()
-def test_stacked_experts_and_published_spelling_load_the_same(tmp_path):
+def test_stacked_experts_and_published_spelling_load_the_same(tmp_path: Path) -> None:
     reference = randomised(norm_topk_prob=True)
     apart, together = tmp_path / "apart", tmp_path / "together"
     reference.save_pretrained(apart)
@@ -157,7 +159,7 @@ def test_stacked_experts_and_published_spelling_load_the_same(tmp_path):
         ({"mlp_only_layers": None, "decoder_sparse_step": 3}, [False, False, True, False]),
     ],
 )
-def test_config_selects_the_layers_with_experts(changes, sparse):
+def test_config_selects_the_layers_with_experts(changes: dict[str, Any], sparse) -> None:
     config = SIZES | {"num_hidden_layers": 4} | changes
     blocks = [layer.feed_forward for layer in Qwen3Moe(config).layers]
     assert [isinstance(block, MoEConfig) for block in blocks] == sparse
@@ -167,7 +169,7 @@ def test_config_selects_the_layers_with_experts(changes, sparse):
     ("changes", "message"),
     [({"num_experts_per_tok": 9}, "9 of 8 experts"), ({"moe_intermediate_size": None}, "moe_intermediate_size")],
 )
-def test_rejects_an_invalid_config_by_option(changes, message):
+def test_rejects_an_invalid_config_by_option(changes: dict[str, Any], message: str) -> None:
     config = {name: value for name, value in (SIZES | changes).items() if value is not None}
     with pytest.raises(UnsupportedModel, match=message):
         Qwen3Moe(config)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -122,7 +125,7 @@ def logits_of(loaded, tokens, cuts, row=0):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @torch.inference_mode()
-def test_every_logit_matches_the_reference_library(name, tmp_path):
+def test_every_logit_matches_the_reference_library(name: str, tmp_path: Path) -> None:
     reference = randomised(CHECKPOINTS[name])
     loaded = load(reference, tmp_path)
     tokens = torch.randint(0, 96, (150,))
@@ -136,7 +139,7 @@ def test_every_logit_matches_the_reference_library(name, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["next", "next, tied", "3.5 text", "3.5 multimodal, experts"])
 @torch.inference_mode()
-def test_sharded_files_in_half_precision_match(name, dtype, tmp_path):
+def test_sharded_files_in_half_precision_match(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     halved = randomised(CHECKPOINTS[name]).to(dtype)
     loaded = load(halved, tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -148,7 +151,7 @@ def test_sharded_files_in_half_precision_match(name, dtype, tmp_path):
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-def test_multimodal_checkpoint_notes_that_it_reads_text_only(tmp_path):
+def test_multimodal_checkpoint_notes_that_it_reads_text_only(tmp_path: Path) -> None:
     loaded = load(randomised(qwen3_5), tmp_path)
     assert loaded.notes == ("text only: the vision tower is not loaded",)
     assert loaded.model.architecture.raw["model_type"] == "qwen3_5"
@@ -162,7 +165,7 @@ def test_multimodal_checkpoint_notes_that_it_reads_text_only(tmp_path):
         ({"linear_key_head_dim": None}, "linear_key_head_dim"),
     ],
 )
-def test_rejects_an_invalid_config_by_option(change, message):
+def test_rejects_an_invalid_config_by_option(change: dict[str, Any], message: str) -> None:
     config = {"model_type": "qwen3_next", **SIZES, **EXPERTS, "num_hidden_layers": 2, "layer_types": None, **change}
     config = {name: value for name, value in config.items() if value is not None}
     with pytest.raises(UnsupportedModel, match=message):

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from cortex.neuron.engine.memory.sequences import KVCache, StateMemory
+from cortex.neuron.kernels.products.cpu_layout import CpuForm, cpu_layouts
 from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import SingleRank
-from cortex.neuron.layers.parameters import FourBitOffer, PackingOffer, Parameters
+from cortex.neuron.layers.parameters import PackingOffer, Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import FAMILIES, read_architecture
 from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
-from cortex.neuron.weights.gguf.types import GROUPED_BITS
 
 META = torch.device("meta")
 SIZES: dict[str, Any] = {
@@ -95,19 +95,20 @@ def test_computed_size_of_a_stage_is_what_its_layers_allocate(family: str, chang
     assert state_bytes(architecture, 4) == states
 
 
-@pytest.mark.parametrize("mixed", ["Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("form", CpuForm)
+@pytest.mark.parametrize("mixed", ["Q4_K", "Q6_K", "Q8_0", "F32"])
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_computed_size_includes_the_four_bit_form_of_quantised_matrices(family: str, changes: str, mixed: str) -> None:
+def test_computed_size_on_a_cpu_is_what_the_layers_allocate(
+    family: str, changes: str, mixed: str, form: CpuForm
+) -> None:
     """Value projections are stored in `mixed`, all other matrices in Q4_K."""
     architecture = read_architecture(config_of(family, CHANGES[changes]))
     dense = Decoder(architecture, Parameters(META, torch.float32), num_positions=1)
     matrices = [binding.source for binding in dense.parameters.bindings if binding.destination.dim() == 2]
-    formats = {name: mixed if "v_proj" in name else "Q4_K" for name in matrices}
-    offer = FourBitOffer({name: GROUPED_BITS.get(stored, 0) for name, stored in formats.items()}, max_rows=4)
+    offer = PackingOffer(cpu_layouts({name: mixed if "v_proj" in name else "Q4_K" for name in matrices}, form))
     allocated = Decoder(architecture, Parameters(META, torch.float32, offer), num_positions=1).parameters.num_bytes
-    assert weight_bytes(architecture, WeightStorage(4, formats, keeps_four_bits=True)) == allocated
-    assert weight_bytes(architecture, WeightStorage(4, formats)) == dense.parameters.num_bytes < allocated
+    assert weight_bytes(architecture, WeightStorage(4, offer.layouts)) == allocated < dense.parameters.num_bytes
 
 
 @pytest.mark.parametrize("mixed", [layouts.Q4, layouts.Q6, None])

@@ -8,7 +8,7 @@ from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 class Callers:
     """Sends requests through an admission and records which were started and which were displaced."""
 
-    def __init__(self, slots, max_queue):
+    def __init__(self, slots, max_queue) -> None:
         self.admission = Admission(slots, max_queue)
         self.started, self.displaced = [], []
 
@@ -22,11 +22,11 @@ class Callers:
         self.admission.enter(queued, now_s)
         return queued
 
-    def finish(self, queued, now_s=0.0):
+    def finish(self, queued, now_s=0.0) -> None:
         self.admission.release(queued, now_s, finished=True)
 
 
-def test_fills_the_slots_then_the_queue_then_rejects():
+def test_fills_the_slots_then_the_queue_then_rejects() -> None:
     callers = Callers(slots=2, max_queue=1)
     requests = [callers.enter("a") for _ in range(3)]
     assert callers.started == requests[:2]
@@ -37,7 +37,7 @@ def test_fills_the_slots_then_the_queue_then_rejects():
     assert callers.started == requests
 
 
-def test_gives_a_free_slot_to_the_principal_with_the_fewest():
+def test_gives_a_free_slot_to_the_principal_with_the_fewest() -> None:
     callers = Callers(slots=2, max_queue=10)
     first = callers.enter("batch")
     callers.enter("batch")
@@ -47,7 +47,7 @@ def test_gives_a_free_slot_to_the_principal_with_the_fewest():
     assert callers.started[-1] is other
 
 
-def test_reserves_a_quarter_of_the_slots_for_named_principals_once_one_was_seen():
+def test_reserves_a_quarter_of_the_slots_for_named_principals_once_one_was_seen() -> None:
     callers = Callers(slots=4, max_queue=10)
     named = callers.enter("somebody")
     callers.finish(named)
@@ -57,18 +57,18 @@ def test_reserves_a_quarter_of_the_slots_for_named_principals_once_one_was_seen(
     assert newcomer.has_slot
 
 
-def test_gives_every_slot_to_anonymous_requests_where_no_named_one_was_seen():
+def test_gives_every_slot_to_anonymous_requests_where_no_named_one_was_seen() -> None:
     callers = Callers(slots=4, max_queue=10)
     assert all(callers.enter("").has_slot for _ in range(4))
 
 
-def test_does_not_reserve_an_only_slot():
+def test_does_not_reserve_an_only_slot() -> None:
     callers = Callers(slots=1, max_queue=10)
     callers.finish(callers.enter("somebody"))
     assert callers.enter("").has_slot
 
 
-def test_holds_requests_back_until_the_cache_has_room_for_them():
+def test_holds_requests_back_until_the_cache_has_room_for_them() -> None:
     callers = Callers(slots=8, max_queue=10)
     callers.admission.cache_reported(100, 0.0)
     first = callers.enter("a", cache_tokens=60)
@@ -84,7 +84,7 @@ def test_holds_requests_back_until_the_cache_has_room_for_them():
     assert third.has_slot, "cache that a request gave back is used without waiting for the next report"
 
 
-def test_starts_a_newcomer_before_the_rest_of_a_batch_when_cache_becomes_free():
+def test_starts_a_newcomer_before_the_rest_of_a_batch_when_cache_becomes_free() -> None:
     callers = Callers(slots=8, max_queue=10)
     callers.admission.cache_reported(100, 0.0)
     batch = [callers.enter("batch", cache_tokens=50) for _ in range(4)]
@@ -94,7 +94,7 @@ def test_starts_a_newcomer_before_the_rest_of_a_batch_when_cache_becomes_free():
     assert callers.started == [*batch[:2], newcomer]
 
 
-def test_small_requests_do_not_overtake_a_large_one_that_waits_for_cache():
+def test_small_requests_do_not_overtake_a_large_one_that_waits_for_cache() -> None:
     callers = Callers(slots=8, max_queue=10)
     callers.admission.cache_reported(100, 0.0)
     running = callers.enter("a", cache_tokens=80)
@@ -105,13 +105,13 @@ def test_small_requests_do_not_overtake_a_large_one_that_waits_for_cache():
     assert callers.started == [running, large, small]
 
 
-def test_starts_a_request_alone_however_large():
+def test_starts_a_request_alone_however_large() -> None:
     callers = Callers(slots=8, max_queue=10)
     callers.admission.cache_reported(0, 0.0)
     assert callers.enter("a", cache_tokens=1000).has_slot
 
 
-def test_displaces_a_request_of_the_largest_share_when_the_queue_is_full():
+def test_displaces_a_request_of_the_largest_share_when_the_queue_is_full() -> None:
     callers = Callers(slots=1, max_queue=3)
     callers.enter("batch")
     waiting = [callers.enter("batch") for _ in range(3)]
@@ -125,7 +125,7 @@ def test_displaces_a_request_of_the_largest_share_when_the_queue_is_full():
         callers.enter("")
 
 
-def test_retry_after_follows_the_measured_rate():
+def test_retry_after_follows_the_measured_rate() -> None:
     callers = Callers(slots=1, max_queue=10)
     for second in range(10):
         callers.finish(callers.enter("a", float(second)), float(second))
@@ -138,7 +138,7 @@ def test_retry_after_follows_the_measured_rate():
     assert callers.admission.retry_after_s(1000.0) == pytest.approx(5.0, rel=0.2)
 
 
-def test_retry_after_uses_the_latest_requests_when_responses_are_long():
+def test_retry_after_uses_the_latest_requests_when_responses_are_long() -> None:
     callers = Callers(slots=1, max_queue=10)
     assert callers.admission.retry_after_s(0.0) == 5.0
     for end_s in (40.0, 80.0, 120.0):
@@ -159,7 +159,7 @@ actions = st.lists(
 
 @settings(max_examples=300)
 @given(st.integers(1, 5), st.integers(0, 4), actions)
-def test_counters_match_the_live_requests_after_any_history(slots, max_queue, history):
+def test_counters_match_the_live_requests_after_any_history(slots, max_queue, history) -> None:
     callers = Callers(slots, max_queue)
     live = []
     for now_s, (action, principal, pick) in enumerate(history):

@@ -2,6 +2,8 @@
 
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 from faulty_engine import PLAIN
@@ -12,7 +14,7 @@ from cortex.wire.errors import LoadFailed, Recovering
 from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
 
 
-async def test_places_models_on_any_of_several_cpu_devices(tmp_path):
+async def test_places_models_on_any_of_several_cpu_devices(tmp_path: Path) -> None:
     models = [
         {"id": name, "source": str(write_model(tmp_path / name)), "devices": devices}
         for name, devices in (("first", [0]), ("second", [1]), ("any", []))
@@ -28,7 +30,7 @@ async def test_places_models_on_any_of_several_cpu_devices(tmp_path):
         assert [device.worker for device in health.devices] == ["running", "running"]
 
 
-async def test_replicas_serve_side_by_side_and_a_lost_one_comes_back(tmp_path):
+async def test_replicas_serve_side_by_side_and_a_lost_one_comes_back(tmp_path: Path) -> None:
     models = [{"id": "m", "source": str(write_model(tmp_path / "m", step_s=0.05)), "replicas": 2}]
     async with running_node(tmp_path, {"models": models, "cpu_devices": 2}) as node:
         assert (await node.load(LoadRequest(model_id="m"), wait=True)).devices == (0, 1)
@@ -58,7 +60,9 @@ async def test_replicas_serve_side_by_side_and_a_lost_one_comes_back(tmp_path):
         ({"intermediate_size": 127}, "an inner width of 127 cannot be divided among 2"),
     ],
 )
-async def test_rejects_a_division_that_the_model_does_not_allow_before_any_worker_starts(tmp_path, config, reason):
+async def test_rejects_a_division_that_the_model_does_not_allow_before_any_worker_starts(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
     models = [{"id": "m", "source": str(write_model(tmp_path / "m", config=config)), "tensor_parallel": 2}]
     async with running_node(tmp_path, {"models": models, "cpu_devices": 2}) as node:
         with pytest.raises(LoadFailed, match=reason):

@@ -8,7 +8,7 @@ def event(model_id, state):
     return NodeEvent(kind="model", at_s=0.0, model=ModelStatus(id=model_id, state=state))
 
 
-async def test_slow_subscriber_gets_the_latest_event_of_each_model_and_then_the_end():
+async def test_slow_subscriber_gets_the_latest_event_of_each_model_and_then_the_end() -> None:
     feed = EventFeed()
     events = feed.subscribe((event("first", ModelState.READY),))
     for _ in range(1000):
@@ -20,7 +20,7 @@ async def test_slow_subscriber_gets_the_latest_event_of_each_model_and_then_the_
     assert received == [("first", "ready"), ("b", "loading"), ("a", "ready")]
 
 
-async def test_forgets_a_dropped_subscription_that_was_never_read():
+async def test_forgets_a_dropped_subscription_that_was_never_read() -> None:
     feed = EventFeed()
     feed.subscribe(())
     gc.collect()

@@ -7,7 +7,7 @@ from cortex.neuron.node.generation import Generation
 from cortex.wire.errors import Recovering
 
 
-async def test_reads_all_outputs_since_the_last_read_as_one_batch():
+async def test_reads_all_outputs_since_the_last_read_as_one_batch() -> None:
     generation = Generation("r", lambda: None)
     for token in (1, 2):
         generation.push(StepOutput("r", (token,)))
@@ -20,7 +20,7 @@ async def test_reads_all_outputs_since_the_last_read_as_one_batch():
         await anext(generation)
 
 
-async def test_raises_an_error_after_the_unread_outputs():
+async def test_raises_an_error_after_the_unread_outputs() -> None:
     generation = Generation("r", lambda: None)
     generation.push(StepOutput("r", (1,)))
     generation.fail(Recovering("gone"))
@@ -31,7 +31,7 @@ async def test_raises_an_error_after_the_unread_outputs():
             await anext(generation)
 
 
-async def test_cancel_after_the_end_does_nothing():
+async def test_cancel_after_the_end_does_nothing() -> None:
     cancelled = []
     generation = Generation("r", lambda: cancelled.append(1))
     generation.cancel()

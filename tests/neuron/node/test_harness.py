@@ -1,5 +1,7 @@
 """The `harness` field of a load request names the built-in engine."""
 
+from pathlib import Path
+
 import pytest
 from faulty_models import running_node, write_model
 
@@ -8,7 +10,7 @@ from cortex.wire.node import LoadRequest, ModelState
 
 
 @pytest.mark.parametrize("harness", HARNESSES)
-async def test_loads_under_every_name_of_the_engine(tmp_path, harness):
+async def test_loads_under_every_name_of_the_engine(tmp_path: Path, harness) -> None:
     source = str(write_model(tmp_path / "model"))
     async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}) as node:
         assert harness in node.discovery.harnesses

@@ -51,33 +51,33 @@ READY = play(EnsureReady(), LoadEnded(1))[0]
 ASLEEP = play(EnsureAsleep(), UnloadEnded(2, asleep=True), life=READY)[0]
 
 
-def test_loads_a_cold_model():
+def test_loads_a_cold_model() -> None:
     life, effects = play(EnsureReady(), DownloadStarted(1), FilesReady(1), LoadEnded(1))
     assert life.state is ModelState.READY
     assert effects == [StartLoad(1), NotifyReady()]
 
 
-def test_starts_one_load_for_many_callers():
+def test_starts_one_load_for_many_callers() -> None:
     life, effects = play(EnsureReady(), EnsureReady(), EnsureReady())
     assert life.state is ModelState.LOADING
     assert effects == [StartLoad(1)]
 
 
-def test_notifies_at_once_when_the_model_is_ready():
+def test_notifies_at_once_when_the_model_is_ready() -> None:
     assert play(EnsureReady(), life=READY)[1] == [NotifyReady()]
 
 
-def test_unloads_a_ready_model():
+def test_unloads_a_ready_model() -> None:
     life, effects = play(EnsureGone(drain_s=5), UnloadEnded(2), life=READY)
     assert life.state is ModelState.COLD
     assert effects == [StartUnload(2, 5), NotifyGone()]
 
 
-def test_notifies_at_once_when_the_model_is_cold():
+def test_notifies_at_once_when_the_model_is_cold() -> None:
     assert play(EnsureGone())[1] == [NotifyGone()]
 
 
-def test_stays_failed_until_loaded_again_or_unloaded():
+def test_stays_failed_until_loaded_again_or_unloaded() -> None:
     failed, effects = play(EnsureReady(), LoadEnded(1, BAD_FILES))
     assert (failed.state, failed.reason) == (ModelState.FAILED, "bad files")
     assert effects[-1] == NotifyFailed(BAD_FILES)
@@ -85,31 +85,31 @@ def test_stays_failed_until_loaded_again_or_unloaded():
     assert play(EnsureGone(), life=failed)[0].state is ModelState.COLD
 
 
-def test_unload_during_a_load_cancels_it_and_notifies_both_callers():
+def test_unload_during_a_load_cancels_it_and_notifies_both_callers() -> None:
     life, effects = play(EnsureReady(), EnsureGone(), LoadEnded(1, BAD_FILES))
     assert life.state is ModelState.COLD
     assert isinstance(effects[1], NotifyFailed)
     assert effects[2:] == [CancelLoad(), NotifyGone()]
 
 
-def test_unloads_a_model_whose_load_was_cancelled_too_late():
+def test_unloads_a_model_whose_load_was_cancelled_too_late() -> None:
     life, effects = play(EnsureReady(), EnsureGone(), LoadEnded(1), UnloadEnded(2))
     assert life.state is ModelState.COLD
     assert effects[-2:] == [StartUnload(2), NotifyGone()]
 
 
-def test_loads_again_after_an_unload_when_a_caller_wants_it_meanwhile():
+def test_loads_again_after_an_unload_when_a_caller_wants_it_meanwhile() -> None:
     life, effects = play(EnsureGone(), EnsureReady(), UnloadEnded(2), LoadEnded(3), life=READY)
     assert life.state is ModelState.READY
     assert effects == [StartUnload(2), NotifyGone(), StartLoad(3), NotifyReady()]
 
 
-def test_second_unload_shortens_the_drain():
+def test_second_unload_shortens_the_drain() -> None:
     _, effects = play(EnsureGone(drain_s=60), EnsureGone(drain_s=0), life=READY)
     assert effects[-1] == ShortenDrain(0)
 
 
-def test_recovers_from_a_lost_worker_and_gives_up_after_the_streak():
+def test_recovers_from_a_lost_worker_and_gives_up_after_the_streak() -> None:
     life, effects = play(
         ModelLost("ECC"), LoadEnded(2, LOST, worker_lost=True), LoadEnded(3, LOST, worker_lost=True), life=READY
     )
@@ -119,7 +119,7 @@ def test_recovers_from_a_lost_worker_and_gives_up_after_the_streak():
     assert isinstance(effects[-1], NotifyFailed)
 
 
-def test_produced_tokens_reset_the_streak_but_not_the_window():
+def test_produced_tokens_reset_the_streak_but_not_the_window() -> None:
     life = READY
     for attempt in range(2, 8):
         life, effects = play(ProducedTokens(), ModelLost("killed"), LoadEnded(attempt), life=life)
@@ -127,13 +127,13 @@ def test_produced_tokens_reset_the_streak_but_not_the_window():
     assert play(ProducedTokens(), ModelLost("killed"), life=life)[0].state is ModelState.FAILED
 
 
-def test_retries_after_a_load_error_while_recovering():
+def test_retries_after_a_load_error_while_recovering() -> None:
     life, effects = play(ModelLost("ECC"), LoadEnded(2, NO_ROOM), life=READY)
     assert life.state is ModelState.RECOVERING
     assert effects[-1] == StartLoad(3, 1.0)
 
 
-def test_falls_asleep_and_wakes_once_for_many_callers():
+def test_falls_asleep_and_wakes_once_for_many_callers() -> None:
     life, effects = play(
         EnsureAsleep(drain_s=5), UnloadEnded(2, asleep=True), EnsureReady(), EnsureReady(), LoadEnded(3), life=READY
     )
@@ -192,7 +192,7 @@ def test_falls_asleep_and_wakes_once_for_many_callers():
         ),
     ],
 )
-def test_handles_sleep_in_every_state(before, happened, after, effects):
+def test_handles_sleep_in_every_state(before: str, happened, after, effects) -> None:
     start = {
         "cold": Lifecycle(),
         "failed": play(EnsureReady(), LoadEnded(1, BAD_FILES))[0],
@@ -206,7 +206,7 @@ def test_handles_sleep_in_every_state(before, happened, after, effects):
     assert done[-len(effects) :] == effects if effects else done == []
 
 
-def test_gives_the_reason_when_a_sleeping_model_was_lost():
+def test_gives_the_reason_when_a_sleeping_model_was_lost() -> None:
     life, _ = play(ModelLost("killed by SIGKILL"), life=ASLEEP)
     assert "lost while it slept: killed by SIGKILL" in life.reason
     assert play(EnsureReady(), life=life)[1] == [StartLoad(3)]
@@ -224,7 +224,7 @@ def test_gives_the_reason_when_a_sleeping_model_was_lost():
         LoadEnded(0, NO_ROOM),
     ],
 )
-def test_ignores_inputs_from_older_attempts(stale):
+def test_ignores_inputs_from_older_attempts(stale) -> None:
     loading = play(EnsureReady())[0]
     assert play(stale, life=loading) == (loading, [])
 
@@ -244,7 +244,7 @@ class World:
     held: str = "nothing"
     """`nothing`, `all` or `weights`, those in host memory."""
 
-    def post(self, happened):
+    def post(self, happened) -> None:
         self.clock_s += 1
         self.ready_waiters += isinstance(happened, EnsureReady)
         self.asleep_waiters += isinstance(happened, EnsureAsleep)
@@ -276,7 +276,7 @@ class World:
                     assert self.held == "nothing"
                     self.gone_waiters = self.asleep_waiters = 0
 
-    def end_work(self, outcome):
+    def end_work(self, outcome) -> None:
         work, self.work = self.work, None
         match work:
             case StartUnload(attempt) if self.to_sleep and outcome == "up" and self.held != "nothing":
@@ -298,7 +298,7 @@ class World:
             case StartLoad(attempt):
                 self.post(LoadEnded(attempt, BAD_FILES, worker_lost=outcome == "fault"))
 
-    def lose(self):
+    def lose(self) -> None:
         if self.held != "nothing":
             self.held = "nothing"
             self.post(ModelLost("killed"))
@@ -311,7 +311,7 @@ steps = st.lists(
 
 @settings(max_examples=600)
 @given(steps)
-def test_no_caller_waits_forever_and_the_state_matches_the_memory_after_any_history(history):
+def test_no_caller_waits_forever_and_the_state_matches_the_memory_after_any_history(history) -> None:
     world = World()
     for step in history:
         match step:

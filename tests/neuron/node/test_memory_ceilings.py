@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -41,12 +43,14 @@ def ceilings(node_mb=None, devices=(), holdings=()):
         (100, (), [("m", (0,), 80)], 1, 100),
     ],
 )
-def test_what_is_left_of_both_ceilings(node_mb, devices, holdings, num_devices, left_mb):
+def test_what_is_left_of_both_ceilings(
+    node_mb: int | None, devices, holdings, num_devices: int, left_mb: int | None
+) -> None:
     left_bytes = ceilings(node_mb, devices, holdings).left_bytes(0, num_devices, but="m")
     assert left_bytes == (None if left_mb is None else left_mb * MEBIBYTE)
 
 
-def test_device_is_listed_once():
+def test_device_is_listed_once() -> None:
     with pytest.raises(Exception, match="listed twice"):
         msgspec.convert({"devices": [{"index": 0, "memory_mb": 1}, {"index": 0, "memory_mb": 2}]}, NeuronConfig)
 
@@ -63,7 +67,9 @@ async def load(node, model_id):
 
 
 @pytest.mark.parametrize("section", [{"limits": {"memory_mb": 44}}, {"devices": [{"index": 0, "memory_mb": 44}]}])
-async def test_models_over_the_ceiling_are_rejected_until_another_is_unloaded(tmp_path, section):
+async def test_models_over_the_ceiling_are_rejected_until_another_is_unloaded(
+    tmp_path: Path, section: dict[str, Any]
+) -> None:
     async with running_node(tmp_path, config(tmp_path, **section)) as node:
         await load(node, "first")
         with pytest.raises(InsufficientCapacity, match="take the rest of memory_mb"):
@@ -72,14 +78,14 @@ async def test_models_over_the_ceiling_are_rejected_until_another_is_unloaded(tm
         assert (await load(node, "second")).state is ModelState.READY
 
 
-async def test_loads_at_once_do_not_exceed_the_ceiling_of_the_node_together(tmp_path):
+async def test_loads_at_once_do_not_exceed_the_ceiling_of_the_node_together(tmp_path: Path) -> None:
     settings = config(tmp_path, {"memory_mb": 44}, cpu_devices=2)
     async with running_node(tmp_path, settings) as node:
         results = await asyncio.gather(load(node, "first"), load(node, "second"), return_exceptions=True)
         assert [type(result).__name__ for result in results].count("InsufficientCapacity") == 1
 
 
-async def test_sleeping_model_on_a_cpu_counts_with_the_weights_that_stay_there(tmp_path):
+async def test_sleeping_model_on_a_cpu_counts_with_the_weights_that_stay_there(tmp_path: Path) -> None:
     async with running_node(tmp_path, config(tmp_path, {"memory_mb": 44})) as node:
         await load(node, "first")
         assert (await node.unload(UnloadRequest(model_id="first", sleep=True))).state is ModelState.ASLEEP
@@ -88,7 +94,7 @@ async def test_sleeping_model_on_a_cpu_counts_with_the_weights_that_stay_there(t
         assert (await load(node, "first")).state is ModelState.READY
 
 
-async def test_model_does_not_wake_over_the_ceiling():
+async def test_model_does_not_wake_over_the_ceiling() -> None:
     other = ceilings(node_mb=60, holdings=[("awake", (0,), 30), ("m", (0,), 0)])
     card = Device(index=0, kind="cuda", name="card", total_bytes=1 << 40)
     devices = SimpleNamespace(all=(card,), supervisors={}, claims=DeviceClaims())
@@ -105,7 +111,7 @@ async def test_model_does_not_wake_over_the_ceiling():
             pass
 
 
-async def test_ceilings_are_reported_and_bound_the_estimate(tmp_path):
+async def test_ceilings_are_reported_and_bound_the_estimate(tmp_path: Path) -> None:
     settings = config(tmp_path, {"memory_mb": 44}, devices=[{"index": 0, "memory_mb": 42}])
     async with running_node(tmp_path, settings) as node:
         health = node.health()
@@ -114,7 +120,9 @@ async def test_ceilings_are_reported_and_bound_the_estimate(tmp_path):
         assert node.model("second").estimate_bytes <= 42 * MEBIBYTE
 
 
-async def test_ceiling_of_a_device_that_is_not_there_is_a_warning(tmp_path, caplog):
+async def test_ceiling_of_a_device_that_is_not_there_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         async with running_node(tmp_path, config(tmp_path, devices=[{"index": 7, "memory_mb": 3}])):
             pass

@@ -6,6 +6,8 @@ import logging
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import faulty_engine
 import faulty_models
@@ -59,7 +61,7 @@ async def load(node, model_id="m", **fields):
     return await node.load(LoadRequest(model_id=model_id, **fields), wait=True)
 
 
-async def until(condition):
+async def until(condition) -> None:
     async with asyncio.timeout(WAIT_S):
         while not condition():
             await asyncio.sleep(0.01)
@@ -76,7 +78,7 @@ def alive(process_id):
     return False
 
 
-async def test_loads_generates_and_unloads(tmp_path):
+async def test_loads_generates_and_unloads(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={"bytes": 1 << 20})) as node:
         assert node.model("m").state is ModelState.COLD
         assert node.health().devices[0].worker == "none"
@@ -92,7 +94,7 @@ async def test_loads_generates_and_unloads(tmp_path):
             node.submit("m", request())
 
 
-async def test_unknown_model_is_not_found_and_similar_names_are_listed(tmp_path):
+async def test_unknown_model_is_not_found_and_similar_names_are_listed(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, qwen={})) as node:
         for call in (lambda: node.model("qwem"), lambda: node.submit("qwem", request())):
             with pytest.raises(ModelNotFound, match="did you mean qwen"):
@@ -103,14 +105,14 @@ async def test_unknown_model_is_not_found_and_similar_names_are_listed(tmp_path)
             await node.unload(UnloadRequest(model_id="qwem"))
 
 
-async def test_loads_a_directory_by_its_path(tmp_path):
+async def test_loads_a_directory_by_its_path(tmp_path: Path) -> None:
     path = str(write_model(tmp_path / "somewhere"))
     async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}) as node:
         assert (await load(node, path)).state is ModelState.READY
         assert (await load(node, "short", source=path)).state is ModelState.READY
 
 
-async def test_joins_concurrent_loads_of_one_model(tmp_path, caplog):
+async def test_joins_concurrent_loads_of_one_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with running_node(tmp_path, models(tmp_path, m={"pieces": 10, "piece_s": 0.02})) as node:
         statuses = await asyncio.gather(*(load(node) for _ in range(5)))
@@ -118,7 +120,7 @@ async def test_joins_concurrent_loads_of_one_model(tmp_path, caplog):
         assert [line for line in caplog.messages if "loading → ready" in line] == ["m: loading → ready"]
 
 
-async def test_reports_progress_while_loading_and_joins_the_load(tmp_path):
+async def test_reports_progress_while_loading_and_joins_the_load(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={"pieces": 30, "piece_s": 0.02})) as node:
         status = await node.load(LoadRequest(model_id="m"), wait=False)
         assert status.state is ModelState.LOADING
@@ -132,7 +134,9 @@ async def test_reports_progress_while_loading_and_joins_the_load(tmp_path):
 @pytest.mark.parametrize(
     ("behaviour", "reason"), [({"load": "refuse"}, "of no use"), ({"load": "bug"}, "KeyError")], ids=["rejected", "bug"]
 )
-async def test_failed_load_reports_the_reason_leaves_nothing_and_can_be_repeated(tmp_path, behaviour, reason):
+async def test_failed_load_reports_the_reason_leaves_nothing_and_can_be_repeated(
+    tmp_path: Path, behaviour: dict[str, Any], reason: str
+) -> None:
     async with running_node(tmp_path, models(tmp_path, m=behaviour)) as node:
         with pytest.raises(LoadFailed, match=reason):
             await load(node)
@@ -146,7 +150,7 @@ async def test_failed_load_reports_the_reason_leaves_nothing_and_can_be_repeated
         assert (await load(node)).state is ModelState.READY
 
 
-async def test_preflight_rejects_before_any_worker_is_started(tmp_path):
+async def test_preflight_rejects_before_any_worker_is_started(tmp_path: Path) -> None:
     config = models(tmp_path, gpt={"config": {"model_type": "gpt2"}}, m={}) | {"model_roots": [str(tmp_path)]}
     (tmp_path / "empty").mkdir()
     async with running_node(tmp_path, config) as node:
@@ -164,7 +168,7 @@ async def test_preflight_rejects_before_any_worker_is_started(tmp_path):
         assert (await load(node)).state is ModelState.READY  # options of a rejected request are not kept
 
 
-async def test_rejects_a_model_that_does_not_fit_with_needed_and_available_bytes(tmp_path):
+async def test_rejects_a_model_that_does_not_fit_with_needed_and_available_bytes(tmp_path: Path) -> None:
     config = {**models(tmp_path, m={}), "limits": {"min_free_vram_mb": 1 << 30}}
     async with running_node(tmp_path, config) as node:
         with pytest.raises(InsufficientCapacity, match="needs at least") as rejected:
@@ -175,7 +179,7 @@ async def test_rejects_a_model_that_does_not_fit_with_needed_and_available_bytes
         assert worker_of(node) is None
 
 
-async def test_reports_the_memory_that_a_load_leaves_free(tmp_path):
+async def test_reports_the_memory_that_a_load_leaves_free(tmp_path: Path) -> None:
     """The gateway places models by these numbers."""
     async with running_node(tmp_path, {**models(tmp_path, m={}), "limits": {"min_free_vram_mb": 512}}) as node:
         (device,) = node.health().devices
@@ -184,7 +188,7 @@ async def test_reports_the_memory_that_a_load_leaves_free(tmp_path):
         assert node.model("m").least_bytes > 0
 
 
-async def test_unload_cancels_a_load_in_progress(tmp_path):
+async def test_unload_cancels_a_load_in_progress(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={"pieces": 1000, "piece_s": 0.01})) as node:
         waiting = asyncio.create_task(load(node))
         await until(lambda: (p := node.model("m").progress) is not None and p.stage == "read")
@@ -195,14 +199,14 @@ async def test_unload_cancels_a_load_in_progress(tmp_path):
         assert not node.devices.supervisors[0].has_models
 
 
-async def test_unload_right_after_a_load_request_ends(tmp_path):
+async def test_unload_right_after_a_load_request_ends(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await node.load(LoadRequest(model_id="m"), wait=False)
         assert (await asyncio.wait_for(node.unload(UnloadRequest(model_id="m")), WAIT_S)).state is ModelState.COLD
         assert (await load(node)).state is ModelState.READY
 
 
-async def test_unload_waits_for_running_requests_and_rejects_new_ones(tmp_path):
+async def test_unload_waits_for_running_requests_and_rejects_new_ones(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={"step_s": 0.005})) as node:
         await load(node)
         running = asyncio.create_task(tokens_of(node.submit("m", request(max_tokens=60))))
@@ -215,7 +219,7 @@ async def test_unload_waits_for_running_requests_and_rejects_new_ones(tmp_path):
         assert (await unloading).state is ModelState.COLD
 
 
-async def test_forced_unload_ends_a_drain_in_progress(tmp_path):
+async def test_forced_unload_ends_a_drain_in_progress(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
         running = asyncio.create_task(tokens_of(node.submit("m", request(max_tokens=10**6))))
@@ -228,7 +232,7 @@ async def test_forced_unload_ends_a_drain_in_progress(tmp_path):
             await running
 
 
-async def test_load_during_an_unload_loads_the_model_again(tmp_path):
+async def test_load_during_an_unload_loads_the_model_again(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
         keep = node.submit("m", request(max_tokens=10**6))
@@ -240,7 +244,7 @@ async def test_load_during_an_unload_loads_the_model_again(tmp_path):
         keep.cancel()
 
 
-async def test_recovers_each_time_its_worker_is_killed_mid_stream(tmp_path):
+async def test_recovers_each_time_its_worker_is_killed_mid_stream(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
         for _ in range(6):
@@ -256,7 +260,7 @@ async def test_recovers_each_time_its_worker_is_killed_mid_stream(tmp_path):
 
 
 @pytest.mark.parametrize("token", [faulty_engine.DEVICE_FAULT, faulty_engine.HANG, faulty_engine.SEGFAULT])
-async def test_device_fault_ends_streams_with_a_retryable_error_and_the_models_recover(tmp_path, token):
+async def test_device_fault_ends_streams_with_a_retryable_error_and_the_models_recover(tmp_path: Path, token) -> None:
     async with running_node(tmp_path, models(tmp_path, m={}, other={})) as node:
         await load(node)
         await load(node, "other")
@@ -271,7 +275,7 @@ async def test_device_fault_ends_streams_with_a_retryable_error_and_the_models_r
         assert await tokens_of(node.submit("m", request())) == [1, 2, 3, 4, 5]
 
 
-async def test_model_fails_after_repeated_faults(tmp_path):
+async def test_model_fails_after_repeated_faults(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
         write_model(tmp_path / "m", load="fault")
@@ -283,7 +287,7 @@ async def test_model_fails_after_repeated_faults(tmp_path):
         assert (await load(node)).state is ModelState.READY
 
 
-async def test_error_of_one_request_does_not_affect_others(tmp_path):
+async def test_error_of_one_request_does_not_affect_others(tmp_path: Path) -> None:
     async with running_node(
         tmp_path,
         models(tmp_path, m={}),
@@ -303,7 +307,7 @@ async def test_error_of_one_request_does_not_affect_others(tmp_path):
         assert node.model("m").state is ModelState.READY
 
 
-async def test_rejects_a_prompt_over_the_limit_with_both_counts(tmp_path):
+async def test_rejects_a_prompt_over_the_limit_with_both_counts(tmp_path: Path) -> None:
     config = {**models(tmp_path, m={}), "limits": {"max_prompt_tokens": 100}}
     async with running_node(tmp_path, config) as node:
         await load(node)
@@ -316,7 +320,7 @@ async def test_rejects_a_prompt_over_the_limit_with_both_counts(tmp_path):
             assert "limits.max_prompt_tokens" in rejected.value.message
 
 
-async def test_rejects_a_prompt_over_the_loaded_context_in_the_words_that_clients_match(tmp_path):
+async def test_rejects_a_prompt_over_the_loaded_context_in_the_words_that_clients_match(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
         with pytest.raises(ContextLengthExceeded, match="prompt is too long: 5000 tokens > 4095 maximum") as rejected:
@@ -324,7 +328,7 @@ async def test_rejects_a_prompt_over_the_loaded_context_in_the_words_that_client
         assert "This model's maximum context length is 4096 tokens" in rejected.value.message
 
 
-async def test_cancelled_request_frees_its_slot_in_every_phase(tmp_path):
+async def test_cancelled_request_frees_its_slot_in_every_phase(tmp_path: Path) -> None:
     config = {**models(tmp_path, m={}), "limits": {"max_num_seqs": 1, "max_queue": 4}}
     async with running_node(tmp_path, config) as node:
         await load(node)
@@ -342,7 +346,7 @@ async def test_cancelled_request_frees_its_slot_in_every_phase(tmp_path):
         assert await tokens_of(node.submit("m", request("next"))) == [1, 2, 3, 4, 5]
 
 
-async def test_full_queue_rejects_with_retry_after(tmp_path):
+async def test_full_queue_rejects_with_retry_after(tmp_path: Path) -> None:
     config = {**models(tmp_path, m={}), "limits": {"max_num_seqs": 1, "max_queue": 1}}
     async with running_node(tmp_path, config) as node:
         await load(node)
@@ -355,7 +359,7 @@ async def test_full_queue_rejects_with_retry_after(tmp_path):
         assert await tokens_of(second) == [1, 2, 3, 4, 5]
 
 
-async def test_keeps_requests_in_the_queue_while_the_cache_is_full(tmp_path):
+async def test_keeps_requests_in_the_queue_while_the_cache_is_full(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={"num_pages": 1})) as node:
         await load(node)
         first = node.submit("m", request("first", max_tokens=10**6))
@@ -367,7 +371,7 @@ async def test_keeps_requests_in_the_queue_while_the_cache_is_full(tmp_path):
         assert await tokens_of(second) == [1, 2, 3, 4, 5]
 
 
-async def test_reads_do_not_wait_for_busy_engines_or_loads(tmp_path):
+async def test_reads_do_not_wait_for_busy_engines_or_loads(tmp_path: Path) -> None:
     config = models(tmp_path, m={"step_s": 0.0}, slow={"pieces": 100, "piece_s": 0.01})
     async with running_node(tmp_path, config) as node:
         await load(node)
@@ -389,7 +393,7 @@ async def test_reads_do_not_wait_for_busy_engines_or_loads(tmp_path):
         assert {len(stream.result()) for stream in streams} == {500}
 
 
-async def test_load_cycles_of_two_models_do_not_leak_memory(tmp_path):
+async def test_load_cycles_of_two_models_do_not_leak_memory(tmp_path: Path) -> None:
     behaviour = {"bytes": 80 << 20}
     async with running_node(tmp_path, models(tmp_path, a=behaviour, b=behaviour)) as node:
         sizes = []
@@ -402,7 +406,7 @@ async def test_load_cycles_of_two_models_do_not_leak_memory(tmp_path):
         assert sizes[-1] - sizes[1] < 16 << 20
 
 
-async def test_failed_default_model_does_not_stop_the_next(tmp_path):
+async def test_failed_default_model_does_not_stop_the_next(tmp_path: Path) -> None:
     defaults = [
         {"model_id": "bad", "source": str(write_model(tmp_path / "bad", load="refuse"))},
         {"model_id": "good", "source": str(write_model(tmp_path / "good"))},
@@ -415,7 +419,7 @@ async def test_failed_default_model_does_not_stop_the_next(tmp_path):
         assert node.model("good").state is ModelState.READY
 
 
-async def test_retries_default_models_until_the_hub_is_reachable(tmp_path):
+async def test_retries_default_models_until_the_hub_is_reachable(tmp_path: Path) -> None:
     path, attempts = write_model(tmp_path / "m"), []
 
     def fetch(source, cache, quant, progress, cancelled):
@@ -431,7 +435,7 @@ async def test_retries_default_models_until_the_hub_is_reachable(tmp_path):
         assert len(attempts) == 3
 
 
-async def test_download_reports_progress_and_can_be_cancelled(tmp_path):
+async def test_download_reports_progress_and_can_be_cancelled(tmp_path: Path) -> None:
     cancelled_seen = []
 
     def fetch(source, cache, quant, progress, cancelled):
@@ -452,7 +456,7 @@ async def test_download_reports_progress_and_can_be_cancelled(tmp_path):
         assert cancelled_seen == [True]
 
 
-async def test_reads_text_without_loading_the_weights(tmp_path):
+async def test_reads_text_without_loading_the_weights(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         one, two = await asyncio.gather(node.text("m"), node.text("m"))
         assert one is two
@@ -462,7 +466,7 @@ async def test_reads_text_without_loading_the_weights(tmp_path):
             await node.text("unknown")
 
 
-async def test_cold_model_reports_its_size_without_starting_a_tokenizer(tmp_path):
+async def test_cold_model_reports_its_size_without_starting_a_tokenizer(tmp_path: Path) -> None:
     made = []
 
     def open_text(path):
@@ -482,7 +486,7 @@ async def test_cold_model_reports_its_size_without_starting_a_tokenizer(tmp_path
 
 
 @pytest.mark.parametrize("pieces", [1, 1000])
-async def test_unreadable_tokenizer_fails_the_load_and_leaves_nothing_loaded(tmp_path, pieces):
+async def test_unreadable_tokenizer_fails_the_load_and_leaves_nothing_loaded(tmp_path: Path, pieces: int) -> None:
     """Whether the weights are loaded before or after it."""
     broken = True
 
@@ -503,14 +507,14 @@ async def test_unreadable_tokenizer_fails_the_load_and_leaves_nothing_loaded(tmp
         await load(node, "n")
 
 
-async def test_load_cancelled_while_the_tokenizer_is_read_leaves_nothing(tmp_path):
+async def test_load_cancelled_while_the_tokenizer_is_read_leaves_nothing(tmp_path: Path) -> None:
     class SlowText(faulty_models.PlainText):
-        async def read(self):
+        async def read(self) -> None:
             self.closed = asyncio.Event()
             await self.closed.wait()
             raise Recovering("closed")
 
-        async def close(self):
+        async def close(self) -> None:
             self.closed.set()
 
     async with running_node(tmp_path, models(tmp_path, m={}), open_text=SlowText) as node:
@@ -523,7 +527,7 @@ async def test_load_cancelled_while_the_tokenizer_is_read_leaves_nothing(tmp_pat
         assert not node.devices.supervisors[0].has_models
 
 
-async def test_recovers_when_the_worker_is_lost_after_the_weights_and_before_the_tokenizer(tmp_path):
+async def test_recovers_when_the_worker_is_lost_after_the_weights_and_before_the_tokenizer(tmp_path: Path) -> None:
     tokenizer_ready = asyncio.Event()
 
     class SlowText(faulty_models.PlainText):
@@ -542,17 +546,17 @@ async def test_recovers_when_the_worker_is_lost_after_the_weights_and_before_the
         assert await asyncio.wait_for(tokens_of(node.submit("m", request())), WAIT_S) == [1, 2, 3, 4, 5]
 
 
-async def test_tokenizer_process_ends_while_its_model_is_not_in_memory(tmp_path):
+async def test_tokenizer_process_ends_while_its_model_is_not_in_memory(tmp_path: Path) -> None:
     calls = []
 
     class WatchedText(faulty_models.PlainText):
-        async def wake(self):
+        async def wake(self) -> None:
             calls.append("wake")
 
-        async def rest(self):
+        async def rest(self) -> None:
             calls.append("rest")
 
-        async def close(self):
+        async def close(self) -> None:
             calls.append("close")
 
     async with running_node(tmp_path, models(tmp_path, m={}), open_text=WatchedText) as node:
@@ -564,7 +568,7 @@ async def test_tokenizer_process_ends_while_its_model_is_not_in_memory(tmp_path)
     assert calls[-1] == "close"
 
 
-async def test_prompts_are_prepared_by_the_rules_of_their_model(tmp_path):
+async def test_prompts_are_prepared_by_the_rules_of_their_model(tmp_path: Path) -> None:
     class RecordingText(faulty_models.PlainText):
         async def prepare(self, request, rules, *, is_long):
             return rules
@@ -583,11 +587,11 @@ async def test_prompts_are_prepared_by_the_rules_of_their_model(tmp_path):
             await node.prepare(pack(GenerateRequest(model="unknown", prompt="x")), principal="p")
 
 
-async def test_subscriber_gets_every_state(tmp_path):
+async def test_subscriber_gets_every_state(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={"pieces": 10, "piece_s": 0.02})) as node:
         states = []
 
-        async def collect_states():
+        async def collect_states() -> None:
             async for event in node.subscribe():
                 if event.model is not None:
                     states.append(event.model.state.value)
@@ -603,7 +607,7 @@ async def test_subscriber_gets_every_state(tmp_path):
         await asyncio.wait_for(subscriber, WAIT_S)
 
 
-async def test_close_ends_queued_requests_at_once_and_drains_running_ones(tmp_path):
+async def test_close_ends_queued_requests_at_once_and_drains_running_ones(tmp_path: Path) -> None:
     config = {**models(tmp_path, m={"step_s": 0.005}), "limits": {"max_num_seqs": 1}}
     async with running_node(tmp_path, config) as node:
         await load(node)
@@ -625,7 +629,7 @@ async def test_close_ends_queued_requests_at_once_and_drains_running_ones(tmp_pa
         assert not alive(worker)
 
 
-async def test_close_is_bounded_and_leaves_no_process(tmp_path):
+async def test_close_is_bounded_and_leaves_no_process(tmp_path: Path) -> None:
     config = {**models(tmp_path, m={}, slow={"load": "hang"}), "drain_s": 0.2}
     async with running_node(tmp_path, config) as node:
         await load(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from faulty_models import parts
@@ -35,7 +36,7 @@ async def load(node, model_id):
     return await node.load(LoadRequest(model_id=model_id), wait=True)
 
 
-async def test_stages_serve_sleep_wake_and_unload_beside_other_divisions(tmp_path):
+async def test_stages_serve_sleep_wake_and_unload_beside_other_divisions(tmp_path: Path) -> None:
     node = await start(
         tmp_path,
         3,
@@ -71,7 +72,7 @@ async def test_stages_serve_sleep_wake_and_unload_beside_other_divisions(tmp_pat
     await node.close()
 
 
-async def test_replicas_of_a_model_in_stages_serve_alike(tmp_path):
+async def test_replicas_of_a_model_in_stages_serve_alike(tmp_path: Path) -> None:
     node = await start(tmp_path, 4, both={"pipeline_parallel": 2, "replicas": 2})
     status = await load(node, "both")
     assert (status.state, status.devices) == (ModelState.READY, (0, 1, 2, 3))
@@ -81,7 +82,7 @@ async def test_replicas_of_a_model_in_stages_serve_alike(tmp_path):
     await node.close()
 
 
-async def test_fault_of_any_stage_ends_requests_and_the_model_comes_back_alone(tmp_path):
+async def test_fault_of_any_stage_ends_requests_and_the_model_comes_back_alone(tmp_path: Path) -> None:
     """A killed stage is noticed at once, a stopped one by the watchdog."""
     beside = {"devices": (2,), "context_tokens": 4096}
     stages = {"pipeline_parallel": 2, "devices": (0, 1)}
@@ -109,7 +110,7 @@ async def test_fault_of_any_stage_ends_requests_and_the_model_comes_back_alone(t
     await node.close()
 
 
-async def test_rejects_more_devices_than_layers_before_a_worker_starts(tmp_path):
+async def test_rejects_more_devices_than_layers_before_a_worker_starts(tmp_path: Path) -> None:
     node = await start(tmp_path, 6, deep={"pipeline_parallel": 6})
     with pytest.raises(LoadFailed, match="deep has 5 layers, too few for pipeline_parallel = 6"):
         await load(node, "deep")

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from faulty_models import parts
@@ -34,7 +35,7 @@ async def load(node, model_id):
     return await node.load(LoadRequest(model_id=model_id), wait=True)
 
 
-async def test_killed_worker_recovers_and_the_model_generates_the_same(tmp_path):
+async def test_killed_worker_recovers_and_the_model_generates_the_same(tmp_path: Path) -> None:
     node = await start(tmp_path)
     try:
         await load(node, "a")
@@ -52,7 +53,7 @@ async def test_killed_worker_recovers_and_the_model_generates_the_same(tmp_path)
         await node.close()
 
 
-async def test_invalid_parameters_end_only_their_own_requests(tmp_path):
+async def test_invalid_parameters_end_only_their_own_requests(tmp_path: Path) -> None:
     """Sent to the node directly: the API would reject them."""
     node = await start(tmp_path)
     invalid = [
@@ -95,7 +96,7 @@ async def cycle(node, times, held_bytes):
     return held
 
 
-async def test_load_cycles_of_two_models_do_not_leak_host_memory(tmp_path):
+async def test_load_cycles_of_two_models_do_not_leak_host_memory(tmp_path: Path) -> None:
     node = await start(tmp_path)
     try:
         held = await cycle(node, 6, lambda: anonymous_bytes(node.devices.supervisors[0].process_id))
@@ -122,7 +123,7 @@ async def sleep_and_wake(node, times, held_bytes):
     return held
 
 
-async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path):
+async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path: Path) -> None:
     node = await start(tmp_path, sleep_mb=256)
     try:
         held = await sleep_and_wake(node, 6, lambda: anonymous_bytes(node.devices.supervisors[0].process_id))
@@ -132,7 +133,7 @@ async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path
 
 
 @pytest.mark.gpu
-async def test_sleeping_models_free_the_device(tmp_path):
+async def test_sleeping_models_free_the_device(tmp_path: Path) -> None:
     from cortex.neuron.worker.discovery import read_devices
 
     node = await start(tmp_path)  # with the default budget of a node with a GPU
@@ -146,7 +147,7 @@ async def test_sleeping_models_free_the_device(tmp_path):
 
 
 @pytest.mark.gpu
-async def test_load_cycles_of_two_models_do_not_leak_device_memory(tmp_path):
+async def test_load_cycles_of_two_models_do_not_leak_device_memory(tmp_path: Path) -> None:
     from cortex.neuron.worker.discovery import read_devices
 
     node = await start(tmp_path)

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import faulty_engine
 import pytest
@@ -43,7 +45,7 @@ async def generate(node, model_id="m", name="r"):
     return [token async for batch in generation for output in batch for token in output.tokens]
 
 
-async def until(condition):
+async def until(condition) -> None:
     async with asyncio.timeout(WAIT_S):
         while not condition():
             await asyncio.sleep(0.01)
@@ -53,7 +55,7 @@ def worker_of(node):
     return node.devices.supervisors[0].process_id
 
 
-async def test_sleeps_wakes_and_unloads(tmp_path):
+async def test_sleeps_wakes_and_unloads(tmp_path: Path) -> None:
     async with running_node(tmp_path, config(tmp_path, m={})) as node:
         await load(node)
         worker = worker_of(node)
@@ -74,7 +76,7 @@ async def test_sleeps_wakes_and_unloads(tmp_path):
         assert (await put_to_sleep(node)).state is ModelState.COLD
 
 
-async def test_wakes_a_model_once_for_many_callers(tmp_path, caplog):
+async def test_wakes_a_model_once_for_many_callers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with running_node(tmp_path, config(tmp_path, m={"wake": "slow"})) as node:
         await load(node)
@@ -92,7 +94,7 @@ async def test_wakes_a_model_once_for_many_callers(tmp_path, caplog):
         assert [line for line in caplog.messages if "asleep → loading" in line] == ["m: asleep → loading"]
 
 
-async def test_running_requests_finish_before_sleep(tmp_path):
+async def test_running_requests_finish_before_sleep(tmp_path: Path) -> None:
     async with running_node(tmp_path, config(tmp_path, m={"step_s": 0.01})) as node:
         await load(node)
         running = asyncio.create_task(generate(node))
@@ -102,7 +104,7 @@ async def test_running_requests_finish_before_sleep(tmp_path):
         assert await running == [1, 2, 3, 4, 5]
 
 
-async def test_sleeping_model_is_cold_after_its_worker_died(tmp_path, caplog):
+async def test_sleeping_model_is_cold_after_its_worker_died(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with running_node(tmp_path, config(tmp_path, m={}, other={})) as node:
         await load(node)
@@ -117,7 +119,7 @@ async def test_sleeping_model_is_cold_after_its_worker_died(tmp_path, caplog):
         assert (await load(node)).state is ModelState.READY
 
 
-async def test_unloads_the_longest_idle_sleeping_model_over_the_budget(tmp_path):
+async def test_unloads_the_longest_idle_sleeping_model_over_the_budget(tmp_path: Path) -> None:
     async with running_node(tmp_path, config(tmp_path, sleep_mb=2, a={}, b={}, c={})) as node:
         for name in ("a", "b", "c"):
             await load(node, name)
@@ -133,7 +135,9 @@ async def test_unloads_the_longest_idle_sleeping_model_over_the_budget(tmp_path)
     [(None, {}), (0, {}), (2, {"bytes": 3 * MEBIBYTE}), (64, {"sleep": "refuse"}), (64, {"sleep": "fault"})],
     ids=["none on a CPU", "none", "too large", "rejected", "faulted"],
 )
-async def test_unloads_a_model_that_cannot_sleep(tmp_path, sleep_mb, behaviour):
+async def test_unloads_a_model_that_cannot_sleep(
+    tmp_path: Path, sleep_mb: int | None, behaviour: dict[str, Any]
+) -> None:
     async with running_node(tmp_path, config(tmp_path, sleep_mb, m=behaviour)) as node:
         await load(node)
         assert (await put_to_sleep(node)).state is ModelState.COLD
@@ -141,7 +145,7 @@ async def test_unloads_a_model_that_cannot_sleep(tmp_path, sleep_mb, behaviour):
         assert (await load(node)).state is ModelState.READY
 
 
-async def test_unloads_no_sleeping_model_for_one_that_would_not_fit_anyway(tmp_path):
+async def test_unloads_no_sleeping_model_for_one_that_would_not_fit_anyway(tmp_path: Path) -> None:
     async with running_node(tmp_path, config(tmp_path, sleep_mb=2, a={}, b={"bytes": 3 * MEBIBYTE})) as node:
         await load(node, "a")
         await load(node, "b")
@@ -151,7 +155,7 @@ async def test_unloads_no_sleeping_model_for_one_that_would_not_fit_anyway(tmp_p
 
 
 @pytest.mark.parametrize("wake", ["no room", "no memory"])
-async def test_stays_asleep_when_a_wake_finds_no_room(tmp_path, wake):
+async def test_stays_asleep_when_a_wake_finds_no_room(tmp_path: Path, wake: str) -> None:
     async with running_node(tmp_path, config(tmp_path, m={"wake": wake})) as node:
         await load(node)
         await put_to_sleep(node)
@@ -163,7 +167,7 @@ async def test_stays_asleep_when_a_wake_finds_no_room(tmp_path, wake):
 
 
 @pytest.mark.parametrize("wake", ["damaged", "fault", "exit"])
-async def test_loads_again_when_a_wake_loses_the_model(tmp_path, wake):
+async def test_loads_again_when_a_wake_loses_the_model(tmp_path: Path, wake: str) -> None:
     async with running_node(tmp_path, config(tmp_path, m={"wake": wake})) as node:
         await load(node)
         await put_to_sleep(node)
@@ -171,7 +175,7 @@ async def test_loads_again_when_a_wake_loses_the_model(tmp_path, wake):
         assert await generate(node) == [1, 2, 3, 4, 5]
 
 
-async def test_unload_while_falling_asleep_leaves_nothing(tmp_path):
+async def test_unload_while_falling_asleep_leaves_nothing(tmp_path: Path) -> None:
     async with running_node(tmp_path, config(tmp_path, m={"step_s": 0.01})) as node:
         await load(node)
         running = asyncio.create_task(generate(node))
@@ -184,7 +188,7 @@ async def test_unload_while_falling_asleep_leaves_nothing(tmp_path):
         assert not node.devices.supervisors[0].has_models
 
 
-async def test_load_on_another_device_unloads_the_sleeping_model(tmp_path):
+async def test_load_on_another_device_unloads_the_sleeping_model(tmp_path: Path) -> None:
     devices = tuple(Device(index=index, kind="cpu", name="cpu", total_bytes=1 << 40) for index in (0, 1))
     readings = {device.index: DeviceReading(1 << 40, 1 << 39) for device in devices}
     two_devices = {"discover": lambda: Inventory(devices, readings=readings), "read_devices": lambda _: readings}
@@ -198,7 +202,7 @@ async def test_load_on_another_device_unloads_the_sleeping_model(tmp_path):
         assert not node.devices.supervisors[0].has_models
 
 
-async def test_closes_with_a_sleeping_model(tmp_path):
+async def test_closes_with_a_sleeping_model(tmp_path: Path) -> None:
     async with running_node(tmp_path, config(tmp_path, m={})) as node:
         await load(node)
         await put_to_sleep(node)

@@ -60,8 +60,8 @@ class Nodes:
 
 
 @pytest.fixture
-async def nodes(tmp_path):
-    source = write_llama(tmp_path / "model", 1, kv_heads=4)
+async def nodes(tmp_path: Path):
+    source = write_llama(tmp_path / "model", 1, kv_heads=4, num_layers=4)
     other = write_llama(tmp_path / "other", 1)  # the same name for other files
     options = {"source": source, "context_tokens": 512}
     led = (
@@ -69,6 +69,8 @@ async def nodes(tmp_path):
         ModelEntry(id="two", **options, tensor_parallel=2, nodes=BOTH, devices=(0,)),
         ModelEntry(id="four", **options, tensor_parallel=4, nodes=BOTH),
         ModelEntry(id="different", **options, tensor_parallel=2, nodes=BOTH),
+        ModelEntry(id="staged", **options, pipeline_parallel=2, nodes=BOTH),
+        ModelEntry(id="four stages", **options, pipeline_parallel=4, nodes=BOTH),
         ModelEntry(id="local", **options, tensor_parallel=2),
         ModelEntry(id="odd", **options, tensor_parallel=3, nodes=BOTH),
         ModelEntry(id="stranger", **options, tensor_parallel=2, nodes=("first", "third")),
@@ -100,7 +102,7 @@ async def until(holds) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_several_devices_of_each_node_and_nothing_is_left_after_the_unload(nodes):
+async def test_several_devices_of_each_node_and_nothing_is_left_after_the_unload(nodes) -> None:
     await load(nodes.first, "whole")
     status = await load(nodes.first, "four")
     assert (status.devices, status.num_devices, status.nodes) == ((0, 1), 2, BOTH)
@@ -114,7 +116,19 @@ async def test_several_devices_of_each_node_and_nothing_is_left_after_the_unload
     assert nodes.second.health().shares == ()
 
 
-async def test_devices_are_not_shared_with_another_divided_model(nodes):
+async def test_layers_are_divided_among_the_devices_of_both_nodes(nodes) -> None:
+    await load(nodes.first, "whole")
+    expected = await generate(nodes.first, "whole")
+    for model, devices in (("staged", 1), ("four stages", 2)):
+        status = await load(nodes.first, model)
+        assert (status.num_devices, status.nodes, len(status.devices)) == (devices, BOTH, devices)
+        assert len(nodes.second.health().shares[0].devices) == devices
+        assert await generate(nodes.first, model) == expected
+        await nodes.first.unload(UnloadRequest(model_id=model))
+        assert nodes.second.health().shares == ()
+
+
+async def test_devices_are_not_shared_with_another_divided_model(nodes) -> None:
     await load(nodes.first, "two")
     with pytest.raises(InsufficientCapacity, match=r"device 0 .*: it has a part of two, which spans nodes"):
         await load(nodes.first, "local")
@@ -140,7 +154,9 @@ async def test_devices_are_not_shared_with_another_divided_model(nodes):
         ("alone", "name two or more, each once, this one first"),
     ],
 )
-async def test_what_cannot_span_nodes_is_rejected_with_the_reason_and_leaves_nothing(nodes, model, message):
+async def test_what_cannot_span_nodes_is_rejected_with_the_reason_and_leaves_nothing(
+    nodes, model: str, message: str
+) -> None:
     with pytest.raises(LoadFailed, match=message):
         await load(nodes.first, model)
     await until(lambda: nodes.second.health().shares == ())
@@ -148,7 +164,7 @@ async def test_what_cannot_span_nodes_is_rejected_with_the_reason_and_leaves_not
     assert nodes.second.devices.claims.conflicts(spans=True) == {}
 
 
-async def test_unload_during_the_load_leaves_nothing(nodes):
+async def test_unload_during_the_load_leaves_nothing(nodes) -> None:
     for delay_s in (0.0, 0.05, 0.3):
         loading = asyncio.create_task(load(nodes.first, "two"))
         await asyncio.sleep(delay_s)
@@ -160,7 +176,7 @@ async def test_unload_during_the_load_leaves_nothing(nodes):
     assert (await load(nodes.first, "two")).state is ModelState.READY
 
 
-async def test_lost_connection_frees_both_sides_and_the_model_comes_back(nodes):
+async def test_lost_connection_frees_both_sides_and_the_model_comes_back(nodes) -> None:
     await load(nodes.first, "two")
     tokens = await generate(nodes.first, "two")
     await nodes.ends[-1].close()

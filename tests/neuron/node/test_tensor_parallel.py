@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from faulty_models import parts
@@ -25,7 +26,7 @@ ROUNDS = int(os.environ.get("CORTEX_GROUP_ROUNDS", "3"))
 
 
 @pytest.fixture
-async def node(tmp_path):
+async def node(tmp_path: Path):
     """Three devices, and models on every two of them."""
     source = write_llama(tmp_path / "model", 1)
     models = (
@@ -37,6 +38,7 @@ async def node(tmp_path):
         ModelEntry(id="second twin", source=source, context_tokens=512, tensor_parallel=2, devices=(1, 2)),
         ModelEntry(id="four", source=source, context_tokens=512, tensor_parallel=4),
         ModelEntry(id="deterministic", source=source, context_tokens=512, tensor_parallel=2, deterministic=True),
+        ModelEntry(id="in stages", source=source, context_tokens=512, pipeline_parallel=2, deterministic=True),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0, cpu_devices=3)
     timeouts = WorkerTimeouts(step_s=20.0, load_s=20.0)
@@ -49,12 +51,14 @@ async def load(node, model_id):
     return await node.load(LoadRequest(model_id=model_id), wait=True)
 
 
-async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices(node):
+async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices(node) -> None:
     assert node.discovery.max_devices_per_model == 3
     with pytest.raises(LoadFailed, match="may use 3 devices"):
         await load(node, "four")
     with pytest.raises(LoadFailed, match="deterministic = true and tensor_parallel = 2"):
         await load(node, "deterministic")
+    with pytest.raises(LoadFailed, match="deterministic = true and pipeline_parallel = 2"):
+        await load(node, "in stages")
     status = await load(node, "divided")
     assert (status.state, status.devices, status.num_devices) == (ModelState.READY, (0, 1), 2)
     # A worker that loads one model, and leads or follows others, takes part in their steps meanwhile.
@@ -73,7 +77,7 @@ async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices
         assert (await node.unload(UnloadRequest(model_id=name))).state is ModelState.COLD
 
 
-async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_deadlock(node):
+async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_deadlock(node) -> None:
     """Worker 1 leads two busy models while it connects as the second rank of a third one, and follows two on its own
     devices that are loaded and used at once."""
     await asyncio.gather(load(node, "second"), load(node, "second twin"))
@@ -95,13 +99,13 @@ async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_dea
     await asyncio.gather(*readers)
 
 
-async def _read(stream):
+async def _read(stream) -> None:
     async for _ in stream:
         pass
 
 
 @pytest.fixture
-async def faulty_node(tmp_path):
+async def faulty_node(tmp_path: Path):
     """Two devices for a divided model, and one for a model beside it."""
     source = write_llama(tmp_path / "model", 1)
     models = (
@@ -115,7 +119,7 @@ async def faulty_node(tmp_path):
     await node.close()
 
 
-async def test_fault_of_any_rank_ends_requests_and_the_model_comes_back_alone(faulty_node):
+async def test_fault_of_any_rank_ends_requests_and_the_model_comes_back_alone(faulty_node) -> None:
     """A killed rank is noticed at once, a stopped one by the watchdog."""
     node = faulty_node
     await load(node, "divided")

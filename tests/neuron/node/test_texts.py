@@ -67,13 +67,13 @@ def texts(opened: list[Source]) -> Texts:
     return Texts(open_text, LIMITS, max_queue=2)
 
 
-async def test_reads_a_text_once_for_concurrent_callers(texts, opened):
+async def test_reads_a_text_once_for_concurrent_callers(texts: Texts, opened: list[Source]) -> None:
     one, two, _ = await asyncio.gather(texts.get("m", HERE), texts.get("m", HERE), texts.awake("m", HERE))
     assert one is two
     assert [source.calls for source in opened] == [["read", "wake"]]
 
 
-async def test_another_path_replaces_the_text_and_closes_the_first(texts, opened):
+async def test_another_path_replaces_the_text_and_closes_the_first(texts: Texts, opened: list[Source]) -> None:
     await texts.get("m", HERE)
     first, second = await asyncio.gather(texts.get("m", THERE), texts.get("m", THERE))
     assert first is second
@@ -84,7 +84,7 @@ async def test_another_path_replaces_the_text_and_closes_the_first(texts, opened
 @pytest.mark.parametrize(
     ("error", "expected"), [(TextFileMalformed("broken"), LoadFailed), (Recovering("again"), Recovering)]
 )
-async def test_reads_again_after_a_failed_read(texts, opened, error, expected):
+async def test_reads_again_after_a_failed_read(texts: Texts, opened: list[Source], error, expected) -> None:
     caller = asyncio.create_task(texts.get("m", HERE))
     await asyncio.sleep(0)
     opened[0].error = error
@@ -95,7 +95,7 @@ async def test_reads_again_after_a_failed_read(texts, opened, error, expected):
     assert len(opened) == 2
 
 
-async def test_reads_again_after_an_error_that_no_caller_saw(texts, opened):
+async def test_reads_again_after_an_error_that_no_caller_saw(texts: Texts, opened: list[Source]) -> None:
     caller = asyncio.create_task(texts.get("m", HERE))
     await asyncio.sleep(0)
     opened[0].error = TextFileMalformed("broken")
@@ -105,7 +105,7 @@ async def test_reads_again_after_an_error_that_no_caller_saw(texts, opened):
     assert [source.calls for source in opened] == [["read", "close"], ["read"]]
 
 
-async def test_cancelled_caller_does_not_stop_the_read(texts, opened):
+async def test_cancelled_caller_does_not_stop_the_read(texts: Texts, opened: list[Source]) -> None:
     caller = asyncio.create_task(texts.get("m", HERE))
     await asyncio.sleep(0)
     caller.cancel()
@@ -113,7 +113,7 @@ async def test_cancelled_caller_does_not_stop_the_read(texts, opened):
     assert opened[0].calls == ["read"]
 
 
-async def test_rests_idle_texts_of_models_that_are_not_in_memory(texts, opened):
+async def test_rests_idle_texts_of_models_that_are_not_in_memory(texts: Texts, opened: list[Source]) -> None:
     for name in ("loaded", "counted", "forgotten"):
         await texts.get(name, HERE)
     for source, idle_s in zip(opened, (1e6, 1.0, 1e6), strict=True):
@@ -140,7 +140,7 @@ async def turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-async def test_long_texts_and_large_grammars_do_not_delay_short_texts(texts, opened):
+async def test_long_texts_and_large_grammars_do_not_delay_short_texts(texts: Texts, opened: list[Source]) -> None:
     long = preparing(texts, LONG, CONSTRAINED)
     await turns()
     short = preparing(texts, SHORT)
@@ -153,7 +153,7 @@ async def test_long_texts_and_large_grammars_do_not_delay_short_texts(texts, ope
     assert texts.num_jobs("m") == 0
 
 
-async def test_rejects_more_waiting_texts_than_the_queue_holds(texts, opened):
+async def test_rejects_more_waiting_texts_than_the_queue_holds(texts: Texts, opened: list[Source]) -> None:
     waiting = preparing(texts, SHORT, SHORT, SHORT)
     await turns()
     with pytest.raises(Overloaded, match="2 prompts are waiting") as busy:
@@ -163,7 +163,7 @@ async def test_rejects_more_waiting_texts_than_the_queue_holds(texts, opened):
     await asyncio.gather(*waiting)
 
 
-async def test_disconnected_client_ends_its_text_work_and_frees_its_place(texts, opened):
+async def test_disconnected_client_ends_its_text_work_and_frees_its_place(texts: Texts, opened: list[Source]) -> None:
     running, waiting, last = preparing(texts, SHORT, SHORT, SHORT)
     await turns()
     waiting.cancel()
@@ -175,7 +175,7 @@ async def test_disconnected_client_ends_its_text_work_and_frees_its_place(texts,
     assert texts.num_jobs("m") == 0
 
 
-async def test_text_work_over_the_deadline_is_rejected_and_ended(opened):
+async def test_text_work_over_the_deadline_is_rejected_and_ended(opened: list[Source]) -> None:
     def open_text(path: Path) -> Source:
         opened.append(Source(path))
         return opened[-1]

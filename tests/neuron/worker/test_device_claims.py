@@ -1,7 +1,7 @@
 from cortex.neuron.worker.device_claims import DeviceClaims
 
 
-def test_only_models_that_span_nodes_keep_other_divided_models_off_their_devices():
+def test_only_models_that_span_nodes_keep_other_divided_models_off_their_devices() -> None:
     claims = DeviceClaims()
     local, spanning = claims.new("local", (0, 1), spans=False), claims.new("wide", (2,), spans=True)
     assert claims.conflicts(spans=True) == {}

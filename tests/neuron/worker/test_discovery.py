@@ -26,18 +26,18 @@ GPUS = (gpu(0), gpu(1), gpu(2))
         ("0,9,1", [0]),
     ],
 )
-def test_cuda_visible_devices_selects_and_orders_gpus(setting, expected):
+def test_cuda_visible_devices_selects_and_orders_gpus(setting: str | None, expected) -> None:
     assert [device.index for device in visible_devices(GPUS, setting)] == expected
 
 
-def fail_init(monkeypatch, code):
-    def init():
+def fail_init(monkeypatch, code) -> None:
+    def init() -> None:
         raise pynvml.NVMLError(code)
 
     monkeypatch.setattr(discovery.pynvml, "nvmlInit", init)
 
 
-def test_cpu_is_the_only_device_without_a_driver(monkeypatch):
+def test_cpu_is_the_only_device_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_init(monkeypatch, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     inventory = discover({})
     (device,) = inventory.devices
@@ -46,14 +46,14 @@ def test_cpu_is_the_only_device_without_a_driver(monkeypatch):
     assert 0 < inventory.readings[0].free_bytes <= device.total_bytes
 
 
-def test_reports_a_driver_library_mismatch_as_a_problem(monkeypatch):
+def test_reports_a_driver_library_mismatch_as_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_init(monkeypatch, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
     inventory = discover({})
     assert [device.kind for device in inventory.devices] == ["cpu"]
     assert "reboot" in inventory.driver_problem
 
 
-def test_reports_an_unknown_nvml_error_as_a_problem(monkeypatch):
+def test_reports_an_unknown_nvml_error_as_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_init(monkeypatch, pynvml.NVML_ERROR_UNKNOWN)
     assert "nvidia-smi" in discover({}).driver_problem
 
@@ -62,8 +62,8 @@ class FakeMemory:
     total, free = 24 << 30, 20 << 30
 
 
-def fake_one_gpu(monkeypatch):
-    def unsupported(*_):
+def fake_one_gpu(monkeypatch) -> None:
+    def unsupported(*_) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     for name, value in {
@@ -83,7 +83,7 @@ def fake_one_gpu(monkeypatch):
         monkeypatch.setattr(discovery.pynvml, name, value)
 
 
-def test_gpu_with_missing_sensors_is_a_device(monkeypatch):
+def test_gpu_with_missing_sensors_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_one_gpu(monkeypatch)
     inventory = discover({})
     (device,) = inventory.devices
@@ -93,19 +93,19 @@ def test_gpu_with_missing_sensors_is_a_device(monkeypatch):
     assert (reading.free_bytes, reading.utilisation, reading.temperature_c) == (20 << 30, None, 61.0)
 
 
-def test_falls_back_to_the_cpu_and_says_why_when_all_gpus_are_hidden(monkeypatch):
+def test_falls_back_to_the_cpu_and_says_why_when_all_gpus_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_one_gpu(monkeypatch)
     inventory = discover({"CUDA_VISIBLE_DEVICES": ""})
     assert inventory.devices[0].kind == "cpu"
     assert "CUDA_VISIBLE_DEVICES" in inventory.driver_problem
 
 
-def test_no_readings_when_the_driver_stops_responding(monkeypatch):
+def test_no_readings_when_the_driver_stops_responding(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_init(monkeypatch, pynvml.NVML_ERROR_GPU_IS_LOST)
     assert read_devices((gpu(0),)) == {}
 
 
-def test_skips_a_failed_gpu_with_a_reason_and_keeps_the_others(monkeypatch):
+def test_skips_a_failed_gpu_with_a_reason_and_keeps_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_one_gpu(monkeypatch)
 
     def handle(index):
@@ -121,10 +121,10 @@ def test_skips_a_failed_gpu_with_a_reason_and_keeps_the_others(monkeypatch):
     assert set(read_devices(GPUS)) == {0, 2}
 
 
-def test_gpu_without_own_memory_reports_the_hosts_memory(monkeypatch):
+def test_gpu_without_own_memory_reports_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_one_gpu(monkeypatch)
 
-    def unsupported(handle):
+    def unsupported(handle) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     monkeypatch.setattr(discovery.pynvml, "nvmlDeviceGetMemoryInfo", unsupported)
@@ -133,7 +133,7 @@ def test_gpu_without_own_memory_reports_the_hosts_memory(monkeypatch):
     assert device.total_bytes == discovery.read_host_memory().total_bytes
 
 
-def test_divides_the_cpu_into_devices_that_share_the_hosts_memory(monkeypatch):
+def test_divides_the_cpu_into_devices_that_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_init(monkeypatch, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     whole = discover({})
     inventory = divided(whole, 3)
@@ -146,7 +146,7 @@ def test_divides_the_cpu_into_devices_that_share_the_hosts_memory(monkeypatch):
         assert sum(reading.free_bytes for reading in readings.values()) <= whole.devices[0].total_bytes
 
 
-def test_does_not_divide_gpus():
+def test_does_not_divide_gpus() -> None:
     inventory = Inventory(GPUS)
     assert divided(inventory, 4) is inventory
     assert inventory.num_host_shares == 1

@@ -34,7 +34,7 @@ WAIT_S = 30.0
 class Turns:
     """An inbox that returns one batch per iteration of the engine thread, so that a test needs no second thread."""
 
-    def __init__(self, executor, batches):
+    def __init__(self, executor, batches) -> None:
         self._executor = executor
         self._batches = batches
         self._given = False
@@ -74,26 +74,26 @@ def kinds(events):
     return [type(event) for event in events if not isinstance(event, LoadProgress)]
 
 
-def test_executes_commands_in_order():
+def test_executes_commands_in_order() -> None:
     assert kinds(run([load(1), Unload(1)])) == [Loaded, Unloaded]
 
 
-def test_request_for_an_unloaded_model_fails():
+def test_request_for_an_unloaded_model_fails() -> None:
     events = run([load(1), Unload(1), submit(1, "late")])
     assert [event.request_id for event in events if isinstance(event, RequestFailed)] == ["late"]
 
 
-def test_load_that_was_cancelled_in_the_queue_does_not_start():
+def test_load_that_was_cancelled_in_the_queue_does_not_start() -> None:
     first, *_ = events = run([load(1), CancelLoad(1)], [load(1)])
     assert kinds(events) == [ModelLoadFailed, Loaded]
     assert first.cancelled
 
 
-def test_cancellation_of_a_load_that_has_ended_is_ignored():
+def test_cancellation_of_a_load_that_has_ended_is_ignored() -> None:
     assert kinds(run([CancelLoad(7)], [load(7)])) == [Loaded]
 
 
-def test_device_fault_in_a_step_ends_the_thread():
+def test_device_fault_in_a_step_ends_the_thread() -> None:
     with pytest.raises(DeviceFault, match="device fault in step: RuntimeError: CUDA error"):
         run([load(1)], [submit(1, "fatal", faulty_engine.DEVICE_FAULT)], [], [])
 
@@ -118,7 +118,7 @@ def run_with_pauses(monkeypatch, prepare, *turns):
     return events
 
 
-def test_idle_model_prepares_until_nothing_is_left(monkeypatch):
+def test_idle_model_prepares_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = iter([True, True, True, False])
     prepared_while_busy = []
 
@@ -131,7 +131,7 @@ def test_idle_model_prepares_until_nothing_is_left(monkeypatch):
     assert any(isinstance(event, Outputs) for event in events)
 
 
-def test_waits_for_idleness_once_and_not_before_every_piece(monkeypatch):
+def test_waits_for_idleness_once_and_not_before_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = iter([True, True, False])
     waits_s = []
 
@@ -147,31 +147,31 @@ def test_waits_for_idleness_once_and_not_before_every_piece(monkeypatch):
     assert [wait_s for wait_s in waits_s if wait_s is not None] == [PREPARE_AFTER_S, 0.0, 0.0]
 
 
-def test_does_not_prepare_while_commands_are_pending(monkeypatch):
-    def prepare(_engine):
+def test_does_not_prepare_while_commands_are_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(_engine) -> None:
         pytest.fail("prepared while commands were pending")
 
     monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", prepare)
     assert kinds(run([load(1)], [submit(1, "a")], [], [])).count(Outputs) > 0
 
 
-def test_model_that_fails_to_prepare_still_serves(monkeypatch):
-    def prepare(_engine):
+def test_model_that_fails_to_prepare_still_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(_engine) -> None:
         raise ValueError("a kernel that does not compile")
 
     events = run_with_pauses(monkeypatch, prepare, [load(1)], [submit(1, "a")], [])
     assert any(isinstance(event, Outputs) for event in events)
 
 
-def test_device_fault_while_preparing_ends_the_thread(monkeypatch):
-    def prepare(_engine):
+def test_device_fault_while_preparing_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(_engine) -> None:
         faulty_engine.misbehave(faulty_engine.DEVICE_FAULT)
 
     with pytest.raises(DeviceFault, match="device fault in prepare"):
         run_with_pauses(monkeypatch, prepare, [load(1)], [submit(1, "a")])
 
 
-def test_model_whose_steps_keep_failing_is_closed_alone():
+def test_model_whose_steps_keep_failing_is_closed_alone() -> None:
     loads = [Load(1, LoadSpec(path="broken")), load(2)]
     events = run(loads, [submit(1, "a"), submit(2, "b")], *([[]] * 6), engine="faulty_engine:load_broken")
     assert [event.handle for event in events if isinstance(event, ModelBroken)] == [1]
@@ -179,7 +179,7 @@ def test_model_whose_steps_keep_failing_is_closed_alone():
     assert any(isinstance(event, Outputs) and event.handle == 2 for event in events)
 
 
-def test_bug_ends_only_the_request_that_causes_it_however_often():
+def test_bug_ends_only_the_request_that_causes_it_however_often() -> None:
     bugs = [f"bug {number}" for number in range(5)]
     turns = [[submit(1, bug, faulty_engine.BUG)] for bug in bugs]
     long = Submit(1, EngineRequest(id="long", prompt=(faulty_engine.PLAIN,), max_tokens=6))
@@ -191,7 +191,7 @@ def test_bug_ends_only_the_request_that_causes_it_however_often():
     assert not any(isinstance(event, ModelBroken) for event in events)
 
 
-def test_bugs_of_single_requests_do_not_break_the_model():
+def test_bugs_of_single_requests_do_not_break_the_model() -> None:
     turns = [turn for number in range(5) for turn in ([submit(1, f"bug {number}", faulty_engine.BUG)], [], [])]
     events = run([load(1)], *turns, [submit(1, "well")], [], [])
     assert sum(isinstance(event, RequestFailed) for event in events) == 5

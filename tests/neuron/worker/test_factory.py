@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from cortex.ipc.channel import encode_frame
 from cortex.ipc.packets import PacketSocket
@@ -58,7 +59,7 @@ def status(process_id, field):
     return next(line.split()[1] for line in lines if line.startswith(f"{field}:"))
 
 
-async def test_workers_come_from_one_process_and_report_their_exit():
+async def test_workers_come_from_one_process_and_report_their_exit() -> None:
     async with worker_factory() as made:
         (one, channel), (two, other_channel) = await forked(made), await forked(made)
         assert status(one.process_id, "PPid") == status(two.process_id, "PPid")
@@ -72,7 +73,7 @@ async def test_workers_come_from_one_process_and_report_their_exit():
     other_channel.close()
 
 
-async def test_worker_holds_no_descriptor_of_another_worker():
+async def test_worker_holds_no_descriptor_of_another_worker() -> None:
     async with worker_factory() as made:
         first, first_channel = await forked(made)
         second, second_channel = await forked(made)
@@ -88,7 +89,7 @@ async def test_worker_holds_no_descriptor_of_another_worker():
         first_channel.close()
 
 
-async def test_workers_die_with_the_fork_server_which_is_replaced():
+async def test_workers_die_with_the_fork_server_which_is_replaced() -> None:
     async with worker_factory() as made:
         worker, channel = await forked(made)
         os.kill(int(status(worker.process_id, "PPid")), signal.SIGKILL)
@@ -103,7 +104,7 @@ async def test_workers_die_with_the_fork_server_which_is_replaced():
         other_channel.close()
 
 
-async def test_kills_a_fork_server_whose_import_hangs(tmp_path, monkeypatch):
+async def test_kills_a_fork_server_whose_import_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     importing = tmp_path / "importing"
     (tmp_path / "endless_engine.py").write_text(f"import time\nopen({str(importing)!r}, 'w')\ntime.sleep(3600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -121,7 +122,7 @@ async def test_kills_a_fork_server_whose_import_hangs(tmp_path, monkeypatch):
     # closing does not wait for the import either
 
 
-async def test_openmp_threads_spin_briefly_unless_configured(monkeypatch):
+async def test_openmp_threads_spin_briefly_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     async with worker_factory() as made:
@@ -135,7 +136,7 @@ async def test_openmp_threads_spin_briefly_unless_configured(monkeypatch):
         channel.close()
 
 
-def test_fork_server_without_its_daemon_exits_before_it_imports(tmp_path):
+def test_fork_server_without_its_daemon_exits_before_it_imports(tmp_path: Path) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -155,8 +156,8 @@ def test_fork_server_without_its_daemon_exits_before_it_imports(tmp_path):
     assert not (tmp_path / "imported").exists()
 
 
-def test_failed_fork_is_reported_and_the_fork_server_continues(monkeypatch):
-    def fork():
+def test_failed_fork_is_reported_and_the_fork_server_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> None:
         raise OSError(errno.EAGAIN, "no more processes")
 
     monkeypatch.setattr(os, "fork", fork)
@@ -174,7 +175,7 @@ def test_failed_fork_is_reported_and_the_fork_server_continues(monkeypatch):
         other.close()
 
 
-def test_importing_the_engine_initialises_no_device():
+def test_importing_the_engine_initialises_no_device() -> None:
     # A CUDA context does not survive a fork.
     script = "import cortex.neuron.engine.engine, torch; print(torch.cuda.is_initialized())"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -182,7 +183,9 @@ def test_importing_the_engine_initialises_no_device():
     assert result.stdout.strip() == "False"
 
 
-async def test_fork_server_and_workers_log_in_the_daemons_format(monkeypatch, capfd):
+async def test_fork_server_and_workers_log_in_the_daemons_format(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(logs, "in_use", lambda: ("json", "INFO"))
     async with worker_factory("there_is_no_such_module:load") as made:
         _, channel = await forked(made)

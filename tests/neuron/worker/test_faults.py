@@ -1,4 +1,5 @@
 import errno
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ class OutOfMemoryError(RuntimeError):
 class AcceleratorError(RuntimeError):
     """Named like torch's, with the number of the CUDA error since torch 2.9."""
 
-    def __init__(self, message, error_code=None):
+    def __init__(self, message, error_code=None) -> None:
         super().__init__(message)
         if error_code is not None:
             self.error_code = error_code
@@ -66,11 +67,11 @@ ADVICE = (
         (EngineError("the stop string 'CUDA out of memory' is not allowed"), FaultKind.BUG),
     ],
 )
-def test_classifies_an_error_by_type_and_number_and_untyped_ones_by_message(error, kind):
+def test_classifies_an_error_by_type_and_number_and_untyped_ones_by_message(error, kind) -> None:
     assert classify(error) is kind
 
 
-def test_torch_allocation_failure_on_a_cpu_is_out_of_memory():
+def test_torch_allocation_failure_on_a_cpu_is_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 46)
     assert classify(raised.value) is FaultKind.OUT_OF_MEMORY
@@ -89,7 +90,7 @@ def _raised(outer, inner, *, explicit):
 
 
 @pytest.mark.parametrize("explicit", [True, False])
-def test_classifies_by_the_most_severe_error_in_the_chain(explicit):
+def test_classifies_by_the_most_severe_error_in_the_chain(explicit: bool) -> None:
     inner = RuntimeError("CUDA error: an illegal memory access was encountered")
     error = _raised(ValueError("step failed"), inner, explicit=explicit)
     assert classify(error) is FaultKind.DEVICE
@@ -98,25 +99,25 @@ def test_classifies_by_the_most_severe_error_in_the_chain(explicit):
     )
 
 
-def test_device_fault_is_more_severe_than_out_of_memory():
+def test_device_fault_is_more_severe_than_out_of_memory() -> None:
     error = _raised(
         OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: misaligned address"), explicit=True
     )
     assert classify(error) is FaultKind.DEVICE
 
 
-def test_classifies_members_of_exception_groups():
+def test_classifies_members_of_exception_groups() -> None:
     group = ExceptionGroup("two", [KeyError("x"), MemoryError()])
     assert classify(group) is FaultKind.OUT_OF_MEMORY
 
 
-def test_chain_ends_at_a_cycle_of_causes():
+def test_chain_ends_at_a_cycle_of_causes() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert len(list(chain(first))) == 2
 
 
-def test_ignores_suppressed_context():
+def test_ignores_suppressed_context() -> None:
     error = ValueError("clean")
     error.__context__ = RuntimeError("CUDA error: unknown error")
     error.__suppress_context__ = True
@@ -136,11 +137,11 @@ def test_ignores_suppressed_context():
         (FaultKind.BUG, {"old": True}, "ended already", []),
     ],
 )
-def test_chooses_the_requests_that_a_failed_step_ends(kind, live, blamed, victims):
+def test_chooses_the_requests_that_a_failed_step_ends(kind, live: dict[str, Any], blamed: str | None, victims) -> None:
     assert choose_victims(kind, live, blamed) == victims
 
 
-def test_blamed_request_is_a_bug_unless_its_cause_is_more_severe():
+def test_blamed_request_is_a_bug_unless_its_cause_is_more_severe() -> None:
     for cause, kind in (
         (OverflowError("int too big to convert"), FaultKind.BUG),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), FaultKind.DEVICE),

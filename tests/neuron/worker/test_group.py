@@ -57,10 +57,10 @@ class FakeSupervisor:
         self._called("wake")
         return replace(resident, host_bytes=0)
 
-    def submit(self, resident, request):
+    def submit(self, resident, request) -> None:
         self._called(f"submit {resident.handle}")
 
-    def kill_worker(self, reason):
+    def kill_worker(self, reason) -> None:
         self._called("kill")
 
 
@@ -70,7 +70,7 @@ def calls() -> list[str]:
 
 
 @pytest.fixture
-def supervisors(calls) -> list[FakeSupervisor]:
+def supervisors(calls: list[str]) -> list[FakeSupervisor]:
     return [FakeSupervisor(index, calls) for index in (1, 4, 6)]
 
 
@@ -80,7 +80,7 @@ def lost() -> list[str]:
 
 
 @pytest.fixture
-def group(supervisors) -> WorkerGroup:
+def group(supervisors: list[FakeSupervisor]) -> WorkerGroup:
     return WorkerGroup(supervisors, ["/locks/1", "/locks/4", "/locks/6"], CLAIM)
 
 
@@ -88,7 +88,9 @@ async def loaded(group, lost) -> Resident:
     return await group.load(LoadSpec("m"), SimpleNamespace(on_lost=lost.append))
 
 
-async def test_ranks_are_in_the_order_of_the_devices_and_counted_together(group, supervisors, calls, lost):
+async def test_ranks_are_in_the_order_of_the_devices_and_counted_together(
+    group: WorkerGroup, supervisors: list[FakeSupervisor], calls: list[str], lost: list[str]
+) -> None:
     resident = await loaded(group, lost)
     assert group.device_indices == (1, 4, 6)
     assert group.freed_at_s == 6.0
@@ -101,7 +103,9 @@ async def test_ranks_are_in_the_order_of_the_devices_and_counted_together(group,
     assert calls == ["submit 2 1"]
 
 
-async def test_leader_sleeps_first_wakes_last_and_is_unloaded_first(group, calls, lost):
+async def test_leader_sleeps_first_wakes_last_and_is_unloaded_first(
+    group: WorkerGroup, calls: list[str], lost: list[str]
+) -> None:
     resident = await loaded(group, lost)
     asleep = await group.sleep(resident)
     assert asleep.host_bytes == 30
@@ -112,7 +116,9 @@ async def test_leader_sleeps_first_wakes_last_and_is_unloaded_first(group, calls
     assert sorted(calls[7:]) == ["unload 4", "unload 6"]
 
 
-async def test_ranks_that_woke_sleep_again_when_another_one_has_no_room(group, supervisors, calls, lost):
+async def test_ranks_that_woke_sleep_again_when_another_one_has_no_room(
+    group: WorkerGroup, supervisors: list[FakeSupervisor], calls: list[str], lost: list[str]
+) -> None:
     asleep = await group.sleep(await loaded(group, lost))
     calls.clear()
     supervisors[0].wake_error = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
@@ -121,7 +127,9 @@ async def test_ranks_that_woke_sleep_again_when_another_one_has_no_room(group, s
     assert calls == ["wake 4", "wake 6", "sleep 4", "sleep 6"]
 
 
-async def test_failed_load_reports_its_cause_and_leaves_nothing(group, supervisors, calls, lost):
+async def test_failed_load_reports_its_cause_and_leaves_nothing(
+    group: WorkerGroup, supervisors: list[FakeSupervisor], calls: list[str], lost: list[str]
+) -> None:
     supervisors[0].load_error = LoadRejected(FaultKind.REQUEST, "another rank ended its load", cancelled=True)
     supervisors[2].load_error = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room on device 6")
     with pytest.raises(LoadRejected, match="no room on device 6"):
@@ -130,7 +138,7 @@ async def test_failed_load_reports_its_cause_and_leaves_nothing(group, superviso
     assert lost == []
 
 
-async def test_cancelled_load_leaves_nothing(group, calls, lost):
+async def test_cancelled_load_leaves_nothing(group: WorkerGroup, calls: list[str], lost: list[str]) -> None:
     load = asyncio.create_task(loaded(group, lost))
     await asyncio.sleep(0)
     load.cancel()
@@ -141,8 +149,8 @@ async def test_cancelled_load_leaves_nothing(group, calls, lost):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 async def test_lost_rank_replaces_the_workers_of_the_others_before_the_model_is_lost(
-    group, supervisors, calls, lost, rank
-):
+    group: WorkerGroup, supervisors: list[FakeSupervisor], calls: list[str], lost: list[str], rank: int
+) -> None:
     await loaded(group, lost)
     supervisors[rank].sink.on_lost("it died")
     others = [supervisor for supervisor in supervisors if supervisor is not supervisors[rank]]
@@ -153,7 +161,9 @@ async def test_lost_rank_replaces_the_workers_of_the_others_before_the_model_is_
     assert len(lost) == 1
 
 
-async def test_worker_lost_during_the_load_is_the_cause(group, supervisors, lost):
+async def test_worker_lost_during_the_load_is_the_cause(
+    group: WorkerGroup, supervisors: list[FakeSupervisor], lost: list[str]
+) -> None:
     supervisors[1].load_error = WorkerLost("killed by SIGKILL")
     with pytest.raises(WorkerLost, match="SIGKILL"):
         await loaded(group, lost)
@@ -161,16 +171,16 @@ async def test_worker_lost_during_the_load_is_the_cause(group, supervisors, lost
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 async def test_rank_that_dies_while_a_failed_load_is_cleaned_up_does_not_keep_the_others_loaded(
-    group, supervisors, calls, lost, is_cancelled
-):
+    group: WorkerGroup, supervisors: list[FakeSupervisor], calls: list[str], lost: list[str], is_cancelled: bool
+) -> None:
     """Ranks 0 and 1 are loaded when rank 2 fails; the unload of rank 0 fails too."""
     release = asyncio.Event()
 
-    async def fail(spec, sink):
+    async def fail(spec, sink) -> None:
         await release.wait()
         raise LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
 
-    async def die(resident):
+    async def die(resident) -> None:
         supervisors[0].sink.on_lost("killed")
         raise WorkerLost("killed")
 
@@ -186,7 +196,9 @@ async def test_rank_that_dies_while_a_failed_load_is_cleaned_up_does_not_keep_th
     assert lost == []
 
 
-async def test_cleanup_of_a_failed_load_survives_its_cancellation(group, supervisors, calls, lost):
+async def test_cleanup_of_a_failed_load_survives_its_cancellation(
+    group: WorkerGroup, supervisors: list[FakeSupervisor], calls: list[str], lost: list[str]
+) -> None:
     supervisors[2].load_error = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
     freed = asyncio.Event()
 
@@ -195,7 +207,7 @@ async def test_cleanup_of_a_failed_load_survives_its_cancellation(group, supervi
             await asyncio.sleep(10)
         return Resident(1, INFO, measured_bytes=20, process_bytes=20)
 
-    async def unload(resident):
+    async def unload(resident) -> None:
         await asyncio.sleep(0.01)
         freed.set()
 
@@ -208,7 +220,9 @@ async def test_cleanup_of_a_failed_load_survives_its_cancellation(group, supervi
     assert freed.is_set()
 
 
-async def test_follower_lost_during_the_unload_kills_no_other_worker(supervisors, calls):
+async def test_follower_lost_during_the_unload_kills_no_other_worker(
+    supervisors: list[FakeSupervisor], calls: list[str]
+) -> None:
     group = WorkerGroup(supervisors, (), CLAIM)
     resident = await group.load(LoadSpec("m"), SimpleNamespace())
 
@@ -221,7 +235,7 @@ async def test_follower_lost_during_the_unload_kills_no_other_worker(supervisors
     assert sorted(calls) == ["unload 1", "unload 6"]
 
 
-async def test_damaged_rank_takes_the_others_out_of_memory(supervisors, calls):
+async def test_damaged_rank_takes_the_others_out_of_memory(supervisors: list[FakeSupervisor], calls: list[str]) -> None:
     group = WorkerGroup(supervisors, (), CLAIM)
     resident = await group.load(LoadSpec("m"), SimpleNamespace())
     supervisors[0].wake_error = Damaged("other results than before")

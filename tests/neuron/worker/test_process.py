@@ -3,7 +3,7 @@ from cortex.neuron.worker.process import ProgressWatch, WorkerTimeouts
 TIMEOUTS = WorkerTimeouts(start_s=50.0, step_s=10.0, load_s=100.0, unload_s=20.0)
 
 
-def test_reports_without_progress_do_not_restart_the_clock():
+def test_reports_without_progress_do_not_restart_the_clock() -> None:
     watch = ProgressWatch.begin(0.0).reported("step", 5, 1.0)
     for second in range(2, 11):
         watch = watch.reported("step", 5, float(second))
@@ -11,22 +11,22 @@ def test_reports_without_progress_do_not_restart_the_clock():
     assert "no progress in 'step' for 10 s" in watch.reported("step", 5, 11.0).verdict(11.0, TIMEOUTS)
 
 
-def test_progress_restarts_the_clock():
+def test_progress_restarts_the_clock() -> None:
     watch = ProgressWatch.begin(0.0).reported("step", 5, 1.0).reported("step", 6, 10.0)
     assert watch.verdict(19.0, TIMEOUTS) is None
 
 
-def test_worker_without_pending_work_is_not_stuck():
+def test_worker_without_pending_work_is_not_stuck() -> None:
     watch = ProgressWatch.begin(0.0).reported("idle", 5, 1.0).without_work(500.0)
     assert watch.verdict(509.0, TIMEOUTS) is None
 
 
-def test_load_has_its_own_timeout():
+def test_load_has_its_own_timeout() -> None:
     watch = ProgressWatch.begin(0.0).reported("load", 5, 0.0)
     assert watch.verdict(99.0, TIMEOUTS) is None
     assert watch.verdict(100.0, TIMEOUTS) is not None
 
 
-def test_worker_that_never_reports_is_measured_from_its_start():
+def test_worker_that_never_reports_is_measured_from_its_start() -> None:
     assert ProgressWatch.begin(0.0).verdict(49.0, TIMEOUTS) is None
     assert ProgressWatch.begin(0.0).verdict(50.0, TIMEOUTS) is not None

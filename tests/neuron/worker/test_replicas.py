@@ -37,7 +37,7 @@ class FakeHost:
         self.sink = sink
         return Resident(1, INFO, measured_bytes=20, process_bytes=20)
 
-    async def unload(self, resident):
+    async def unload(self, resident) -> None:
         self.unloaded += 1
 
     async def sleep(self, resident):
@@ -46,10 +46,10 @@ class FakeHost:
     async def wake(self, resident):
         return replace(resident, host_bytes=0)
 
-    def submit(self, resident, request):
+    def submit(self, resident, request) -> None:
         self.requests.append(request.id)
 
-    def cancel(self, resident, request_id):
+    def cancel(self, resident, request_id) -> None:
         self.requests.remove(request_id)
 
 
@@ -61,16 +61,16 @@ class Sink:
         self.lost: list[str] = []
         self.stats = EngineStats()
 
-    def on_progress(self, *_): ...
-    def on_outputs(self, outputs): ...
+    def on_progress(self, *_) -> None: ...
+    def on_outputs(self, outputs) -> None: ...
 
-    def on_request_failed(self, request_id, kind, message):
+    def on_request_failed(self, request_id, kind, message) -> None:
         self.failed.append((request_id, kind))
 
-    def on_stats(self, stats):
+    def on_stats(self, stats) -> None:
         self.stats = stats
 
-    def on_lost(self, reason):
+    def on_lost(self, reason) -> None:
         self.lost.append(reason)
 
 
@@ -91,13 +91,13 @@ def request(name: str, tokens: int = 4, first: int = 0) -> EngineRequest:
     return EngineRequest(name, tuple(range(first, first + tokens)), max_tokens=5)
 
 
-async def test_sizes_are_those_of_all_replicas(loaded):
+async def test_sizes_are_those_of_all_replicas(loaded) -> None:
     replicas, resident, _, _ = loaded
     assert replicas.device_indices == (0, 1)
     assert (resident.measured_bytes, resident.info.num_pages, resident.info.context_tokens) == (40, 14, 512)
 
 
-async def test_request_goes_to_the_replica_with_the_fewest_requests(loaded):
+async def test_request_goes_to_the_replica_with_the_fewest_requests(loaded) -> None:
     replicas, resident, (first, second), _ = loaded
     for name in "abcd":
         replicas.submit(resident, request(name))
@@ -110,7 +110,7 @@ async def test_request_goes_to_the_replica_with_the_fewest_requests(loaded):
     assert second.requests == ["b"]
 
 
-async def test_prompt_goes_where_its_prefix_was_computed_unless_that_replica_is_busy(loaded):
+async def test_prompt_goes_where_its_prefix_was_computed_unless_that_replica_is_busy(loaded) -> None:
     replicas, resident, (first, second), _ = loaded
     replicas.submit(resident, request("a", 4 * BLOCK_TOKENS))
     first.sink.on_outputs((StepOutput("a", finish="stop"),))
@@ -123,7 +123,7 @@ async def test_prompt_goes_where_its_prefix_was_computed_unless_that_replica_is_
     assert second.requests[-1] == "long"  # five blocks are known there, four on the first
 
 
-async def test_lost_replica_fails_its_own_requests_and_comes_back(loaded):
+async def test_lost_replica_fails_its_own_requests_and_comes_back(loaded) -> None:
     replicas, resident, (first, second), sink = loaded
     replicas.submit(resident, request("a"))
     replicas.submit(resident, request("b"))
@@ -142,7 +142,7 @@ async def test_lost_replica_fails_its_own_requests_and_comes_back(loaded):
     assert first.requests[-1] == "d"
 
 
-async def test_replica_lost_in_its_sleep_comes_back_when_the_model_wakes(loaded):
+async def test_replica_lost_in_its_sleep_comes_back_when_the_model_wakes(loaded) -> None:
     replicas, resident, (first, second), _ = loaded
     asleep = await replicas.sleep(resident)
     assert asleep.host_bytes == 20
@@ -158,7 +158,7 @@ async def test_replica_lost_in_its_sleep_comes_back_when_the_model_wakes(loaded)
     assert second.requests + first.requests == ["a"]
 
 
-async def test_loss_of_the_last_replica_is_the_loss_of_the_model(loaded):
+async def test_loss_of_the_last_replica_is_the_loss_of_the_model(loaded) -> None:
     replicas, resident, (first, second), sink = loaded
     first.fails = True
     first.sink.on_lost("one")
@@ -168,7 +168,7 @@ async def test_loss_of_the_last_replica_is_the_loss_of_the_model(loaded):
     assert (first.requests, second.requests) == ([], [])
 
 
-async def test_failed_load_of_one_replica_leaves_none():
+async def test_failed_load_of_one_replica_leaves_none() -> None:
     hosts = [FakeHost(0), FakeHost(1)]
     hosts[1].fails = True
     with pytest.raises(LoadRejected):
@@ -176,7 +176,7 @@ async def test_failed_load_of_one_replica_leaves_none():
     assert (hosts[0].unloaded, hosts[1].unloaded) == (1, 0)
 
 
-def test_prefix_memory_forgets_the_least_recently_used(monkeypatch):
+def test_prefix_memory_forgets_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cortex.neuron.worker.prefix_memory.MAX_BLOCKS", 2)
     memory = PrefixMemory()
     prompts = [[number] * BLOCK_TOKENS for number in range(3)]
@@ -186,9 +186,9 @@ def test_prefix_memory_forgets_the_least_recently_used(monkeypatch):
     assert memory.num_known_tokens(prompts[2] + [7] * BLOCK_TOKENS) == BLOCK_TOKENS
 
 
-async def test_replica_lost_during_the_load_of_another_fails_the_load(loaded):
+async def test_replica_lost_during_the_load_of_another_fails_the_load(loaded) -> None:
     class Slow(FakeHost):
-        async def load(self, spec, sink):
+        async def load(self, spec, sink) -> None:
             await asyncio.Event().wait()
 
     hosts, sink = [FakeHost(0), Slow(1), FakeHost(2)], Sink()
@@ -202,11 +202,11 @@ async def test_replica_lost_during_the_load_of_another_fails_the_load(loaded):
     assert ([host.unloaded for host in hosts], sink.lost) == ([0, 0, 1], [])
 
 
-async def test_failed_wake_of_one_replica_unloads_the_others(loaded):
+async def test_failed_wake_of_one_replica_unloads_the_others(loaded) -> None:
     replicas, resident, hosts, _ = loaded
     asleep = await replicas.sleep(resident)
 
-    async def wake(resident):
+    async def wake(resident) -> None:
         raise Damaged("other results than before")
 
     hosts[1].wake = wake
@@ -215,7 +215,7 @@ async def test_failed_wake_of_one_replica_unloads_the_others(loaded):
     assert [host.unloaded for host in hosts] == [1, 0]
 
 
-async def test_reload_that_sleep_interrupts_is_repeated_after_the_wake(loaded):
+async def test_reload_that_sleep_interrupts_is_repeated_after_the_wake(loaded) -> None:
     replicas, resident, (first, _), _ = loaded
     old = first.sink
     old.on_lost("killed")

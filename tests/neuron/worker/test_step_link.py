@@ -26,7 +26,7 @@ def rank(number: int, port: int, secret: str = SECRET) -> RankSpec:
     return RankSpec(number, 2, "", meeting=Meeting("127.0.0.1", 0, port, secret, f"127.0.0.{number + 1}"))
 
 
-def test_leader_announces_to_ranks_and_closes_connections_without_the_secret(port):
+def test_leader_announces_to_ranks_and_closes_connections_without_the_secret(port: int) -> None:
     plans: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
     leader = LeaderLink(rank(0, port), lambda: None)
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
@@ -43,7 +43,7 @@ def test_leader_announces_to_ranks_and_closes_connections_without_the_secret(por
     leader.close()
 
 
-def test_rank_of_another_load_is_not_accepted(port, monkeypatch):
+def test_rank_of_another_load_is_not_accepted(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_link, "ACCEPT_S", 0.5)
     leader = LeaderLink(rank(0, port), lambda: None)
     follower = FollowerLink(rank(1, port, "another secret".ljust(32)), lambda plan: None, lambda: None)

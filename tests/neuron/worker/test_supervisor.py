@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import faulty_engine
 import pytest
@@ -32,27 +33,27 @@ SHORT_TIMEOUTS = WorkerTimeouts(step_s=0.8, load_s=0.8, unload_s=0.8, exit_s=2.0
 class Sink:
     """A `ModelSink` that records everything."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.outputs, self.failed, self.progress, self.lost, self.stats = [], {}, [], [], None
         self.changed = asyncio.Event()
 
-    def on_progress(self, stage, done_bytes, total_bytes):
+    def on_progress(self, stage, done_bytes, total_bytes) -> None:
         self.progress.append((stage, done_bytes, total_bytes))
         self.changed.set()
 
-    def on_outputs(self, outputs):
+    def on_outputs(self, outputs) -> None:
         self.outputs.extend(outputs)
         self.changed.set()
 
-    def on_request_failed(self, request_id, kind, message):
+    def on_request_failed(self, request_id, kind, message) -> None:
         self.failed[request_id] = (kind, message)
         self.changed.set()
 
-    def on_stats(self, stats):
+    def on_stats(self, stats) -> None:
         self.stats = stats
         self.changed.set()
 
-    def on_lost(self, reason):
+    def on_lost(self, reason) -> None:
         self.lost.append(reason)
         self.changed.set()
 
@@ -62,7 +63,7 @@ class Sink:
     def finish(self, request_id):
         return next((o.finish for o in self.outputs if o.request_id == request_id and o.finish), None)
 
-    async def until(self, condition):
+    async def until(self, condition) -> None:
         async with asyncio.timeout(WAIT_S):
             while not condition():
                 self.changed.clear()
@@ -98,7 +99,7 @@ def alive(process_id):
     return False
 
 
-async def test_process_starts_on_first_load_and_ends_on_close(tmp_path):
+async def test_process_starts_on_first_load_and_ends_on_close(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         assert (supervisor.state, supervisor.process_id) == ("none", None)
         await supervisor.load(model(tmp_path), Sink())
@@ -109,7 +110,7 @@ async def test_process_starts_on_first_load_and_ends_on_close(tmp_path):
     assert "cpu" in names
 
 
-async def test_streams_outputs_until_each_request_finishes(tmp_path):
+async def test_streams_outputs_until_each_request_finishes(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -123,7 +124,7 @@ async def test_streams_outputs_until_each_request_finishes(tmp_path):
         )
 
 
-async def test_request_that_cannot_be_encoded_fails_alone(tmp_path):
+async def test_request_that_cannot_be_encoded_fails_alone(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -138,7 +139,7 @@ async def test_request_that_cannot_be_encoded_fails_alone(tmp_path):
         assert not sink.lost
 
 
-async def test_cancelling_ends_only_that_request(tmp_path):
+async def test_cancelling_ends_only_that_request(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -152,7 +153,7 @@ async def test_cancelling_ends_only_that_request(tmp_path):
         await sink.until(lambda: sink.finish("short"))
 
 
-async def test_two_models_serve_on_one_device(tmp_path):
+async def test_two_models_serve_on_one_device(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         first, second = Sink(), Sink()
         one = await supervisor.load(model(tmp_path, "one"), first)
@@ -163,7 +164,7 @@ async def test_two_models_serve_on_one_device(tmp_path):
         await second.until(lambda: second.finish("a"))
 
 
-async def test_models_keep_serving_during_a_load(tmp_path):
+async def test_models_keep_serving_during_a_load(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path, "serving"), sink)
@@ -174,7 +175,7 @@ async def test_models_keep_serving_during_a_load(tmp_path):
         assert len(sink.tokens("long")) - before >= 20
 
 
-async def test_request_that_the_engine_rejects_fails_alone(tmp_path):
+async def test_request_that_the_engine_rejects_fails_alone(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -184,7 +185,7 @@ async def test_request_that_the_engine_rejects_fails_alone(tmp_path):
         assert sink.failed == {"bad": (FaultKind.REQUEST, "top_k of -7 is out of range")}
 
 
-async def test_out_of_memory_fails_only_the_newest_prompt(tmp_path):
+async def test_out_of_memory_fails_only_the_newest_prompt(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -197,7 +198,7 @@ async def test_out_of_memory_fails_only_the_newest_prompt(tmp_path):
         assert sink.lost == []
 
 
-async def test_model_keeps_serving_after_a_bug_in_a_step(tmp_path):
+async def test_model_keeps_serving_after_a_bug_in_a_step(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -218,7 +219,9 @@ async def test_model_keeps_serving_after_a_bug_in_a_step(tmp_path):
         (faulty_engine.HANG, "no progress in 'step'"),
     ],
 )
-async def test_reports_why_a_worker_was_lost_and_replaces_it_on_the_next_load(tmp_path, token, reason):
+async def test_reports_why_a_worker_was_lost_and_replaces_it_on_the_next_load(
+    tmp_path: Path, token, reason: str
+) -> None:
     async with supervised(timeouts=SHORT_TIMEOUTS) as supervisor:
         sink, spec = Sink(), model(tmp_path)
         resident = await supervisor.load(spec, sink)
@@ -235,7 +238,7 @@ async def test_reports_why_a_worker_was_lost_and_replaces_it_on_the_next_load(tm
         await sink.until(lambda: sink.finish("next"))
 
 
-async def _stream_until_killed(supervisor, spec):
+async def _stream_until_killed(supervisor, spec) -> None:
     sink = Sink()
     resident = await supervisor.load(spec, sink)
     supervisor.submit(resident, request("stream", max_tokens=100_000))
@@ -244,14 +247,14 @@ async def _stream_until_killed(supervisor, spec):
     await sink.until(lambda: sink.lost)
 
 
-async def test_serves_again_after_each_of_several_kills(tmp_path):
+async def test_serves_again_after_each_of_several_kills(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         spec = model(tmp_path)
         for _ in range(5):
             await _stream_until_killed(supervisor, spec)
 
 
-async def test_failed_load_does_not_affect_loaded_models(tmp_path):
+async def test_failed_load_does_not_affect_loaded_models(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path, "good"), sink)
@@ -266,13 +269,13 @@ async def test_failed_load_does_not_affect_loaded_models(tmp_path):
 @pytest.mark.parametrize(
     ("behaviour", "reason"), [("fault", "illegal memory"), ("exit", "code 3"), ("hang", "no progress")]
 )
-async def test_load_that_kills_the_worker_raises_worker_lost(tmp_path, behaviour, reason):
+async def test_load_that_kills_the_worker_raises_worker_lost(tmp_path: Path, behaviour: str, reason: str) -> None:
     async with supervised(timeouts=SHORT_TIMEOUTS) as supervisor:
         with pytest.raises(WorkerLost, match=reason):
             await supervisor.load(model(tmp_path, load=behaviour), Sink())
 
 
-async def test_engine_that_cannot_be_imported_is_named_in_the_error(tmp_path):
+async def test_engine_that_cannot_be_imported_is_named_in_the_error(tmp_path: Path) -> None:
     worker_factory = WorkerFactory("there_is_no_such_module:load")
     supervisor = WorkerSupervisor(CPU, worker_factory)
     with pytest.raises(WorkerLost, match="there_is_no_such_module"):
@@ -281,7 +284,7 @@ async def test_engine_that_cannot_be_imported_is_named_in_the_error(tmp_path):
     await worker_factory.close()
 
 
-async def test_cancelled_load_leaves_nothing_behind(tmp_path):
+async def test_cancelled_load_leaves_nothing_behind(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         loading = asyncio.create_task(supervisor.load(model(tmp_path, pieces=1000, piece_s=0.01), sink))
@@ -292,7 +295,7 @@ async def test_cancelled_load_leaves_nothing_behind(tmp_path):
         assert not supervisor.has_models
 
 
-async def test_kills_the_worker_when_a_load_ignores_its_cancellation(tmp_path):
+async def test_kills_the_worker_when_a_load_ignores_its_cancellation(tmp_path: Path) -> None:
     async with supervised(timeouts=WorkerTimeouts(unload_s=0.5)) as supervisor:
         sink = Sink()
         loading = asyncio.create_task(supervisor.load(model(tmp_path, load="hang"), sink))
@@ -303,7 +306,7 @@ async def test_kills_the_worker_when_a_load_ignores_its_cancellation(tmp_path):
         assert not supervisor.has_models
 
 
-async def test_memory_is_free_after_each_of_many_unloads(tmp_path):
+async def test_memory_is_free_after_each_of_many_unloads(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         specs = [model(tmp_path, name, bytes=96 << 20) for name in ("one", "two")]
         sizes = []
@@ -316,7 +319,7 @@ async def test_memory_is_free_after_each_of_many_unloads(tmp_path):
         assert sizes[-1] - sizes[2] < 16 << 20
 
 
-async def test_unload_fails_running_requests(tmp_path):
+async def test_unload_fails_running_requests(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -326,7 +329,7 @@ async def test_unload_fails_running_requests(tmp_path):
         assert sink.failed["long"][0] is FaultKind.REQUEST
 
 
-async def test_sleep_frees_memory_and_wake_serves_again(tmp_path):
+async def test_sleep_frees_memory_and_wake_serves_again(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path, bytes=8 << 20, scratch_bytes=160 << 20), sink)
@@ -347,7 +350,7 @@ async def test_sleep_frees_memory_and_wake_serves_again(tmp_path):
         assert (await supervisor.unload(await supervisor.sleep(resident))).is_complete
 
 
-async def test_sleep_cancels_running_requests(tmp_path):
+async def test_sleep_cancels_running_requests(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -364,7 +367,9 @@ async def test_sleep_cancels_running_requests(tmp_path):
     ("behaviour", "reason"),
     [({"sleep": "refuse"}, "no memory for the weights"), ({"sleep": "keep", "scratch_bytes": 160 << 20}, "came back")],
 )
-async def test_sleep_is_rejected_when_the_engine_fails_or_no_memory_is_freed(tmp_path, behaviour, reason):
+async def test_sleep_is_rejected_when_the_engine_fails_or_no_memory_is_freed(
+    tmp_path: Path, behaviour: dict[str, Any], reason: str
+) -> None:
     async with supervised(timeouts=WorkerTimeouts(reclaim_s=0.2)) as supervisor:
         resident = await supervisor.load(model(tmp_path, **behaviour), Sink())
         with pytest.raises(SleepRejected, match=reason):
@@ -375,7 +380,7 @@ async def test_sleep_is_rejected_when_the_engine_fails_or_no_memory_is_freed(tmp
 @pytest.mark.parametrize(
     ("wake", "kind"), [("no room", FaultKind.OUT_OF_MEMORY), ("no memory", FaultKind.OUT_OF_MEMORY)]
 )
-async def test_model_that_cannot_wake_stays_asleep(tmp_path, wake, kind):
+async def test_model_that_cannot_wake_stays_asleep(tmp_path: Path, wake: str, kind) -> None:
     async with supervised() as supervisor:
         asleep = await supervisor.sleep(await supervisor.load(model(tmp_path, wake=wake), Sink()))
         for _ in range(2):
@@ -385,7 +390,7 @@ async def test_model_that_cannot_wake_stays_asleep(tmp_path, wake, kind):
         assert supervisor.has_models
 
 
-async def test_damaged_model_is_closed_and_its_worker_survives(tmp_path):
+async def test_damaged_model_is_closed_and_its_worker_survives(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         asleep = await supervisor.sleep(await supervisor.load(model(tmp_path, wake="damaged"), Sink()))
         process_id = supervisor.process_id
@@ -396,7 +401,7 @@ async def test_damaged_model_is_closed_and_its_worker_survives(tmp_path):
 
 
 @pytest.mark.parametrize("wake", ["fault", "exit"])
-async def test_wake_that_kills_the_worker_raises_worker_lost(tmp_path, wake):
+async def test_wake_that_kills_the_worker_raises_worker_lost(tmp_path: Path, wake: str) -> None:
     async with supervised() as supervisor:
         asleep = await supervisor.sleep(await supervisor.load(model(tmp_path, wake=wake), Sink()))
         with pytest.raises(WorkerLost):
@@ -405,7 +410,7 @@ async def test_wake_that_kills_the_worker_raises_worker_lost(tmp_path, wake):
             await supervisor.wake(asleep)
 
 
-async def test_sleeping_models_are_lost_with_their_worker(tmp_path):
+async def test_sleeping_models_are_lost_with_their_worker(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = Sink()
         await supervisor.sleep(await supervisor.load(model(tmp_path), sink))
@@ -413,7 +418,7 @@ async def test_sleeping_models_are_lost_with_their_worker(tmp_path):
         await sink.until(lambda: sink.lost)
 
 
-async def test_recycles_only_a_worker_without_models(tmp_path):
+async def test_recycles_only_a_worker_without_models(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         spec = model(tmp_path)
         resident = await supervisor.load(spec, Sink())
@@ -426,7 +431,7 @@ async def test_recycles_only_a_worker_without_models(tmp_path):
         assert supervisor.process_id != first_process
 
 
-async def test_load_during_recycling_waits_for_the_new_worker(tmp_path):
+async def test_load_during_recycling_waits_for_the_new_worker(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         spec = model(tmp_path)
         await supervisor.unload(await supervisor.load(spec, Sink()))
@@ -439,7 +444,7 @@ async def test_load_during_recycling_waits_for_the_new_worker(tmp_path):
 
 
 @pytest.mark.parametrize("token", [faulty_engine.PLAIN, faulty_engine.HANG])
-def test_worker_ends_when_its_daemon_is_killed(tmp_path, token):
+def test_worker_ends_when_its_daemon_is_killed(tmp_path: Path, token) -> None:
     script = textwrap.dedent(f"""
         import asyncio, sys
         sys.path[:0] = {sys.path!r}

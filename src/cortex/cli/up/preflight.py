@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 
 from cortex.cli.failures import CommandError, ExitCode
@@ -41,7 +42,7 @@ def require_free_ports(host: str, ports: Ports) -> None:
             ) from error
         except OSError as error:
             raise CommandError(
-                f"port {port} cannot be used on {address} ({error.strerror})",
+                f"port {port} cannot be used on {address} ({os.strerror(error.errno or 0)})",
                 f"stop what listens there (`ss -ltnp 'sport = :{port}'`), or choose another with {option}",
                 ExitCode.NO_ROOM,
             ) from error

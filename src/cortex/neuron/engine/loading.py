@@ -22,11 +22,11 @@ from cortex.neuron.engine.memory.plan import (
 )
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.kernels.products.four_bit import max_four_bit_rows
-from cortex.neuron.kernels.products.four_bit_size import ROW_BLOCK
+from cortex.neuron.kernels.products.cpu_layout import cpu_layouts
+from cortex.neuron.kernels.products.cpu_matrix import fastest_form
 from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
-from cortex.neuron.layers.parameters import NO_FOUR_BITS, NOTHING_PACKED, FourBitOffer, PackingOffer, Parameters
+from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
@@ -35,10 +35,9 @@ from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
-from cortex.neuron.weights.gguf.types import GROUPED_BITS
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
-from cortex.neuron.weights.transfer import PackedPlacement, Placement, group_runs, load_into
+from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
 
 DETERMINISTIC_NOTE = "deterministic: a request gets the same tokens alone and in company, more slowly"
 
@@ -99,11 +98,6 @@ def load_model(
             progress=lambda done, total: progress("read", done, total),
             cancelled=cancelled,
         )
-        for binding in parameters.four_bit_bindings:
-            if cancelled():
-                raise Cancelled("the load was cancelled")
-            for first_row, groups in group_runs(checkpoint, binding.source, ROW_BLOCK):
-                binding.matrix.put(binding.first_row + first_row, groups.q, groups.scale, groups.minimum)
         progress("place", 0, 0)
 
     try:
@@ -112,9 +106,7 @@ def load_model(
             spec,
             device,
             fill,
-            four_bit_offer(checkpoint.tensors, spec, device),
             packing_offer(checkpoint.tensors, spec, device),
-            {name: info.dtype for name, info in checkpoint.tensors.items()},
             group,
         )
     except UnsupportedModel as error:
@@ -127,20 +119,8 @@ def load_model(
         checkpoint.close()
 
 
-def four_bit_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: torch.device) -> FourBitOffer:
-    """Which matrices a CPU also keeps in their stored four bits; none if the spec names a dtype."""
-    if device.type != "cpu" or spec.dtype != "auto":
-        return NO_FOUR_BITS
-    bits = {
-        name: GROUPED_BITS[info.dtype]
-        for name, info in tensors.items()
-        if len(info.shape) == 2 and info.dtype in GROUPED_BITS
-    }
-    return FourBitOffer(bits, max_four_bit_rows(compute_dtype(spec.dtype, device))) if bits else NO_FOUR_BITS
-
-
 def packing_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: torch.device) -> PackingOffer:
-    """The matrices that stay quantised on a GPU, unless the spec names another dtype. Raises LoadError."""
+    """The matrices that stay quantised: on a GPU with bfloat16, on a CPU unless a dtype is set. Raises LoadError."""
     recipe = None
     if spec.quant is not None:
         recipe = recipe_of(spec.quant)
@@ -150,7 +130,10 @@ def packing_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: tor
         return PackingOffer(packed_layouts(tensors, recipe))
     if recipe is not None:
         raise LoadError("weights are quantised at load on GPUs that compute in bfloat16 only; use a GGUF of the model")
-    return NOTHING_PACKED
+    if device.type != "cpu" or spec.dtype != "auto":
+        return NOTHING_PACKED
+    formats = {name: info.dtype for name, info in tensors.items() if len(info.shape) == 2}
+    return PackingOffer(cpu_layouts(formats, fastest_form(compute_dtype(spec.dtype, device))))
 
 
 def build_model(
@@ -158,19 +141,17 @@ def build_model(
     spec: LoadSpec,
     device: torch.device,
     fill: Callable[[Parameters], None],
-    four_bits: FourBitOffer = NO_FOUR_BITS,
     packing: PackingOffer = NOTHING_PACKED,
-    formats: Mapping[str, str] | None = None,
     group: AgreeingGroup | None = None,
 ) -> LoadedModel:
     """Sizes the model, rejects one that does not fit, allocates it, fills its weights with `fill`, and adds the pages.
 
-    `formats`: by tensor, how the checkpoint stores it. `group`: see `load_model`.
+    `group`: see `load_model`.
     """
     architecture = _share_of(read_architecture(config), spec, group)
     dtype = compute_dtype(spec.dtype, device)
     kv_dtype = kv_cache_dtype(spec, dtype, device)
-    storage = WeightStorage(dtype.itemsize, formats or {}, four_bits.max_rows > 0, packing.layouts, kv_dtype.itemsize)
+    storage = WeightStorage(dtype.itemsize, packing.layouts, kv_dtype.itemsize)
     sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
     have_bytes = usable_bytes(spec, device)
     if architecture.has_ends:  # tokens are drawn where the head is
@@ -184,7 +165,7 @@ def build_model(
     if group is not None:
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
     within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
-    parameters = Parameters(device, dtype, four_bits, packing, within_layers)
+    parameters = Parameters(device, dtype, packing, within_layers)
     model = Decoder(architecture, parameters, num_positions=plan.context_tokens)
     fill(parameters)
     return LoadedModel(

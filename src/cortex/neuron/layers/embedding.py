@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.product import packed_rows
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.linear import Linear
 from cortex.neuron.layers.norm import RMSNorm
-from cortex.neuron.layers.packed import PackedProjections
-from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.layers.packed import CpuProjections, projections
+from cortex.neuron.layers.parameters import Parameters, QuantisedMatrix
 
 NEAR_TIE = 2.0**-6
 """Relative to the highest logit: half precision may have swapped logits that differ by less."""
@@ -40,7 +41,7 @@ class Embedding:
 
     def _rows(self, numbers: Tensor) -> Tensor:
         if self.packed is not None:
-            return packed_rows(self.packed[0], numbers, self.weight.dtype)
+            return _rows(self.packed[0], numbers, self.weight.dtype)
         return F.embedding(numbers, self.weight)
 
 
@@ -57,10 +58,7 @@ class Head(Linear):
             super().__init__(parameters, size, {source: rows})
         else:
             self.inputs, self.splits, self.weight, self.bias = size, [rows], tied.weight, None
-            self.packed = None if tied.packed is None else PackedProjections(tied.packed)
-            self.four_bit = None
-            if self.packed is None:
-                self.four_bit = parameters.four_bit_matrix({tied.source: rows}, size)
+            self.packed = None if tied.packed is None else projections(tied.packed)
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [rows, hidden] → [rows, vocab]
@@ -68,8 +66,10 @@ class Head(Linear):
         On a CPU in half precision, which rounds the highest logits to eighths and quarters, near ties are recomputed in
         float32. Otherwise the response to a prompt would depend on whether the prompt is cached.
         """
+        if isinstance(self.packed, CpuProjections):
+            hidden = hidden.float()
         logits = self._gathered(self(hidden, norm=norm))
-        if logits.is_cuda or logits.dtype == torch.float32 or self.packed is not None:
+        if logits.is_cuda or not self._rounds(logits):
             return logits
         logits = logits.float()
         highest = logits.amax(-1, keepdim=True)
@@ -79,11 +79,20 @@ class Head(Linear):
         logits[rows, tokens] = self._exact(norm(hidden.float())[rows], tokens)
         return logits
 
+    def _rounds(self, logits: Tensor) -> bool:
+        """Whether logits have the precision of half precision."""
+        if isinstance(self.packed, CpuProjections):
+            return any(matrix.rounds_products for matrix in self.packed.matrices)
+        return self.packed is None and logits.dtype != torch.float32
+
     def _exact(self, inputs: Tensor, tokens: Tensor) -> Tensor:
         """The products of each input with the row of its token, in float32. inputs: [n, hidden], tokens: [n] → [n]"""
         own = tokens - self._held.start
         elsewhere = (own < 0) | (own >= len(self._held))
-        weights = self.weight[own.masked_fill(elsewhere, 0)].float()
+        numbers = own.masked_fill(elsewhere, 0)
+        packed = self.packed
+        weights = self.weight[numbers] if packed is None else _rows(packed.matrices[0], numbers, torch.float32)
+        weights = weights.float()
         return self._group.all_reduce(torch.einsum("ni,ni->n", weights, inputs).masked_fill_(elsewhere, 0))
 
     def _gathered(self, logits: Tensor) -> Tensor:
@@ -97,3 +106,10 @@ class Head(Linear):
             return every
         parts = zip(every.split(max(sizes), dim=-1), sizes, strict=True)
         return torch.cat([part[:, :size] for part, size in parts], dim=-1)
+
+
+def _rows(matrix: QuantisedMatrix, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """numbers: [n] → [n, inputs]"""
+    if isinstance(matrix, PackedMatrix):
+        return packed_rows(matrix, numbers, dtype)
+    return matrix.rows(numbers).to(dtype)

@@ -1,6 +1,5 @@
 """Linear layers. A linear layer knows which checkpoint tensors fill its rows and how they are stored: packed, as the
-checkpoint quantises them (`packed.py`), or dense in the model's dtype. On a CPU where four-bit products are faster, it
-also keeps the four bits of a quantised checkpoint, for small batches.
+checkpoint quantises them (`packed.py`), or dense in the model's dtype; never both.
 
 Projections of the same input (q, k and v; gate and up) form one matrix: one read of the input, one launch. The norm
 before a matrix and the addition after it are arguments, so that small-batch kernels fuse all three into one pass.
@@ -14,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import has_kernels
-from cortex.neuron.kernels.products.four_bit import dense_product
+from cortex.neuron.kernels.products.cpu_matrix import dense_product
 from cortex.neuron.kernels.products.matvec import beats_library, gated_matvec, matvec
 from cortex.neuron.kernels.silu import silu_mul
 from cortex.neuron.layers.norm import RMSNorm
-from cortex.neuron.layers.packed import PackedProjections
+from cortex.neuron.layers.packed import projections
 from cortex.neuron.layers.parameters import Parameters
 
 
@@ -43,12 +42,9 @@ class Linear:
         self.splits = list(outputs.values())
         sources = {f"{prefix}.weight": rows for prefix, rows in outputs.items()}
         matrices = None if arrange else parameters.packed(sources, inputs)
-        self.packed = None if matrices is None else PackedProjections(matrices)
+        self.packed = None if matrices is None else projections(matrices)
         self.weight = parameters.empty(0 if self.packed else sum(self.splits), inputs)  # [out, in]
         self.bias = parameters.empty(sum(self.splits)) if bias else None
-        self.four_bit = None
-        if not arrange and self.packed is None:
-            self.four_bit = parameters.four_bit_matrix(sources, inputs)
         row = 0
         for prefix, rows in outputs.items():
             if self.packed is None:
@@ -71,12 +67,9 @@ class Linear:
         return y if residual is None else y.add_(residual)
 
     def _product(self, x: Tensor) -> Tensor:
-        if self.four_bit is not None and len(x) <= self.four_bit.max_rows:
-            y = self.four_bit.product(x)
-        elif len(x) == 1:
-            y = dense_product(x, self.weight)
-        else:
+        if x.is_cuda:
             return F.linear(x, self.weight, self.bias)
+        y = dense_product(x, self.weight)
         return y if self.bias is None else y.add_(self.bias)
 
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import has_kernels
+from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.product import packed_product
 from cortex.neuron.layers.norm import RMSNorm
+from cortex.neuron.layers.parameters import QuantisedMatrix
 
 
 class PackedProjections:
@@ -48,3 +50,34 @@ class PackedProjections:
         out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)
         gated_one_row_product(x.contiguous(), self.matrices[0], out, norm.weight, norm.eps)
         return out
+
+
+class CpuProjections:
+    """The same in a CPU's memory."""
+
+    def __init__(self, matrices: Sequence[CpuMatrix]) -> None:
+        self.matrices = matrices
+
+    def __call__(self, x: Tensor, bias: Tensor | None, norm: RMSNorm | None, residual: Tensor | None) -> Tensor:
+        """x: [tokens, in] → [tokens, out]"""
+        if norm is not None:
+            x = norm(x)
+        first, *others = self.matrices
+        out = first.product(x)
+        if others:
+            out = torch.cat((out, *(matrix.product(x) for matrix in others)), 1)
+        if bias is not None:
+            out = out.add_(bias)
+        return out if residual is None else out.add_(residual)
+
+    def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:  # noqa: ARG002
+        """None: no library product has the activation in it."""
+        return None
+
+
+def projections(matrices: Sequence[QuantisedMatrix]) -> PackedProjections | CpuProjections:
+    """`matrices`: all of one device."""
+    packed = [matrix for matrix in matrices if isinstance(matrix, PackedMatrix)]
+    if packed:
+        return PackedProjections(packed)
+    return CpuProjections([matrix for matrix in matrices if not isinstance(matrix, PackedMatrix)])

@@ -14,11 +14,13 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.products.four_bit import FourBitMatrix
-from cortex.neuron.kernels.products.four_bit_size import GROUP, ROW_BLOCK
+from cortex.neuron.kernels.products.cpu_layout import ROW_BLOCK, CpuLayout
+from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix, empty_cpu_matrix
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
+
+QuantisedMatrix = PackedMatrix | CpuMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +37,10 @@ class Binding:
 
 
 @dataclass(frozen=True, slots=True)
-class FourBitOffer:
-    """Which tensors of a checkpoint a four-bit matrix can hold as stored, and for how many rows it is faster."""
-
-    bits: Mapping[str, int]
-    """By the tensor's name: 4, or 8 for two planes of four."""
-    max_rows: int
-    """Products with up to this many rows are faster in four bits; 0: none."""
-
-
-NO_FOUR_BITS = FourBitOffer({}, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class FourBitBinding:
-    """A tensor of the checkpoint whose groups fill a matrix, starting at `first_row`."""
-
-    source: str
-    matrix: FourBitMatrix
-    first_row: int
-
-
-@dataclass(frozen=True, slots=True)
 class PackingOffer:
     """Which tensors of a checkpoint are kept packed, by name, and in which layout."""
 
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, Layout | CpuLayout]
 
 
 NOTHING_PACKED = PackingOffer({})
@@ -71,7 +51,7 @@ class PackedBinding:
     """A tensor of the checkpoint that fills rows of a packed matrix, starting at `first_row`."""
 
     source: str
-    matrix: PackedMatrix
+    matrix: QuantisedMatrix
     first_row: int
     num_rows: int
 
@@ -83,7 +63,6 @@ class Parameters:
         self,
         device: torch.device,
         dtype: torch.dtype,
-        four_bits: FourBitOffer = NO_FOUR_BITS,
         packing: PackingOffer = NOTHING_PACKED,
         group: ParallelGroup = SINGLE_RANK,
     ) -> None:
@@ -92,10 +71,8 @@ class Parameters:
         self.group = group
         self.dtype = dtype
         self.bindings: list[Binding] = []
-        self.four_bit_bindings: list[FourBitBinding] = []
         self.packed_bindings: list[PackedBinding] = []
         self.num_bytes = 0
-        self._four_bits = four_bits
         self._packing = packing
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -128,57 +105,50 @@ class Parameters:
         self.bind(source, tensor)
         return tensor
 
-    def four_bit_matrix(self, sources: Mapping[str, int], inputs: int) -> FourBitMatrix | None:
-        """A four-bit copy of the matrix with the rows of `sources` (name → rows), for small batches.
-
-        None if the checkpoint stores them in another format, or if four bits are not faster.
-        """
-        bits = {self._four_bits.bits.get(source, 0) for source in sources}
-        if not self._four_bits.max_rows or len(bits) > 1 or 0 in bits:
-            return None
-        if inputs % GROUP or any(rows % ROW_BLOCK for rows in sources.values()):
-            return None
-        planes, outputs = bits.pop() // 4, sum(sources.values())
-        matrix = FourBitMatrix(
-            self.empty(outputs, planes * inputs // 2, dtype=torch.uint8),
-            self.empty(planes * inputs // GROUP, outputs, 2, dtype=torch.bfloat16),
-            planes,
-            self._four_bits.max_rows,
-        )
-        first_row = 0
-        for source, rows in sources.items():
-            self.four_bit_bindings.append(FourBitBinding(source, matrix, first_row))
-            first_row += rows
-        return matrix
-
-    def packed(self, sources: Mapping[str, int], inputs: int) -> list[PackedMatrix] | None:
-        """Packed matrices for the rows of `sources` (name → rows), in order, one per run of equal layouts.
+    def packed(self, sources: Mapping[str, int], inputs: int) -> list[QuantisedMatrix] | None:
+        """Quantised matrices for the rows of `sources` (name → rows), in order, one per run of equal layouts.
 
         None if one of the sources is not packed: then all of them are dense.
         """
         layouts = [self._packing.layouts.get(source) for source in sources]
         if None in layouts:
             return None
-        matrices: list[PackedMatrix] = []
-        for _, members in groupby(zip(sources.items(), layouts, strict=True), key=itemgetter(1)):
-            matrices.append(self.packed_stack([source for source, _ in members], inputs))
+        matrices: list[QuantisedMatrix] = []
+        for layout, members in groupby(zip(sources.items(), layouts, strict=True), key=itemgetter(1)):
+            run = [source for source, _ in members]
+            if isinstance(layout, CpuLayout):
+                is_stack = not any(rows % ROW_BLOCK for _, rows in run[:-1])
+                matrices += [self._cpu_matrix(layout, part, inputs) for part in ([run] if is_stack else zip(run))]
+            else:
+                matrices.append(self.packed_stack(run, inputs))
         return matrices
 
     def can_stack(self, sources: Sequence[tuple[str, int]]) -> bool:
-        """Whether all of `sources` (name, rows) are packed in the same layout."""
+        """Whether all of `sources` (name, rows) are packed in the same layout of a GPU."""
         layouts = {self._packing.layouts.get(source) for source, _ in sources}
-        return len(layouts) == 1 and None not in layouts
+        return len(layouts) == 1 and all(isinstance(layout, Layout) for layout in layouts)
 
     def packed_stack(self, sources: Sequence[tuple[str, int]], inputs: int) -> PackedMatrix:
         """One matrix for the rows of `sources` (name, rows), in order. Requires `can_stack(sources)`."""
         layout = self._packing.layouts[sources[0][0]]
+        assert isinstance(layout, Layout)
         matrix = empty_matrix(layout, sum(rows for _, rows in sources), inputs, self.device)
-        self.num_bytes += layout.num_bytes(matrix.outputs, inputs)
+        self._bind_rows(matrix, layout, sources)
+        return matrix
+
+    def _cpu_matrix(self, layout: CpuLayout, sources: Sequence[tuple[str, int]], inputs: int) -> CpuMatrix:
+        matrix = empty_cpu_matrix(layout, sum(rows for _, rows in sources), inputs, self.device)
+        self._bind_rows(matrix, layout, sources)
+        return matrix
+
+    def _bind_rows(
+        self, matrix: QuantisedMatrix, layout: Layout | CpuLayout, sources: Sequence[tuple[str, int]]
+    ) -> None:
+        self.num_bytes += layout.num_bytes(matrix.outputs, matrix.inputs)
         first_row = 0
         for source, rows in sources:
             self.packed_bindings.append(PackedBinding(source, matrix, first_row, rows))
             first_row += rows
-        return matrix
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory of all parameters. Memory that several tensors share is listed once."""

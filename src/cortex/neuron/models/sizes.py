@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cortex.neuron.kernels.products.four_bit_size import four_bit_bytes
+from cortex.neuron.kernels.products.cpu_layout import CpuLayout
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.weights.gguf.types import GROUPED_BITS
 
 _FLOAT32_BYTES = 4
-_DENSE = "dense"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,33 +23,19 @@ class WeightStorage:
 
     item_bytes: int
     """Of one number in the dtype that the model computes in."""
-    formats: Mapping[str, str] = field(default_factory=dict)
-    """Name of a tensor in the checkpoint → the format it is stored in there; tensors left out are dense."""
-    keeps_four_bits: bool = False
-    """Whether matrices that are stored in groups are kept in that form, too (on a CPU that computes faster so)."""
-    packing: Mapping[str, Layout] = field(default_factory=dict)
+    packing: Mapping[str, Layout | CpuLayout] = field(default_factory=dict)
     """Name of a tensor → the layout in which it stays quantised; tensors left out are dense."""
     kv_item_bytes: int | None = None
     """Of one number in the KV cache; None: `item_bytes`."""
 
-    def matrix_bytes(self, rows: int, columns: int, stored_format: str = _DENSE) -> int:
-        """What one matrix takes. Every matrix is sized here and nowhere else, so that a new form changes one place."""
-        num_bytes = rows * columns * self.item_bytes
-        if self.keeps_four_bits:
-            num_bytes += four_bit_bytes(rows, columns, GROUPED_BITS.get(stored_format, 0))
-        return num_bytes
+    def matrix_bytes(self, rows: int, columns: int) -> int:
+        """What one dense matrix takes."""
+        return rows * columns * self.item_bytes
 
     def linear_bytes(self, inputs: int, outputs: Mapping[str, int]) -> int:
         """What one matrix takes whose rows come from several tensors (checkpoint prefix → rows)."""
         packed = self.packed_bytes(inputs, outputs)
-        if packed is not None:
-            return packed
-        formats = {prefix: self.format_of(prefix) for prefix in outputs}
-        bits = {GROUPED_BITS.get(stored, 0) for stored in formats.values()}
-        # The four-bit form exists only if all rows have one width and every tensor fills whole blocks.
-        if len(bits) > 1 or not all(four_bit_bytes(rows, inputs, max(bits)) for rows in outputs.values()):
-            formats = dict.fromkeys(outputs, _DENSE)
-        return sum(self.matrix_bytes(rows, inputs, formats[prefix]) for prefix, rows in outputs.items())
+        return self.matrix_bytes(sum(outputs.values()), inputs) if packed is None else packed
 
     def packed_bytes(self, inputs: int, outputs: Mapping[str, int]) -> int | None:
         """What these rows take where all of them stay quantised; None where one is dense, because then all are."""
@@ -59,9 +43,6 @@ class WeightStorage:
         if None in layouts.values():
             return None
         return sum(layout.num_bytes(outputs[prefix], inputs) for prefix, layout in layouts.items() if layout)
-
-    def format_of(self, prefix: str) -> str:
-        return self.formats.get(f"{prefix}.weight", _DENSE)
 
 
 def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:

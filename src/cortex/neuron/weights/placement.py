@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import EllipsisType
@@ -17,6 +18,9 @@ from cortex.neuron.weights.stored import StoredTensor
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
 PIECE_BYTES: Final = 8 << 20
+CACHED_PIECE_BYTES: Final = 256 << 10
+"""Of pieces that the CPU repacks: several copies of the codes fit its caches."""
+_BLOCK_ROWS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +142,11 @@ class PackedTarget:
         self._placement.matrix.put(first_row, groups.q.flatten(1), groups.scale[..., 0], groups.minimum[..., 0])
 
     def pieces(self) -> Iterator[WeightPiece]:
-        """The pieces to read."""
-        step = max(1, PIECE_BYTES // max(1, self.stored.group_bytes))
-        count = self.stored.num_groups
+        """The pieces to read: whole blocks of rows, which a matrix may pack together."""
+        stored, count = self.stored, self.stored.num_groups
+        unit = math.lcm(_BLOCK_ROWS, max(1, stored.group_rows)) // max(1, stored.group_rows)
+        piece_bytes = CACHED_PIECE_BYTES if self._placement.matrix.device.type == "cpu" else PIECE_BYTES
+        step = unit * max(1, piece_bytes // (unit * max(1, stored.group_bytes)))
         return (WeightPiece(self, start, min(step, count - start)) for start in range(0, count, step))
 
 

@@ -5,16 +5,13 @@ Tensors are read in pieces, so that progress is steady and a cancelled load ends
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
 
 import torch
 
 from cortex.neuron.weights.checkpoint import Checkpoint
-from cortex.neuron.weights.decode import decode_groups, mapped_bytes
+from cortex.neuron.weights.decode import mapped_bytes
 from cortex.neuron.weights.errors import Cancelled
-from cortex.neuron.weights.gguf.quants import Groups
 from cortex.neuron.weights.placement import (
     PackedPlacement,
     PackedTarget,
@@ -26,9 +23,7 @@ from cortex.neuron.weights.placement import (
 )
 from cortex.neuron.weights.staging import staged
 
-__all__ = ["PackedPlacement", "Placement", "Progress", "group_runs", "load_into"]
-
-RUN_ELEMENTS: Final = 1 << 20
+__all__ = ["PackedPlacement", "Placement", "Progress", "load_into"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes), on the calling thread. Bytes done never decrease."""
@@ -75,17 +70,3 @@ def _mapped(pieces: Sequence[WeightPiece], cancelled: Callable[[], bool]) -> Ite
             raise Cancelled("the load was cancelled by the caller")
         piece.target.write(piece, mapped_bytes(piece.stored, piece.start_group, piece.num_groups))
         yield piece
-
-
-def group_runs(checkpoint: Checkpoint, name: str, row_multiple: int) -> Iterator[tuple[int, Groups]]:
-    """The groups of a quantised matrix, in runs of rows: (first row, [rows, groups, 32]).
-
-    The rows of each run, and of the matrix, are a multiple of `row_multiple`. Raises TensorMissing, or Unsupported for
-    a format without groups.
-    """
-    stored = checkpoint.stored(name)
-    run_groups = math.lcm(row_multiple, stored.group_rows) // stored.group_rows
-    run_groups *= max(1, RUN_ELEMENTS // (run_groups * stored.group_rows * stored.shape[1]))
-    for start in range(0, stored.num_groups, run_groups):
-        raw = mapped_bytes(stored, start, min(run_groups, stored.num_groups - start))
-        yield start * stored.group_rows, decode_groups(stored, raw, start)

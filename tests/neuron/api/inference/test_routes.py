@@ -1,6 +1,10 @@
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -13,6 +17,8 @@ from cortex.wire.dialects import ROUTES
 from cortex.wire.errors import LoadFailed, Overloaded, Recovering
 from cortex.wire.node import ModelState, SamplingDefaults
 from cortex.wire.sse import Frame, Parser
+
+from ..conftest import Api
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
@@ -205,25 +211,50 @@ async def test_returns_several_choices_with_their_indexes(api: Any, chat_body: A
     assert received[-1].data == "[DONE]"
 
 
+async def received_until(response: aiohttp.ClientResponse, mark: bytes, count: int) -> bytes:
+    """What the node sends until it has sent `mark` that often."""
+    data = b""
+    while data.count(mark) < count:
+        piece = await response.content.readany()
+        assert piece, data
+        data += piece
+    return data
+
+
+@pytest.mark.parametrize("keepalive_s", [0.05])
 @pytest.mark.parametrize("path", ROUTES)
-async def test_sends_keepalives_while_there_is_no_output(api: Any, path: str) -> None:
-    api.node.script.first_s = 0.3
+async def test_sends_keepalives_while_there_is_no_output(api: Any, path: str, keepalive_s: float) -> None:
+    keepalive = b"event: ping" if path == "/v1/messages" else b": keepalive"
+    api.node.script.first_gate = asyncio.Event()
+    began_s = time.monotonic()
     async with api.client.post(api.url + path, json=body(path, stream=True)) as response:
-        data = await response.read()
-    pings = data.count(b"event: ping") if path == "/v1/messages" else data.count(b": keepalive")
-    assert 3 <= pings <= 7
+        data = await received_until(response, keepalive, 3)
+        api.node.script.first_gate.set()
+        data += await response.read()
+    assert data.count(keepalive) <= (time.monotonic() - began_s) / keepalive_s, "not more often than configured"
     assert b'"H"' in data
 
 
+@pytest.mark.parametrize("keepalive_s", [0.05])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_loads_a_cold_model_for_the_first_request(api: Any, chat_body: Any, stream: bool) -> None:
+async def test_loads_a_cold_model_for_the_first_request(api: Any, chat_body: Any, stream: bool, until: Any) -> None:
     api.node.state = ModelState.COLD
-    api.node.load_s = 0.2
-    async with api.client.post(api.url + "/v1/chat/completions", json=chat_body(stream=stream)) as response:
-        data = await response.read()
+    api.node.load_gate = asyncio.Event()
+    request = api.client.post(api.url + "/v1/chat/completions", json=chat_body(stream=stream))
+    if stream:
+        async with request as response:
+            await received_until(response, b": keepalive", 2)
+            api.node.load_gate.set()
+            data = await response.read()
+    else:
+        sent = asyncio.ensure_future(request)
+        await until(lambda: api.node.loads)
+        api.node.load_gate.set()
+        async with await sent as response:
+            data = await response.read()
     assert response.status == 200
+    assert b"H" in data
     assert [load.model_id for load in api.node.loads] == ["org/tiny"]
-    assert data.count(b": keepalive") >= (2 if stream else 0)
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -261,11 +292,16 @@ async def test_unexpected_exception_is_an_internal_error_without_details(api: An
     assert "a bug" not in last.data
 
 
+@pytest.mark.parametrize("keepalive_s", [0.05])
 async def test_error_after_keepalives_is_an_event_of_the_stream(api: Any, chat_body: Any) -> None:
     api.node.state = ModelState.COLD
-    api.node.load_s = 0.2
+    api.node.load_gate = asyncio.Event()
     api.node.load_error = LoadFailed("no such file")
-    received = await frames(api, "/v1/chat/completions", chat_body())
+    async with api.client.post(api.url + "/v1/chat/completions", json=chat_body(stream=True)) as response:
+        assert response.status == 200
+        await received_until(response, b": keepalive", 1)
+        api.node.load_gate.set()
+        received = Parser().feed(await response.read())
     assert json.loads(received[-1].data)["error"]["code"] == "load_failed"
 
 
@@ -298,13 +334,15 @@ async def test_rejects_invalid_requests_in_the_dialect(api: Any, path: str) -> N
     assert not api.node.submitted
 
 
-async def disconnect(api: Any, path: str, request: dict[str, Any], after_s: float) -> None:
-    """Sends a request and disconnects after `after_s`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(after_s):
-            async with api.client.post(api.url + path, json=request) as response:
-                await response.read()
-    await asyncio.sleep(0)
+async def ask(api: Any, path: str, request: dict[str, Any]) -> None:
+    async with api.client.post(api.url + path, json=request) as response:
+        await response.read()
+
+
+async def disconnect(asking: asyncio.Task[None]) -> None:
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -320,12 +358,19 @@ async def test_disconnected_client_frees_everything_in_every_phase(
     else:
         api.node.state = ModelState.COLD
         api.node.load_s = 30
-    await disconnect(api, path, body(path, stream=stream), 0.12)
+    asking = asyncio.create_task(ask(api, path, body(path, stream=stream)))
+    reached = {
+        "load": lambda: api.node.loads,
+        "prefill": lambda: api.node.generations,
+        "decode": lambda: api.node.num_taken_outputs,
+    }
+    await until(reached[phase])
+    await disconnect(asking)
     if phase == "load":
         await until(lambda: api.node.cancelled_loads == 1)
         assert not api.node.submitted
     else:
-        await until(lambda: all(g.cancelled.is_set() for g in api.node.generations) and api.node.generations)
+        await until(lambda: all(g.cancelled.is_set() for g in api.node.generations))
     await until(lambda: api.drain_gate.num_requests == 0)
     async with api.client.get(api.url + "/metrics") as response:
         exposition = await response.text()
@@ -334,8 +379,10 @@ async def test_disconnected_client_frees_everything_in_every_phase(
 
 async def test_cancels_every_choice_when_the_client_disconnects(api: Any, chat_body: Any, until: Any) -> None:
     api.node.script.pause_s = 30
-    await disconnect(api, "/v1/chat/completions", chat_body(n=4, stream=True), 0.12)
-    await until(lambda: len(api.node.generations) == 4 and all(g.cancelled.is_set() for g in api.node.generations))
+    asking = asyncio.create_task(ask(api, "/v1/chat/completions", chat_body(n=4, stream=True)))
+    await until(lambda: len(api.node.generations) == 4)
+    await disconnect(asking)
+    await until(lambda: all(g.cancelled.is_set() for g in api.node.generations))
 
 
 async def test_reset_connection_cancels_the_request(api: Any, chat_body: Any, until: Any) -> None:
@@ -350,14 +397,16 @@ async def test_reset_connection_cancels_the_request(api: Any, chat_body: Any, un
         await until(lambda: api.node.generations[0].cancelled.is_set() and api.drain_gate.num_requests == 0)
 
 
-async def test_closed_gate_rejects_new_and_waiting_requests_and_lets_running_ones_end(api: Any, chat_body: Any) -> None:
+async def test_closed_gate_rejects_new_and_waiting_requests_and_lets_running_ones_end(
+    api: Any, chat_body: Any, until: Any
+) -> None:
     api.node.script.pause_s = 0.02
     running = asyncio.create_task(api.post("/v1/chat/completions", chat_body()))
-    await asyncio.sleep(0.1)
+    await until(lambda: api.node.generations)
     api.node.state = ModelState.COLD
-    api.node.load_s = 30
+    api.node.load_gate = asyncio.Event()
     waiting = asyncio.create_task(api.post("/v1/messages", body("/v1/messages")))
-    await asyncio.sleep(0.1)
+    await until(lambda: api.node.loads)
     api.drain_gate.close()
     status, reply, _ = await waiting
     assert status == 529
@@ -366,7 +415,7 @@ async def test_closed_gate_rejects_new_and_waiting_requests_and_lets_running_one
     assert (status, reply["error"]["code"]) == (503, "shutting_down")
     assert headers["retry-after"]
     assert (await api.get("/health"))[1]["status"] == "draining"
-    assert await api.drain_gate.drained(2)
+    assert await api.drain_gate.drained(30)
     status, reply, _ = await running
     assert reply["choices"][0]["message"]["content"] == "Hello there!"
 
@@ -378,7 +427,9 @@ async def test_concurrent_streams_leave_nothing_behind(api: Any, chat_body: Any,
         if number % 3:
             assert (await frames(api, "/v1/chat/completions", chat_body()))[-1].data == "[DONE]"
         else:
-            await disconnect(api, "/v1/chat/completions", chat_body(stream=True), 0.05)
+            asking = asyncio.create_task(ask(api, "/v1/chat/completions", chat_body(stream=True)))
+            await asyncio.sleep(0.05)  # in any phase
+            await disconnect(asking)
 
     await asyncio.gather(*(one(number) for number in range(60)))
     await until(lambda: api.drain_gate.num_requests == 0)
@@ -467,7 +518,9 @@ async def test_rejects_a_body_that_is_declared_as_something_else_than_json(api: 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"])
-async def test_error_inside_a_stream_hides_details_where_the_gateway_says_so(api, chat_body, path):
+async def test_error_inside_a_stream_hides_details_where_the_gateway_says_so(
+    api: Api, chat_body: Callable[..., dict[str, Any]], path: str
+) -> None:
     api.node.script.fails_after = 2
     api.node.script.error = LoadFailed("no weights in /models/secret")
     text = {"/v1/responses": {"input": "hi"}, "/v1/completions": {"prompt": "hi"}}.get(path, {})

@@ -36,7 +36,7 @@ CONTEXT = 48
 class ReplayOnCpu:
     """Captures like a GPU: a replay computes the step again, into the outputs of its capture."""
 
-    def __init__(self, room=100):
+    def __init__(self, room=100) -> None:
         self.sizes = []
         self.replays = 0
         self._room = room
@@ -50,10 +50,10 @@ class ReplayOnCpu:
 
 
 class _Replay:
-    def __init__(self, capture, step, outputs):
+    def __init__(self, capture, step, outputs) -> None:
         self._capture, self._step, self._outputs = capture, step, outputs
 
-    def replay(self):
+    def replay(self) -> None:
         self._capture.replays += 1
         for kept, new in zip(self._outputs, self._step(), strict=True):
             kept.copy_(new)
@@ -62,7 +62,7 @@ class _Replay:
 class Bench:
     """A runner and a scheduler over a tiny model with random weights."""
 
-    def __init__(self, capture):
+    def __init__(self, capture) -> None:
         torch.manual_seed(0)
         model = Decoder(Llama(CONFIG), Parameters(CPU, torch.float32), CONTEXT)
         for binding in model.parameters.bindings:
@@ -95,7 +95,7 @@ PROMPTS = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3)]
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 16, 100, 256, 300])
-def test_every_number_of_rows_has_a_size_once_all_are_captured(max_rows):
+def test_every_number_of_rows_has_a_size_once_all_are_captured(max_rows: int) -> None:
     sizes = GraphSizes(max_rows)
     order = []
     while (size := sizes.next_missing) is not None:
@@ -107,7 +107,7 @@ def test_every_number_of_rows_has_a_size_once_all_are_captured(max_rows):
     assert sizes.serving(max_rows + 1) is None
 
 
-def test_step_uses_the_next_larger_captured_size():
+def test_step_uses_the_next_larger_captured_size() -> None:
     sizes = GraphSizes(64)
     assert sizes.serving(1) is None
     sizes.add(1)
@@ -117,13 +117,13 @@ def test_step_uses_the_next_larger_captured_size():
     assert sizes.next_missing == 2
 
 
-def test_size_is_captured_between_steps_only_after_enough_misses():
+def test_size_is_captured_between_steps_only_after_enough_misses() -> None:
     sizes = GraphSizes(64)
     assert [sizes.missed(3) for _ in range(CAPTURE_AFTER_MISSES)] == [None] * (CAPTURE_AFTER_MISSES - 1) + [4]
     assert sizes.missed(7) is None  # another size: counted separately
 
 
-def test_captures_nothing_after_giving_up():
+def test_captures_nothing_after_giving_up() -> None:
     sizes = GraphSizes(8)
     sizes.add(2)
     sizes.give_up()
@@ -134,14 +134,14 @@ def test_captures_nothing_after_giving_up():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("num_prepared", range(5))
-def test_responses_do_not_depend_on_captured_graphs(num_prepared, temperature):
+def test_responses_do_not_depend_on_captured_graphs(num_prepared: int, temperature: float) -> None:
     plain = Bench(None).respond(PROMPTS, 12, temperature)
     bench = Bench(ReplayOnCpu())
     assert list(itertools.islice(iter(bench.runner.prepare, False), num_prepared)) == [True] * min(num_prepared, 4)
     assert bench.respond(PROMPTS, 12, temperature) == plain
 
 
-def test_graphs_are_captured_one_by_one_smallest_first():
+def test_graphs_are_captured_one_by_one_smallest_first() -> None:
     bench = Bench(ReplayOnCpu())
     for expected in ([1], [1, 2], [1, 2, 4], [1, 2, 4, 6]):
         assert bench.runner.prepare()
@@ -149,7 +149,7 @@ def test_graphs_are_captured_one_by_one_smallest_first():
     assert not bench.runner.prepare()
 
 
-def test_step_without_a_graph_runs_and_captures_one_only_after_enough_misses():
+def test_step_without_a_graph_runs_and_captures_one_only_after_enough_misses() -> None:
     bench = Bench(ReplayOnCpu())
     bench.runner.prepare()
     bench.respond(PROMPTS, CAPTURE_AFTER_MISSES)  # the first token comes from the prompt: one step fewer than tokens
@@ -159,7 +159,7 @@ def test_step_without_a_graph_runs_and_captures_one_only_after_enough_misses():
     assert bench.capture.replays > 0
 
 
-def test_larger_graph_is_used_while_the_exact_one_is_missing():
+def test_larger_graph_is_used_while_the_exact_one_is_missing() -> None:
     bench = Bench(ReplayOnCpu())
     for _ in range(2):
         bench.runner.prepare()
@@ -170,7 +170,7 @@ def test_larger_graph_is_used_while_the_exact_one_is_missing():
     assert bench.capture.sizes == [1, 2]
 
 
-def test_out_of_memory_ends_capturing_but_no_response():
+def test_out_of_memory_ends_capturing_but_no_response() -> None:
     bench = Bench(ReplayOnCpu(room=1))
     assert bench.runner.prepare()
     assert not bench.runner.prepare()
@@ -179,5 +179,5 @@ def test_out_of_memory_ends_capturing_but_no_response():
     assert not bench.runner.prepare()
 
 
-def test_cpu_has_nothing_to_prepare():
+def test_cpu_has_nothing_to_prepare() -> None:
     assert not Bench(None).runner.prepare()

@@ -1,4 +1,6 @@
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ def host(root, files):
     return read_host_memory(root)
 
 
-def test_without_cgroup_limits_reports_the_host(tmp_path):
+def test_without_cgroup_limits_reports_the_host(tmp_path: Path) -> None:
     assert host(tmp_path, {}) == HostMemory(1000 * 1024, 800 * 1024)
 
 
@@ -38,11 +40,11 @@ def test_without_cgroup_limits_reports_the_host(tmp_path):
     ],
     ids=["v2, limit on a parent", "v1, seen from inside a container"],
 )
-def test_container_has_what_its_limit_leaves(tmp_path, files):
+def test_container_has_what_its_limit_leaves(tmp_path: Path, files: dict[str, Any]) -> None:
     assert host(tmp_path, files) == HostMemory(600000, 200000)
 
 
-def test_unlimited_cgroup_v1_is_no_limit(tmp_path):
+def test_unlimited_cgroup_v1_is_no_limit(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "9:memory:/\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
@@ -50,12 +52,12 @@ def test_unlimited_cgroup_v1_is_no_limit(tmp_path):
     assert host(tmp_path, files).total_bytes == 1000 * 1024
 
 
-def test_anonymous_bytes_of_this_process_and_of_none():
+def test_anonymous_bytes_of_this_process_and_of_none() -> None:
     assert anonymous_bytes() == pytest.approx(anonymous_bytes(os.getpid()), rel=0.2)
     assert anonymous_bytes(2**22 - 1) == 0
 
 
-def test_engine_uses_the_limited_memory(monkeypatch):
+def test_engine_uses_the_limited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cortex.neuron.engine.memory.device.read_host_memory", lambda: HostMemory(4 << 30, 3 << 30))
     memory = device_memory(torch.device("cpu"))
     assert (memory.total_bytes, memory.free_bytes) == (4 << 30, 3 << 30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ NOTHING = CacheSize(0)
         (60, 13 * GB, (12 * GB, 24 * GB), None),  # the first device has no room for embedding and head
     ],
 )
-def test_layers_are_divided_in_proportion_to_memory(num_layers, first_bytes, capacities, expected) -> None:
+def test_layers_are_divided_in_proportion_to_memory(num_layers: int, first_bytes: int, capacities, expected) -> None:
     plans = divide_layers([LAYER] * num_layers, first_bytes, capacities, NOTHING, NOTHING)
     assert (plans and tuple(len(plan.layers) for plan in plans)) == expected
 
@@ -60,7 +61,7 @@ def all_divisions(num_layers: int, num_stages: int):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_no_other_division_has_a_larger_cache_or_a_less_full_device(seed) -> None:
+def test_no_other_division_has_a_larger_cache_or_a_less_full_device(seed: int) -> None:
     pick = random.Random(seed)
     layers = [
         LayerSizes(pick.randint(10, 100), pick.choice((0, 1, 3)), pick.choice((0, 5)))
@@ -134,7 +135,7 @@ def divided(capacities, storage=None, **changes):
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"model_type": "qwen3"}])
-def test_sizes_of_layers_and_ends_are_those_of_the_model(changes) -> None:
+def test_sizes_of_layers_and_ends_are_those_of_the_model(changes: dict[str, Any]) -> None:
     architecture, storage = read_architecture(CONFIG | changes), WeightStorage(2)
     whole = ModelSizes.of(architecture, storage)
     layers = layer_sizes(architecture, storage)

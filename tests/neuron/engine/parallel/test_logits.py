@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def logits_of(path, rank: RankSpec | None = None, dtype: str = "float32") -> tor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_a_divided_model_equal_those_of_one_device(family, tmp_path):
+def test_logits_of_a_divided_model_equal_those_of_one_device(family: str, tmp_path: Path) -> None:
     path = tmp_path / "model"
     FAMILIES[family]().save_pretrained(path)
     expected = logits_of(path)
@@ -102,7 +103,7 @@ def test_logits_of_a_divided_model_equal_those_of_one_device(family, tmp_path):
             assert (logits - expected).abs().max() < 1e-4
 
 
-def test_ranks_agree_on_recomputed_near_ties_in_half_precision(tmp_path):
+def test_ranks_agree_on_recomputed_near_ties_in_half_precision(tmp_path: Path) -> None:
     """A CPU recomputes the highest logits in float32; each rank has the rows of some tokens only."""
     path = tmp_path / "model"
     FAMILIES["qwen3"]().save_pretrained(path)

@@ -8,17 +8,19 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from rank_threads import QueueLink, RankThreads, run, tokens_of
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
+
+from ...rank_threads import QueueLink, RankThreads, run, tokens_of
 
 SIZES = {
     "vocab_size": 97,
@@ -38,7 +40,7 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
+def path(tmp_path_factory: pytest.TempPathFactory):
     """A model with attention and recurrent layers."""
     torch.manual_seed(0)
     model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES))
@@ -56,7 +58,7 @@ def specs(path) -> list[LoadSpec]:
 
 
 @pytest.fixture
-def pair(path, tmp_path) -> Iterator[RankThreads]:
+def pair(path, tmp_path: Path) -> Iterator[RankThreads]:
     pair = RankThreads(specs(path), tmp_path)
     yield pair
     pair.close()
@@ -73,7 +75,7 @@ def requests() -> list[EngineRequest]:
     ]
 
 
-def test_divided_model_draws_the_same_tokens_as_one_device(pair, path) -> None:
+def test_divided_model_draws_the_same_tokens_as_one_device(pair: RankThreads, path) -> None:
     whole = Engine.load(LoadSpec(str(path), dtype="float32", max_num_seqs=4), "cpu", lambda *_: None, lambda: False)
     expected = run(whole, *requests())
     whole.close()
@@ -90,7 +92,7 @@ def test_divided_model_draws_the_same_tokens_as_one_device(pair, path) -> None:
     pair.leader.check_integrity()
 
 
-def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect(tmp_path) -> None:
+def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect(tmp_path: Path) -> None:
     """Such a step would wait for the devices that the leader has locked."""
     is_locked = threading.Event()
     steps_begun: list[bool] = []
@@ -121,7 +123,7 @@ def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect
     assert not any(steps_begun)
 
 
-def test_leader_sleeps_and_wakes_after_and_before_the_others(pair) -> None:
+def test_leader_sleeps_and_wakes_after_and_before_the_others(pair: RankThreads) -> None:
     before = tokens_of(run(pair.leader, requests()[0])["greedy"])
     pair.leader.sleep()
     pair.follower.sleep()
@@ -130,7 +132,7 @@ def test_leader_sleeps_and_wakes_after_and_before_the_others(pair) -> None:
     assert tokens_of(run(pair.leader, requests()[0])["greedy"]) == before
 
 
-def test_step_fails_for_good_when_a_rank_is_gone(path, tmp_path) -> None:
+def test_step_fails_for_good_when_a_rank_is_gone(path, tmp_path: Path) -> None:
     pair = RankThreads(specs(path), tmp_path)
     pair.end_followers()
     pair.leader.submit(requests()[0])
@@ -139,7 +141,7 @@ def test_step_fails_for_good_when_a_rank_is_gone(path, tmp_path) -> None:
     pair.leader.close()
 
 
-def test_rank_that_waits_for_others_can_be_cancelled(path, tmp_path) -> None:
+def test_rank_that_waits_for_others_can_be_cancelled(path, tmp_path: Path) -> None:
     spec = LoadSpec(str(path), dtype="float32", rank=RankSpec(0, 2, str(tmp_path)))
     polls: list[str] = []
     with pytest.raises(LoadCancelled):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from rank_threads import RankThreads, run, tokens_of
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StageSpec
+
+from ...rank_threads import RankThreads, run, tokens_of
 
 VOCAB = 97
 SIZES = {
@@ -105,7 +107,7 @@ def assert_same(found, expected) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stages_compute_the_distributions_of_one_device(family, tmp_path) -> None:
+def test_stages_compute_the_distributions_of_one_device(family: str, tmp_path: Path) -> None:
     path = write_family(family, tmp_path / "model")
     whole = load_whole(path)
     expected = run(whole, *requests())
@@ -125,19 +127,19 @@ def test_stages_compute_the_distributions_of_one_device(family, tmp_path) -> Non
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model with attention and recurrent layers."""
     return write_family("qwen3_5", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def group(path, tmp_path) -> Iterator[RankThreads]:
+def group(path: str, tmp_path: Path) -> Iterator[RankThreads]:
     group = load_stages(path, (2, 3), tmp_path / "group")
     yield group
     group.close()
 
 
-def test_stages_sleep_and_wake(group) -> None:
+def test_stages_sleep_and_wake(group: RankThreads) -> None:
     before = tokens_of(run(group.leader, requests()[0])["greedy"])
     group.leader.sleep()
     group.follower.sleep()
@@ -146,7 +148,7 @@ def test_stages_sleep_and_wake(group) -> None:
     assert tokens_of(run(group.leader, requests()[0])["greedy"]) == before
 
 
-def test_prompts_in_several_chunks_give_the_tokens_of_one_device(path, tmp_path) -> None:
+def test_prompts_in_several_chunks_give_the_tokens_of_one_device(path: str, tmp_path: Path) -> None:
     """Steps that draw nothing still end on all stages."""
     whole = load_whole(path)
     request = EngineRequest("long", tuple(range(90)) * 2, max_tokens=5, sampling=SamplingParams(temperature=0.0))
@@ -160,7 +162,7 @@ def test_prompts_in_several_chunks_give_the_tokens_of_one_device(path, tmp_path)
     group.close()
 
 
-def test_tightest_stage_decides_the_pages_of_all(path, tmp_path) -> None:
+def test_tightest_stage_decides_the_pages_of_all(path: str, tmp_path: Path) -> None:
     """A page of the model takes 8 KiB, of which each stage has one of two attention layers."""
     group = load_stages(path, (3, 2), tmp_path / "group", memory_bytes=(1 << 20, 200 << 10))
     leader, follower = group.leader.info, group.follower.info
@@ -171,7 +173,7 @@ def test_tightest_stage_decides_the_pages_of_all(path, tmp_path) -> None:
     group.close()
 
 
-def test_step_fails_for_good_when_a_stage_is_gone(path, tmp_path) -> None:
+def test_step_fails_for_good_when_a_stage_is_gone(path: str, tmp_path: Path) -> None:
     group = load_stages(path, (2, 2, 1), tmp_path / "group")
     group.end_followers()
     group.leader.submit(requests()[0])

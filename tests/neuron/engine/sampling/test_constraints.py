@@ -23,7 +23,7 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory: pytest.TempPathFactory):
     """A random Llama whose vocabulary is every byte and an end token."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def json_grammar():
     return llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
 
 
-def test_output_under_a_schema_always_conforms(engine, model):
+def test_output_under_a_schema_always_conforms(engine, model) -> None:
     requests = [request(str(seed), json_grammar(), temperature=2.0, seed=seed) for seed in range(12)]
     tokens, finish = run(engine, *requests)
     for name, ids in tokens.items():
@@ -89,21 +89,21 @@ def test_output_under_a_schema_always_conforms(engine, model):
         assert finish[name] == "stop"
 
 
-def test_unconstrained_request_is_unchanged_beside_a_constrained_one(engine):
+def test_unconstrained_request_is_unchanged_beside_a_constrained_one(engine) -> None:
     free = request("free", None, temperature=1.0, seed=5)
     alone, _ = run(engine, free)
     together, _ = run(engine, free, request("bound", json_grammar(), temperature=1.0, seed=6))
     assert together["free"] == alone["free"]
 
 
-def test_rejects_a_grammar_that_does_not_compile_without_holding_memory(engine):
+def test_rejects_a_grammar_that_does_not_compile_without_holding_memory(engine) -> None:
     with pytest.raises(RequestError, match="grammar"):
         engine.submit(request("bad", "start: nonsense ("))
     assert not engine.has_work
     engine.check_integrity()
 
 
-def test_token_outside_the_grammar_ends_its_request_with_a_short_error(engine, monkeypatch):
+def test_token_outside_the_grammar_ends_its_request_with_a_short_error(engine, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Sampler.draw
 
     def without_mask(sampler, logits, rows, positions, draws, mask=None):
@@ -122,11 +122,13 @@ def test_token_outside_the_grammar_ends_its_request_with_a_short_error(engine, m
 
 
 @pytest.mark.parametrize("method", ["fill_mask", "accept"])
-def test_error_in_the_grammar_library_ends_only_its_own_request(engine, monkeypatch, method):
+def test_error_in_the_grammar_library_ends_only_its_own_request(
+    engine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     free = request("free", None, temperature=1.0, seed=5)
     alone, _ = run(engine, free)
 
-    def failing(*_):
+    def failing(*_) -> None:
         raise OverflowError("out of range integral type conversion attempted")
 
     monkeypatch.setattr(MatchState, method, failing)

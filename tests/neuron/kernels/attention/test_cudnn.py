@@ -16,11 +16,11 @@ HEADS, KV_HEADS, DIM = 8, 2, 128
     ("count", "length"),
     [(1024, 1024), (1025, 1152), (2048, 2048), (2049, 2304), (8192, 8192), (8193, 9216), (16384, 16384)],
 )
-def test_pads_a_prompt_to_the_next_length(count, length):
+def test_pads_a_prompt_to_the_next_length(count: int, length: int) -> None:
     assert planned_length(count) == length
 
 
-def test_padding_adds_at_most_an_eighth_with_33_lengths():
+def test_padding_adds_at_most_an_eighth_with_33_lengths() -> None:
     lengths = list(planned_lengths(16384))
     assert lengths[0] == 1024
     assert lengths[-1] == 16384
@@ -31,13 +31,13 @@ def test_padding_adds_at_most_an_eighth_with_33_lengths():
         assert count <= length <= count * 9 / 8
 
 
-def test_lengths_end_at_the_longest_prompt():
+def test_lengths_end_at_the_longest_prompt() -> None:
     assert list(planned_lengths(1100)) == [1024, 1152]
     assert list(planned_lengths(800)) == []
 
 
 @pytest.fixture
-def prepared(device, dtype, monkeypatch):
+def prepared(device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """Prompts of 16 tokens and more use cuDNN; plans for up to 160 tokens are built."""
     monkeypatch.setattr(cudnn, "SHORTEST", 16)
     monkeypatch.setattr(cudnn, "plans", cudnn.Plans())
@@ -63,8 +63,14 @@ def run(batch, num_pages, device, dtype, function, window=None):
     [([], [(0, 128)]), ([], [(0, 77)]), ([5, 90], [(0, 33)]), ([3], [(0, 150), (0, 16), (0, 65)])],
 )
 def test_whole_prompts_match_the_reference(
-    decode_lengths, prefills, device, dtype, assert_close, prepared, monkeypatch
-):
+    decode_lengths,
+    prefills,
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close,
+    prepared,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     batch, num_pages = make_batch(decode_lengths, prefills, device)
     monkeypatch.setattr("cortex.neuron.kernels.attention.prefill.prefill_attention", None)  # must not be called
     out, kept = run(batch, num_pages, device, dtype, attention)
@@ -73,7 +79,7 @@ def test_whole_prompts_match_the_reference(
     assert_close(kept, expected_kept)
 
 
-def test_gather_pads_with_zeros_where_pages_hold_nan(device, dtype, prepared):
+def test_gather_pads_with_zeros_where_pages_hold_nan(device: torch.device, dtype: torch.dtype, prepared) -> None:
     table = torch.tensor([2, 1], dtype=torch.int32, device=device)
     pages = torch.full((2, 3, PAGE_TOKENS, KV_HEADS, DIM), float("nan"), device=device, dtype=dtype)
     pages[:, 2] = 1.0
@@ -95,14 +101,16 @@ def test_gather_pads_with_zeros_where_pages_hold_nan(device, dtype, prepared):
         ([(0, 200)], None, "no plan for this length"),
     ],
 )
-def test_uses_our_own_kernel_where_cudnn_does_not_apply(prefills, window, why, device, dtype, prepared):
+def test_uses_our_own_kernel_where_cudnn_does_not_apply(
+    prefills, window: int | None, why: str, device: torch.device, dtype: torch.dtype, prepared
+) -> None:
     batch, _ = make_batch([], prefills, device)
     q = torch.empty(len(batch.positions), HEADS, DIM, device=device, dtype=dtype)
     rules = AttentionRules(DIM**-0.5, torch.empty(0), window=window)
     assert not cudnn.takes(q, KV_HEADS, rules, batch), why
 
 
-def test_plan_applies_only_to_its_geometry(device, dtype, prepared):
+def test_plan_applies_only_to_its_geometry(device: torch.device, dtype: torch.dtype, prepared) -> None:
     batch, _ = make_batch([], [(0, 64)], device)
     rules = AttentionRules(DIM**-0.5, torch.empty(0))
     assert cudnn.takes(torch.empty(64, HEADS, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
@@ -116,8 +124,10 @@ def test_plan_applies_only_to_its_geometry(device, dtype, prepared):
         ("CUDA error: an illegal memory access was encountered", RuntimeError),
     ],
 )
-def test_distinguishes_unsupported_geometry_from_device_fault(message, raised, device, dtype, monkeypatch):
-    def fail(*_, **__):
+def test_distinguishes_unsupported_geometry_from_device_fault(
+    message: str, raised, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_, **__) -> None:
         raise RuntimeError(message)
 
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", fail)

@@ -57,8 +57,18 @@ def make_batch(decode_lengths, prefills, device):
     ],
 )
 def test_attention_and_stored_kv_match_the_reference(
-    heads, kv_heads, dim, rotated, normed, window, decode_lengths, prefills, device, dtype, assert_close
-):
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotated: int,
+    normed: bool,
+    window: int | None,
+    decode_lengths,
+    prefills,
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close,
+) -> None:
     batch, num_pages = make_batch(decode_lengths, prefills, device)
     tokens = len(batch.positions)
     projected = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device, dtype=dtype)
@@ -82,7 +92,7 @@ def test_attention_and_stored_kv_match_the_reference(
 
 
 @pytest.mark.gpu
-def test_repeated_decode_attention_gives_the_same_result(device, dtype):
+def test_repeated_decode_attention_gives_the_same_result(device: torch.device, dtype: torch.dtype) -> None:
     """A result that varies would be a race between the programs that combine a row."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
@@ -101,7 +111,9 @@ def eight_bits(pages: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("prefills", [[], [(0, 70), (40, 9)]], ids=["decode", "prefill"])
-def test_pages_in_eight_bits_give_what_their_rounded_numbers_give(device, dtype, prefills, assert_close):
+def test_pages_in_eight_bits_give_what_their_rounded_numbers_give(
+    device: torch.device, dtype: torch.dtype, prefills, assert_close
+) -> None:
     if INTERPRETED:
         pytest.skip("the interpreter has no 8-bit floating-point numbers")
     batch, num_pages = make_batch([90, 1, 33], prefills, device)

@@ -63,7 +63,7 @@ def make_state(rules, slots, layers, device, dtype):
     return DeltaState(recent[:, 1], memory[:, 1])
 
 
-def compare(rules, batch, projected, assert_close, device, dtype):
+def compare(rules, batch, projected, assert_close, device, dtype) -> None:
     state = make_state(rules, len(batch.rows) + 2, 3, device, dtype)
     exact_state = DeltaState(state.recent.to(torch.float32, copy=True), state.memory.clone())
     untouched = sorted(set(range(len(state.memory))) - set(batch.rows.tolist()))
@@ -91,15 +91,26 @@ def compare(rules, batch, projected, assert_close, device, dtype):
     ],
 )
 def test_output_and_state_of_a_step_match_the_reference(
-    key_heads, value_heads, key_dim, value_dim, taps, decode_positions, prefills, device, dtype, assert_close
-):
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    taps: int,
+    decode_positions,
+    prefills,
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close,
+) -> None:
     batch = make_batch(decode_positions, prefills, device)
     rules = make_rules(key_heads, value_heads, key_dim, value_dim, taps, device, dtype)
     projected = torch.randn(len(batch.positions), rules.projected_size, device=device, dtype=dtype)
     compare(rules, batch, projected, assert_close, device, dtype)
 
 
-def test_prompt_of_one_repeated_token_matches_the_reference(device, dtype, assert_close):
+def test_prompt_of_one_repeated_token_matches_the_reference(
+    device: torch.device, dtype: torch.dtype, assert_close
+) -> None:
     """Equal keys and almost no decay: the worst case of the triangular systems.
 
     The query equals the key. Any other query would read almost nothing from the memory, and the norm would amplify the
@@ -118,7 +129,9 @@ def test_prompt_of_one_repeated_token_matches_the_reference(device, dtype, asser
 
 
 @pytest.mark.gpu
-def test_every_replay_of_a_captured_step_advances_the_state(device, dtype, assert_close):
+def test_every_replay_of_a_captured_step_advances_the_state(
+    device: torch.device, dtype: torch.dtype, assert_close
+) -> None:
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
     rules = make_rules(2, 4, 128, 128, 4, device, dtype)

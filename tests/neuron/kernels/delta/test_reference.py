@@ -54,7 +54,7 @@ def step(rules, state, pieces):
     return out.split([len(tokens) for _, _, tokens in pieces])
 
 
-def assert_same(*inputs):
+def assert_same(*inputs) -> None:
     *_, memory = inputs
     chunked, chunked_memory = delta_chunked(*inputs)
     recurrent = delta_recurrent(*inputs)  # updates the memory in place
@@ -64,14 +64,14 @@ def assert_same(*inputs):
 
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 130])
 @pytest.mark.parametrize("decay", [0.0, 0.1, 30.0])
-def test_chunked_equals_recurrent(tokens, decay):
+def test_chunked_equals_recurrent(tokens: int, decay: float) -> None:
     torch.manual_seed(tokens)
     q, k = torch.nn.functional.normalize(torch.randn(2, 3, tokens, 16), dim=-1)
     v, memory = torch.randn(3, tokens, 10), torch.randn(3, 16, 10)
     assert_same(q, k, v, -decay * torch.rand(3, tokens), torch.rand(3, tokens), memory)
 
 
-def test_chunked_equals_recurrent_when_all_tokens_are_equal():
+def test_chunked_equals_recurrent_when_all_tokens_are_equal() -> None:
     """Equal keys with full write strength and no decay: the worst case of the triangular system."""
     key = torch.nn.functional.normalize(torch.ones(1, 128, 16), dim=-1)
     assert_same(key, key, torch.randn(1, 128, 4), torch.zeros(1, 128), torch.ones(1, 128), torch.zeros(1, 16, 4))
@@ -83,7 +83,7 @@ def test_chunked_equals_recurrent_when_all_tokens_are_equal():
     seed=st.integers(0, 1000),
     taps=st.sampled_from([2, 4]),
 )
-def test_any_split_into_steps_beside_other_rows_equals_the_whole_sequence(cuts, seed, taps):
+def test_any_split_into_steps_beside_other_rows_equals_the_whole_sequence(cuts, seed, taps) -> None:
     torch.manual_seed(seed)
     rules = make_rules(taps=taps)
     sequences = [torch.randn(sum(parts), rules.projected_size) for parts in cuts]

@@ -24,7 +24,9 @@ TILES = [Tiling(16, 16, 16, 4), Tiling(32, 64, 32, 4)]
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("shape", [(64, 32, 6, 0), (40, 25, 7, 1)])
 @pytest.mark.parametrize(("tokens", "bias"), [(5, 0.0), (41, 0.0), (41, 9.0)])
-def test_products_and_sum_match_their_references(tile, shape, tokens, bias, device, dtype, assert_close):
+def test_products_and_sum_match_their_references(
+    tile, shape, tokens: int, bias: float, device: torch.device, dtype: torch.dtype, assert_close
+) -> None:
     """`bias` routes every token to the same expert, which then has several tiles while others have none."""
     hidden, inner, routed, shared = shape
 
@@ -49,7 +51,7 @@ def test_products_and_sum_match_their_references(tile, shape, tokens, bias, devi
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.sampled_from([16, 32, 128]))
-def test_grid_covers_every_possible_tile(counts, tile):
+def test_grid_covers_every_possible_tile(counts, tile) -> None:
     needed = sum(-(-count // tile) for count in counts)
     assert needed <= max_tiles(sum(counts), len(counts), tile)
 
@@ -57,7 +59,7 @@ def test_grid_covers_every_possible_tile(counts, tile):
 @pytest.mark.parametrize("num_pairs", [1, 72, 512, 2048, 16_384, 131_072])
 @pytest.mark.parametrize("num_experts", [2, 128, 512])
 @pytest.mark.parametrize("num_matrices", [1, 2])
-def test_tiles_fit_the_smallest_device_with_three_stages(num_pairs, num_experts, num_matrices):
+def test_tiles_fit_the_smallest_device_with_three_stages(num_pairs: int, num_experts: int, num_matrices: int) -> None:
     tile = tiling(num_pairs, num_experts)
     inputs, stages = tile.fitted(num_matrices, 2, SMALLEST)
     assert stages >= 3

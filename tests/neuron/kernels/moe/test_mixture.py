@@ -61,7 +61,7 @@ SHAPES = [(64, 32, 8, 0), (36, 20, 5, 0), (20, 17, 12, 2), (33, 24, 1, 1)]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_reference_matches_the_definition(shape, renormalise, tokens):
+def test_reference_matches_the_definition(shape, renormalise: bool, tokens: int) -> None:
     torch.manual_seed(0)
     experts = random_experts(shape, "cpu", torch.float32, top_k=min(3, shape[2]), renormalise=renormalise)
     hidden, norm = torch.randn(tokens, shape[0]), torch.randn(shape[0])
@@ -72,7 +72,9 @@ def test_reference_matches_the_definition(shape, renormalise, tokens):
 
 @pytest.mark.parametrize(("shape", "top_k"), [((20, 10, 8, 0), 3), ((24, 17, 12, 2), 5), ((33, 24, 1, 1), 1)])
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 2), (mixture_grouped, 37)])
-def test_small_and_large_batches_match_the_reference(run, tokens, shape, top_k, device, dtype, assert_close):
+def test_small_and_large_batches_match_the_reference(
+    run, tokens: int, shape, top_k: int, device: torch.device, dtype: torch.dtype, assert_close
+) -> None:
     experts = random_experts(shape, device, dtype, top_k=top_k, renormalise=True)
     norm = torch.randn(shape[0], device=device, dtype=dtype)
     hidden = rows_with_clear_routing(tokens, norm, experts)
@@ -89,7 +91,9 @@ def held(experts, first, count):
 
 @pytest.mark.parametrize("shared", [0, 2])
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 2), (mixture_grouped, 37), (mixture_reference, 5)])
-def test_parts_of_a_divided_mixture_add_up_to_the_whole(run, tokens, shared, device, dtype, assert_close):
+def test_parts_of_a_divided_mixture_add_up_to_the_whole(
+    run, tokens: int, shared: int, device: torch.device, dtype: torch.dtype, assert_close
+) -> None:
     experts = random_experts((24, 17, 7, shared), device, dtype, top_k=3, renormalise=True)
     norm = torch.randn(24, device=device, dtype=dtype)
     hidden = rows_with_clear_routing(tokens, norm, experts)
@@ -103,7 +107,9 @@ def test_parts_of_a_divided_mixture_add_up_to_the_whole(run, tokens, shared, dev
 
 
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 3), (mixture_grouped, 20)])
-def test_nan_row_does_not_affect_other_rows(run, tokens, device, dtype, assert_close):
+def test_nan_row_does_not_affect_other_rows(
+    run, tokens: int, device: torch.device, dtype: torch.dtype, assert_close
+) -> None:
     experts = random_experts((16, 8, 6, 1), device, dtype, top_k=2, renormalise=True)
     norm = torch.ones(16, device=device, dtype=dtype)
     hidden = rows_with_clear_routing(tokens, norm, experts)
@@ -116,7 +122,7 @@ def test_nan_row_does_not_affect_other_rows(run, tokens, device, dtype, assert_c
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 1), (mixture_of_rows, 8), (mixture_grouped, 300)])
-def test_captured_graph_replays_give_equal_results(run, tokens, device, dtype):
+def test_captured_graph_replays_give_equal_results(run, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
     experts = random_experts((512, 256, 32, 1), device, dtype, top_k=4, renormalise=True)

@@ -22,7 +22,9 @@ def make_experts(routed, top_k, shared, renormalise, device, hidden=48):
 
 @pytest.mark.parametrize(("routed", "top_k", "shared"), COUNTS)
 @pytest.mark.parametrize("renormalise", [True, False])
-def test_small_batch_choice_matches_the_reference(routed, top_k, shared, renormalise, device, assert_close):
+def test_small_batch_choice_matches_the_reference(
+    routed: int, top_k: int, shared: int, renormalise: bool, device: torch.device, assert_close
+) -> None:
     experts = make_experts(routed, top_k, shared, renormalise, device)
     hidden, norm = torch.randn(3, 48, device=device), torch.rand(48, device=device) * 0.3
     for _ in range(2):  # the second run uses the counters that the first one reset
@@ -34,7 +36,9 @@ def test_small_batch_choice_matches_the_reference(routed, top_k, shared, renorma
 
 @pytest.mark.parametrize(("routed", "top_k", "shared"), COUNTS)
 @pytest.mark.parametrize("tokens", [1, 21])
-def test_pair_lists_match_the_reference(routed, top_k, shared, tokens, device, assert_close):
+def test_pair_lists_match_the_reference(
+    routed: int, top_k: int, shared: int, tokens: int, device: torch.device, assert_close
+) -> None:
     experts = make_experts(routed, top_k, shared, True, device)
     logits = torch.randn(tokens, len(experts.router), device=device)
     lists, reference = list_pairs(logits, experts), list_pairs_reference(logits, experts)
@@ -45,14 +49,14 @@ def test_pair_lists_match_the_reference(routed, top_k, shared, tokens, device, a
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 7.0])
-def test_chooses_distinct_valid_experts_for_degenerate_scores(bad, device):
+def test_chooses_distinct_valid_experts_for_degenerate_scores(bad, device: torch.device) -> None:
     experts = make_experts(11, 4, 1, True, device)
     lists = list_pairs(torch.full((3, 12), bad, device=device), experts)
     assert lists.counts.sum() == 3 * experts.slots
     assert lists.counts.max() <= 3
 
 
-def test_weights_sum_to_one_only_with_renormalisation():
+def test_weights_sum_to_one_only_with_renormalisation() -> None:
     logits = torch.randn(4, 6)
     kept = choose_reference(logits, make_experts(6, 2, 0, False, "cpu"))
     scaled = choose_reference(logits, make_experts(6, 2, 0, True, "cpu"))

@@ -32,7 +32,9 @@ def exact(experts):
 # Hidden, inner, experts, experts per row; the last shape is larger than one iteration of a program.
 @pytest.mark.parametrize("shape", [(64, 12, 6, 2), (33, 7, 5, 5), (2100, 3, 2, 1)])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_first_product_matches_its_reference(rows, shape, device, dtype, assert_close):
+def test_first_product_matches_its_reference(
+    rows: int, shape, device: torch.device, dtype: torch.dtype, assert_close
+) -> None:
     experts, choice, x, _ = random_case(rows, shape, device, dtype)
     norm = torch.randn(shape[0], device=device, dtype=dtype)
     reference = expand_rows_reference(x.float(), norm.float(), 1e-6, choice, exact(experts))
@@ -41,7 +43,9 @@ def test_first_product_matches_its_reference(rows, shape, device, dtype, assert_
 
 @pytest.mark.parametrize("shape", [(20, 12, 6, 2), (9, 40, 5, 5), (4, 1100, 8, 6)])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_second_product_and_sum_match_their_reference(rows, shape, device, dtype, assert_close):
+def test_second_product_and_sum_match_their_reference(
+    rows: int, shape, device: torch.device, dtype: torch.dtype, assert_close
+) -> None:
     experts, choice, residual, inner = random_case(rows, shape, device, dtype)
     reference = contract_rows_reference(inner.float(), choice, residual.float(), exact(experts))
     assert_close(contract_rows(inner, choice, residual, experts), reference)

@@ -9,7 +9,9 @@ SHAPES = [(576, 130), (2500, 17), (100, 7)]
 @pytest.mark.parametrize("rows", [1, 3, 16, 29])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 @pytest.mark.parametrize("extras", ["", "norm", "norm bias residual"])
-def test_matvec_matches_its_reference(rows, inputs, outputs, extras, device, dtype, assert_close):
+def test_matvec_matches_its_reference(
+    rows: int, inputs: int, outputs: int, extras: str, device: torch.device, dtype: torch.dtype, assert_close
+) -> None:
     def random(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)
 
@@ -24,7 +26,9 @@ def test_matvec_matches_its_reference(rows, inputs, outputs, extras, device, dty
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 29])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_gated_matvec_matches_its_reference(rows, inputs, outputs, device, dtype, assert_close):
+def test_gated_matvec_matches_its_reference(
+    rows: int, inputs: int, outputs: int, device: torch.device, dtype: torch.dtype, assert_close
+) -> None:
     x = torch.randn(rows, inputs, device=device, dtype=dtype)
     weight = torch.randn(2 * outputs, inputs, device=device, dtype=dtype) * inputs**-0.5
     norm = torch.randn(inputs, device=device, dtype=dtype)

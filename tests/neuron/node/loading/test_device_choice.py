@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,9 @@ def layers(found) -> list[int]:
         ([24, 12, 24, 12], {"replicas": 2}, (0, 1, 2, 3), [20, 12]),
     ],
 )
-def test_layers_go_to_the_devices_with_the_most_free_memory(free_gib, options, indices, expected) -> None:
+def test_layers_go_to_the_devices_with_the_most_free_memory(
+    free_gib, options: dict[str, Any], indices, expected
+) -> None:
     found = chosen(free_gib, **options)
     assert found.indices == indices
     assert layers(found) == expected
@@ -90,7 +93,7 @@ def test_operators_limit_is_divided_among_the_stages() -> None:
         ([3, 24], [3, 24], "too small even when empty, or under memory_mb"),  # the first holds embedding and head
     ],
 )
-def test_rejects_a_model_that_no_division_fits_with_the_memory_of_each_device(free_gib, total_gib, reason) -> None:
+def test_rejects_a_model_that_no_division_fits_with_the_memory_of_each_device(free_gib, total_gib, reason: str) -> None:
     with pytest.raises(InsufficientCapacity) as caught:
         chosen(free_gib, total_gib)
     assert "for its 32 layers on 2 devices" in caught.value.message

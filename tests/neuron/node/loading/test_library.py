@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,14 @@ from cortex.wire.node import LoadRequest, SamplingDefaults
         (None, {}, str(Path("~/.cache/huggingface/hub").expanduser())),
     ],
 )
-def test_cache_directory_prefers_the_config_then_the_environment(hf_cache, env, expected):
+def test_cache_directory_prefers_the_config_then_the_environment(
+    hf_cache: str | None, env: dict[str, Any], expected
+) -> None:
     torch = TorchHarness(hf_cache=Path(hf_cache) if hf_cache else None)
     assert cache_directory(NeuronConfig(harness=HarnessSettings(torch=torch)), env) == Path(expected)
 
 
-def test_lists_only_cached_models_with_weights(tmp_path):
+def test_lists_only_cached_models_with_weights(tmp_path: Path) -> None:
     for name, file in {
         "models--org--whole": "model.safetensors",
         "models--org--quantised": "q4.gguf",
@@ -46,7 +49,7 @@ CONFIG = NeuronConfig(
 )
 
 
-def test_default_model_inherits_from_its_configured_entry():
+def test_default_model_inherits_from_its_configured_entry() -> None:
     library = Library(CONFIG, {})
     assert {model.id for model in library} == {"a", "b"}
     assert library.find("a").source == "/models/a"
@@ -55,7 +58,7 @@ def test_default_model_inherits_from_its_configured_entry():
     assert library.find("b").devices == (1,)
 
 
-def test_load_request_overrides_only_the_options_it_has():
+def test_load_request_overrides_only_the_options_it_has() -> None:
     library = Library(CONFIG, {})
     adopted = library.adopt(LoadRequest(model_id="b", context_tokens=1000))
     assert (adopted.source, adopted.devices, adopted.context_tokens) == ("org/b", (1,), 1000)
@@ -67,12 +70,12 @@ def test_load_request_overrides_only_the_options_it_has():
 
 
 @pytest.mark.parametrize("model_id", ["nonsense", "a/../b", "x" * 500])
-def test_rejects_ids_that_cannot_name_a_model(model_id):
+def test_rejects_ids_that_cannot_name_a_model(model_id: str) -> None:
     with pytest.raises(ModelNotFound):
         Library(CONFIG, {}).adopt(LoadRequest(model_id=model_id))
 
 
-def test_configured_division_wins_over_a_request_for_fewer_devices():
+def test_configured_division_wins_over_a_request_for_fewer_devices() -> None:
     entries = (ModelEntry(id="m", source="/m", tensor_parallel=2, devices=(2, 3)), ModelEntry(id="one", source="/one"))
     library = Library(NeuronConfig(models=entries), {})
     adopted = library.adopt(LoadRequest(model_id="m", devices=(0,)))
@@ -92,19 +95,21 @@ def test_configured_division_wins_over_a_request_for_fewer_devices():
         ({"pipeline_parallel": 2, "replicas": 2}, {"tensor_parallel": 4}, (1, 2)),
     ],
 )
-def test_stages_of_either_program_are_preferred_to_shares(configured, requested, expected):
+def test_stages_of_either_program_are_preferred_to_shares(
+    configured: dict[str, Any], requested: dict[str, Any], expected
+) -> None:
     library = Library(NeuronConfig(models=(ModelEntry(id="m", source="/m", **configured),)), {})
     adopted = library.adopt(LoadRequest(model_id="m", **requested))
     assert (adopted.tensor_parallel, adopted.pipeline_parallel) == expected
 
 
-def test_load_request_for_stages_and_shares_is_rejected():
+def test_load_request_for_stages_and_shares_is_rejected() -> None:
     with pytest.raises(ValueError, match="`m` has tensor_parallel and pipeline_parallel"):
         LoadRequest(model_id="m", tensor_parallel=2, pipeline_parallel=2)
 
 
 @pytest.fixture
-def rooted(tmp_path):
+def rooted(tmp_path: Path):
     """A library with a cache, a model root and a configured model, beside a secret and a link to it."""
     for name in ("cache", "root", "own", "secret"):
         (tmp_path / name / "model").mkdir(parents=True)
@@ -118,7 +123,7 @@ def rooted(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["cache/model", "root/model", "root/model/../model", "own/model", "root"])
-def test_load_requests_may_name_paths_in_the_model_roots(rooted, tmp_path, path):
+def test_load_requests_may_name_paths_in_the_model_roots(rooted, tmp_path: Path, path: str) -> None:
     path = str(tmp_path / path)
     assert rooted.adopt(LoadRequest(model_id="new", source=path)).source == path
     assert rooted.adopt(LoadRequest(model_id=path)).source == path
@@ -127,7 +132,7 @@ def test_load_requests_may_name_paths_in_the_model_roots(rooted, tmp_path, path)
 @pytest.mark.parametrize(
     "path", ["secret/model", "root/link/model", "root/../secret/model", "secret/absent", "own", "rootless"]
 )
-def test_load_requests_may_not_name_other_paths_whether_or_not_they_exist(rooted, tmp_path, path):
+def test_load_requests_may_not_name_other_paths_whether_or_not_they_exist(rooted, tmp_path: Path, path: str) -> None:
     for model_id in ("new", "own"):
         with pytest.raises(LoadFailed, match="model_roots"):
             rooted.adopt(LoadRequest(model_id=model_id, source=str(tmp_path / path)))
@@ -137,14 +142,14 @@ def test_load_requests_may_not_name_other_paths_whether_or_not_they_exist(rooted
 
 
 @pytest.mark.parametrize("source", ["/etc/pass\0wd", "~nobody-such/x", "./", "../x", "/" + "x" * 4000, "~"])
-def test_rejects_paths_that_are_strange_or_relative(rooted, source):
+def test_rejects_paths_that_are_strange_or_relative(rooted, source: str) -> None:
     with pytest.raises(LoadFailed, match="model_roots"):
         rooted.adopt(LoadRequest(model_id="new", source=source))
     with pytest.raises(LoadFailed, match="model_roots"):
         rooted.adopt(LoadRequest(model_id=source))
 
 
-def test_number_of_ids_that_requests_add_is_bounded(rooted):
+def test_number_of_ids_that_requests_add_is_bounded(rooted) -> None:
     for number in range(MAX_ADOPTED):
         rooted.adopt(LoadRequest(model_id=f"org/m{number}"))
     with pytest.raises(LoadFailed, match="limit"):
@@ -152,7 +157,7 @@ def test_number_of_ids_that_requests_add_is_bounded(rooted):
     assert rooted.adopt(LoadRequest(model_id="org/m0")).source == "org/m0"
 
 
-def test_sampling_of_a_request_comes_before_that_of_the_node_value_by_value():
+def test_sampling_of_a_request_comes_before_that_of_the_node_value_by_value() -> None:
     config = NeuronConfig(
         models=(ModelEntry(id="a", source="org/a", sampling=SamplingSection(temperature=0.7, top_k=20)),),
         default_models=(DefaultModel(model_id="a", sampling=SamplingSection(temperature=0.0)),),

@@ -47,7 +47,7 @@ async def ended(node: Node) -> str:
     return status.state
 
 
-async def test_pulled_model_is_on_disk_listed_and_loads(real_files, tmp_path):
+async def test_pulled_model_is_on_disk_listed_and_loads(real_files: Any, tmp_path: Path) -> None:
     hub = real_files()
     num_bytes = sum(map(len, hub.files.values()))
     async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
@@ -62,7 +62,7 @@ async def test_pulled_model_is_on_disk_listed_and_loads(real_files, tmp_path):
         assert (await node.load(LoadRequest(model_id=MODEL), wait=True)).state is ModelState.READY
 
 
-async def test_files_are_deleted_only_when_the_model_is_out_of_memory(real_files, tmp_path):
+async def test_files_are_deleted_only_when_the_model_is_out_of_memory(real_files: Any, tmp_path: Path) -> None:
     real_files()
     async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
         await node.load(LoadRequest(model_id=MODEL), wait=True)
@@ -82,7 +82,7 @@ async def test_files_are_deleted_only_when_the_model_is_out_of_memory(real_files
             await node.files.delete(REQUEST)
 
 
-async def test_cancelled_pull_keeps_what_it_has_and_the_next_one_continues(real_files, tmp_path):
+async def test_cancelled_pull_keeps_what_it_has_and_the_next_one_continues(real_files: Any, tmp_path: Path) -> None:
     hub = real_files()
     hub.faults = [stall] * 8
     async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
@@ -99,7 +99,7 @@ async def test_cancelled_pull_keeps_what_it_has_and_the_next_one_continues(real_
         assert await ended(node) == "done"
 
 
-async def test_failed_pull_reports_the_reason(real_files, tmp_path):
+async def test_failed_pull_reports_the_reason(real_files: Any, tmp_path: Path) -> None:
     real_files(listing_status=404)
     async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
         node.files.pull(REQUEST)
@@ -111,7 +111,7 @@ async def test_failed_pull_reports_the_reason(real_files, tmp_path):
             node.files.pull(FilesRequest(model_id="no-hub-id"))
 
 
-async def test_model_outside_the_cache_is_never_deleted(tmp_path):
+async def test_model_outside_the_cache_is_never_deleted(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "mine", bytes=1 << 20)
     config = {"models": [{"id": "m", "source": str(folder)}]}
     async with running_node(tmp_path, config) as node:
@@ -120,7 +120,7 @@ async def test_model_outside_the_cache_is_never_deleted(tmp_path):
         assert any(folder.iterdir())
 
 
-async def test_deletes_only_the_quantisation_of_the_model_and_no_repository_of_two_models(tmp_path):
+async def test_deletes_only_the_quantisation_of_the_model_and_no_repository_of_two_models(tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / "a"
     snapshot.mkdir(parents=True)
     for quant in ("Q4_K_M", "Q8_0"):
@@ -134,7 +134,9 @@ async def test_deletes_only_the_quantisation_of_the_model_and_no_repository_of_t
         assert [path.name for path in snapshot.iterdir()] == ["model-Q8_0.gguf"]
 
 
-async def test_offer_of_the_hub_is_read_without_a_download(real_files, tmp_path, monkeypatch):
+async def test_offer_of_the_hub_is_read_without_a_download(
+    real_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = real_files()
     async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
         offer = await node.files.offer(MODEL)

@@ -1,5 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faulty_models import CONFIG, write_model
@@ -37,26 +38,26 @@ def choose(readings, allowed=(), kept=0, count=1, excluded=None):
     )
 
 
-def test_chooses_the_device_with_the_most_free_memory():
+def test_chooses_the_device_with_the_most_free_memory() -> None:
     assert choose({0: 10, 1: 20, 2: 6}) == (1,)
     assert choose({0: 10, 1: 20, 2: 6}, allowed=(0,)) == (0,)
     assert choose({0: 10, 1: 10, 2: 6}) == (0,)
 
 
-def test_leaves_out_a_device_and_says_why():
+def test_leaves_out_a_device_and_says_why() -> None:
     assert choose({0: 10, 1: 20, 2: 6}, excluded={1: "it has a part of other"}) == (0,)
     with pytest.raises(InsufficientCapacity, match=r"device 1 .*: it has a part of other"):
         choose({0: 10, 1: 20, 2: 6}, excluded={1: "it has a part of other"}, count=2)
 
 
-def test_chooses_as_many_devices_as_the_model_is_divided_among():
+def test_chooses_as_many_devices_as_the_model_is_divided_among() -> None:
     assert choose({0: 20, 1: 10, 2: 6}, count=2) == (0, 1)
     with pytest.raises(InsufficientCapacity, match=r"at least 8\.00 GB on each of 2 devices, but device 1") as rejected:
         choose({0: 20, 1: 7, 2: 6}, count=2)
     assert [row["device"] for row in rejected.value.details["devices"]] == [1, 2]
 
 
-def test_ceiling_excludes_a_device_and_is_named():
+def test_ceiling_excludes_a_device_and_is_named() -> None:
     devices = [device(0, 24), device(1, 24)]
     readings = {index: DeviceReading(24 * GIGABYTE, 24 * GIGABYTE) for index in (0, 1)}
 
@@ -84,7 +85,7 @@ def test_ceiling_excludes_a_device_and_is_named():
     ]
 
 
-def test_rejection_lists_every_device_with_its_numbers_and_reason():
+def test_rejection_lists_every_device_with_its_numbers_and_reason() -> None:
     with pytest.raises(InsufficientCapacity) as rejected:
         choose({0: 5, 2: 6}, allowed=(0, 1, 2))
     reasons = [row["reason"] for row in rejected.value.details["devices"]]
@@ -97,7 +98,7 @@ def test_rejection_lists_every_device_with_its_numbers_and_reason():
     assert "device 0 (card) has 5.00 GB of 24.00 GB to give" in rejected.value.message
 
 
-def test_reserved_memory_is_not_used():
+def test_reserved_memory_is_not_used() -> None:
     assert choose({0: 10, 1: 9}, kept=1) == (0,)
     with pytest.raises(InsufficientCapacity, match=r"has 7\.00 GB of 24\.00 GB to give, beside 3\.00 GB") as rejected:
         choose({0: 10, 1: 9}, kept=3)
@@ -111,7 +112,7 @@ def test_reserved_memory_is_not_used():
     assert rejected.value.details["devices"][0]["reason"] == "too small even when empty"
 
 
-def test_reads_facts_and_sizes_from_config_and_headers(tmp_path):
+def test_reads_facts_and_sizes_from_config_and_headers(tmp_path: Path) -> None:
     facts = inspect(write_model(tmp_path / "m"))
     assert (facts.family, facts.context_tokens, facts.quant) == ("llama", 4096, None)
     whole, short = (
@@ -125,7 +126,7 @@ def test_reads_facts_and_sizes_from_config_and_headers(tmp_path):
     assert (doubled.page_bytes, doubled.weight_bytes) == (2 * whole.page_bytes, 2 * whole.weight_bytes)
 
 
-def test_recurrent_layers_need_states_and_no_pages(tmp_path):
+def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:
     delta = {
         "model_type": "qwen3_next",
         "linear_num_key_heads": 2,
@@ -154,13 +155,15 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path):
         ({}, "q3_k_m", "cannot be quantised as q3_k_m; choose one of q4_k, q5_k, q6_k, q8_0"),
     ],
 )
-def test_rejects_an_unusable_model_with_a_reason(tmp_path, config, quant, reason):
+def test_rejects_an_unusable_model_with_a_reason(
+    tmp_path: Path, config: dict[str, Any], quant: str | None, reason: str
+) -> None:
     with pytest.raises(LoadFailed, match=reason) as rejected:
         inspect(write_model(tmp_path / "0a1b2c", config=config), quant, name="org/model")
     assert "org/model" in str(rejected.value)
 
 
-def test_rejects_damaged_files(tmp_path):
+def test_rejects_damaged_files(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(b"\xff" * 32)
     with pytest.raises(LoadFailed):
@@ -179,7 +182,7 @@ def test_rejects_damaged_files(tmp_path):
         ("model-F16.gguf", None, "F16"),
     ],
 )
-def test_accepts_a_gguf_of_the_requested_quantisation(name, stored, asked):
+def test_accepts_a_gguf_of_the_requested_quantisation(name: str, stored: str | None, asked: str) -> None:
     check_quant(replace(FACTS, path=Path(name), quant=stored), name, asked)
 
 
@@ -190,19 +193,19 @@ def test_accepts_a_gguf_of_the_requested_quantisation(name, stored, asked):
         ("model.gguf", None, "plain numbers, not as q8_0"),
     ],
 )
-def test_rejects_another_quantisation_and_says_what_to_do(name, stored, reason):
+def test_rejects_another_quantisation_and_says_what_to_do(name: str, stored: str | None, reason: str) -> None:
     with pytest.raises(LoadFailed, match=reason):
         check_quant(replace(FACTS, path=Path(name), quant=stored), name, "q8_0")
 
 
-def test_packed_matrices_are_counted_in_quantised_bytes_on_a_gpu():
+def test_packed_matrices_are_counted_in_quantised_bytes_on_a_gpu() -> None:
     dense = ModelSizes.of(FACTS.architecture, FACTS.storage(2, is_packed=True)).weight_bytes
     packed = replace(FACTS, packing={"model.embed_tokens.weight": Q4, "lm_head.weight": Q4})
     assert ModelSizes.of(packed.architecture, packed.storage(2, is_packed=True)).weight_bytes < dense
     assert ModelSizes.of(packed.architecture, packed.storage(2)).weight_bytes == dense, "a CPU keeps them dense"
 
 
-def test_dense_weights_are_quantised_at_load_by_the_requested_recipe(tmp_path):
+def test_dense_weights_are_quantised_at_load_by_the_requested_recipe(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m")
     assert inspect(path).recipe is None
     facts = inspect(path, "Q4_K_M")
@@ -221,5 +224,5 @@ def test_dense_weights_are_quantised_at_load_by_the_requested_recipe(tmp_path):
         ("not a model", "Q4_K_M", "not a model"),
     ],
 )
-def test_quantisation_selects_a_file_of_a_repository(source, quant, named):
+def test_quantisation_selects_a_file_of_a_repository(source: str, quant: str | None, named: str) -> None:
     assert with_quant(source, quant) == named

@@ -9,7 +9,7 @@ reports = st.lists(
 
 
 @given(reports)
-def test_progress_never_goes_backwards(history):
+def test_progress_never_goes_backwards(history) -> None:
     progress = LoadProgressTracker.begin(0.0)
     for now_s, (stage, done_bytes, total_bytes) in enumerate(history):
         later = progress.advanced(stage, done_bytes, total_bytes, float(now_s))
@@ -19,7 +19,7 @@ def test_progress_never_goes_backwards(history):
         progress = later
 
 
-def test_estimates_the_time_left_from_the_rate_of_the_stage():
+def test_estimates_the_time_left_from_the_rate_of_the_stage() -> None:
     progress = LoadProgressTracker.begin(0.0).advanced("download", 0, 1000, 10.0)
     assert progress.snapshot().eta_s is None
     assert progress.advanced("download", 250, 1000, 15.0).snapshot().eta_s == 15.0

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,6 +11,10 @@ from cortex.neuron.weights.errors import FilesMissing
 from cortex.neuron.weights.hub import disk
 from cortex.neuron.weights.hub.resolver import resolve
 from cortex.neuron.weights.hub.source import HubSource
+
+if TYPE_CHECKING:
+    from ...fake_hub import FakeHub
+
 
 FILES = {"m-Q4_K_M.gguf": b"4" * 400, "m-Q8_0.gguf": b"8" * 800}
 
@@ -25,7 +30,7 @@ def fetch(hub: Any, cache: Path, quant: str) -> Path:
     )
 
 
-def test_deleting_one_quantisation_leaves_the_others(start_hub, tmp_path):
+def test_deleting_one_quantisation_leaves_the_others(start_hub: Callable[..., FakeHub], tmp_path: Path) -> None:
     hub = start_hub(FILES)
     four, eight = fetch(hub, tmp_path, "Q4_K_M"), fetch(hub, tmp_path, "Q8_0")
     assert disk.repository_bytes(tmp_path) == {"org/model": 1200}
@@ -39,7 +44,7 @@ def test_deleting_one_quantisation_leaves_the_others(start_hub, tmp_path):
     assert disk.repository_bytes(tmp_path) == {}
 
 
-def test_nothing_outside_the_cache_is_deleted(start_hub, tmp_path):
+def test_nothing_outside_the_cache_is_deleted(start_hub: Callable[..., FakeHub], tmp_path: Path) -> None:
     cache, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "weights.gguf").write_bytes(b"precious")

@@ -5,9 +5,14 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+from cortex.neuron.kernels.products.cpu_layout import CpuForm
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BFLOAT16_PRODUCTS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-_FOUR_BIT_PRODUCTS = frozenset({"avx2", "avx512f"})
+_FORM_FEATURES = (
+    (frozenset({"asimddp", "i8mm"}), CpuForm.DYNAMIC),
+    (frozenset({"avx2", "avx512f"}), CpuForm.WEIGHT_ONLY),
+)
 
 
 def dtype_name(wanted: str, device_kind: str) -> str:
@@ -19,10 +24,13 @@ def dtype_name(wanted: str, device_kind: str) -> str:
     return "float32"  # without bfloat16 dot products the faster of the two
 
 
-def has_four_bit_products() -> bool:
-    """Whether the processor has the instructions that vectorised four-bit products need. It is an estimate: the engine
-    measures at load whether they are faster."""
-    return bool(_processor_features() & _FOUR_BIT_PRODUCTS)
+def likely_cpu_form() -> CpuForm | None:
+    """The form of quantised matrices that the processor has the instructions for. It is an estimate: the engine
+    measures at load what is fastest."""
+    for features, form in _FORM_FEATURES:
+        if _processor_features() & features:
+            return form
+    return None
 
 
 @cache

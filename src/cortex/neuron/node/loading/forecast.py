@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.engine.memory.dtypes import ITEM_BYTES, dtype_name, has_four_bit_products
+from cortex.neuron.engine.memory.dtypes import ITEM_BYTES, dtype_name, likely_cpu_form
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.memory.stages import MIN_SLOTS, divide_model
@@ -50,7 +50,7 @@ class Forecast:
 
         It is never more than the engine needs, so that a model that fits is not rejected.
         """
-        sizes = self._sizes(model, facts, device, has_four_bits=False)
+        sizes = self._sizes(model, facts, device)
         kv_tokens = min(_MIN_KV_TOKENS, sizes.context_tokens)
         num_pages = max(MIN_PAGES, -(-kv_tokens // PAGE_TOKENS) + 1)
         return sizes.weight_bytes + 2 * sizes.slot_bytes + num_pages * sizes.page_bytes + self._penalty_bytes(sizes)
@@ -61,7 +61,7 @@ class Forecast:
 
     def smallest_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
         """Weights and the smallest cache: a lower limit (`memory_mb`) can never be met."""
-        sizes = self._sizes(model, facts, device, has_four_bits=False)
+        sizes = self._sizes(model, facts, device)
         return sizes.weight_bytes + MIN_SLOTS * sizes.slot_bytes + MIN_PAGES * sizes.page_bytes
 
     def _limit_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int | None:
@@ -102,14 +102,15 @@ class Forecast:
         kind."""
         allowed = [device for device in devices if not model.devices or device.index in model.devices] or devices
         if model.pipeline_parallel > 1:
+            # The devices of other nodes are assumed to be like these.
+            num_nodes = max(1, len(model.nodes))
             usable = sorted((self._usable_when_empty(model, device) for device in allowed), reverse=True)
-            usable_bytes = sum(usable[: model.pipeline_parallel])
+            usable_bytes = sum(usable[: model.pipeline_parallel // num_nodes]) * num_nodes
+            limit_bytes = self._limit_bytes(model, facts, allowed[0])
+            expected_bytes = self._expected_bytes(model, facts, allowed[0], usable_bytes, limit_bytes)
             return Footprint(
-                model.replicas * self.least_bytes(model, facts, allowed[0]),
-                model.replicas
-                * self._expected_bytes(
-                    model, facts, allowed[0], usable_bytes, self._limit_bytes(model, facts, allowed[0])
-                ),
+                model.replicas * self.least_bytes(model, facts, allowed[0]) // num_nodes,
+                model.replicas * expected_bytes // num_nodes,
             )
         return Footprint(
             model.num_devices * min(self.least_bytes(model, facts, device) for device in allowed),
@@ -165,18 +166,14 @@ class Forecast:
         ceiling_bytes = self.share_bytes(model, device)
         return usable_bytes if ceiling_bytes is None else min(usable_bytes, ceiling_bytes)
 
-    def _sizes(self, model: KnownModel, facts: ModelFacts, device: Device, *, has_four_bits: bool = True) -> ModelSizes:
-        storage = self._storage(model, facts, device, has_four_bits=has_four_bits)
-        return ModelSizes.of(facts.architecture, storage, model.context_tokens)
+    def _sizes(self, model: KnownModel, facts: ModelFacts, device: Device) -> ModelSizes:
+        return ModelSizes.of(facts.architecture, self._storage(model, facts, device), model.context_tokens)
 
-    def _storage(
-        self, model: KnownModel, facts: ModelFacts, device: Device, *, has_four_bits: bool = True
-    ) -> WeightStorage:
-        """`has_four_bits`: whether a CPU that computes faster so keeps four-bit copies."""
+    def _storage(self, model: KnownModel, facts: ModelFacts, device: Device) -> WeightStorage:
         is_auto = self.config.harness.torch.dtype == "auto"
         return facts.storage(
             self._item_bytes(device),
-            has_four_bits=has_four_bits and device.kind == "cpu" and is_auto and has_four_bit_products(),
+            cpu_form=likely_cpu_form() if device.kind == "cpu" and is_auto else None,
             is_packed=self.keeps_quantised(device),
             kv_item_bytes=_kv_item_bytes(model),
         )

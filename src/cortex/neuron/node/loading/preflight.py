@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.kernels.products.cpu_layout import CpuForm, cpu_layouts
 from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS, Layout
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.configs import Shard
@@ -76,13 +77,14 @@ class ModelFacts:
         self,
         item_bytes: int,
         *,
-        has_four_bits: bool = False,
+        cpu_form: CpuForm | None = None,
         is_packed: bool = False,
         kv_item_bytes: int | None = None,
     ) -> WeightStorage:
-        """How the weights are kept if the model computes in numbers of `item_bytes`. `is_packed`: as on a GPU."""
-        packing = self.packing if is_packed else {}
-        return WeightStorage(item_bytes, self.formats, has_four_bits, packing, kv_item_bytes)
+        """How the weights are kept if the model computes in numbers of `item_bytes`. `is_packed`: as on a GPU.
+        `cpu_form`: in which quantised matrices stay as on a CPU."""
+        packing = self.packing if is_packed else cpu_layouts(self.formats, cpu_form)
+        return WeightStorage(item_bytes, packing, kv_item_bytes)
 
 
 def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelFacts:

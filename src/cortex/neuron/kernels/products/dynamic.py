@@ -1,0 +1,184 @@
+"""Matrices of four-bit codes for ARM processors, whose products quantise the input to eight bits (KleidiAI)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cortex.neuron.kernels.products.cpu_layout import (
+    GROUP,
+    ROW_BLOCK,
+    CpuLayout,
+    dynamic_row_bytes,
+    padded_rows,
+)
+from cortex.neuron.kernels.products.nibbles import merge, split, spread
+
+_LOOKUP_ROWS = 8
+"""Rows whose packed bytes are independent of other rows, on every processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicMatrix:
+    """[outputs, inputs]. The library's packed form does not depend on how many rows are packed at once, as long as they
+    are whole blocks: so it is filled, and looked up, in parts."""
+
+    layout: CpuLayout
+    outputs: int
+    inputs: int
+    packed: Tensor
+    """[padded rows · row bytes] uint8, in the order of the library"""
+    constants: Tensor | None
+    """[inputs / group, padded rows] float32"""
+    stored_rows: int
+    spreads: bool
+    """Whether stored columns are others than the inputs."""
+
+    @classmethod
+    def empty(cls, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> DynamicMatrix:
+        rows = padded_rows(outputs)
+        packed = torch.empty(rows * dynamic_row_bytes(layout.stored_columns(inputs)), dtype=torch.uint8, device=device)
+        constants = torch.empty(inputs // layout.group, rows, device=device) if layout.has_constants else None
+        spreads = layout.stored_columns(inputs) != inputs
+        return cls(layout, outputs, inputs, packed, constants, rows, spreads)
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.packed,) if self.constants is None else (self.packed, self.constants)
+
+    @property
+    def rounds_products(self) -> bool:
+        return False
+
+    def put(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
+        nibbles = split(self.layout, code, scale, minimum)
+        missing = -len(code) % ROW_BLOCK
+        q, plane_scale, constant = (F.pad(part, (0, 0, 0, missing)) if missing else part for part in nibbles)
+        rows, columns = q.shape
+        row_bytes = dynamic_row_bytes(columns)
+        packed = _packed(q, plane_scale.bfloat16())
+        self.packed[first_row * row_bytes : (first_row + rows) * row_bytes] = packed
+        if self.constants is not None:
+            self.constants[:, first_row : first_row + rows] = constant.t()
+
+    def put_numbers(self, first_row: int, numbers: Tensor) -> None:
+        raise NotImplementedError("dense tensors stay dense on a CPU")
+
+    def product(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return self.product(x.float()).to(x.dtype)
+        y = self._product(x)
+        return y if self.stored_rows == self.outputs else y[:, : self.outputs]
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        layout, columns = self.layout, self.layout.stored_columns(self.inputs)
+        places = _Places.of(columns)
+        blocks = self.packed.view(-1, _LOOKUP_ROWS * dynamic_row_bytes(columns))[numbers // _LOOKUP_ROWS]
+        within = numbers % _LOOKUP_ROWS
+        q, scale = places.codes(blocks, within), places.scales(blocks, within)
+        weights = (q.view(len(q), -1, GROUP) * scale[..., None]).flatten(1)
+        if self.constants is None:
+            return merge(layout, weights, self.inputs)
+        constants = self.constants[:, numbers].t().repeat_interleave(layout.group, 1)
+        return merge(layout, weights, self.inputs).add_(constants)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Uses few operations: each has a fixed cost, which is most of the time of a small model."""
+        stored = (spread(self.layout, x) if self.spreads else x).contiguous()
+        y = _multiply(stored, self.packed, self.stored_rows)
+        if self.constants is None:
+            return y
+        if len(x) > 1:
+            return y.addmm_(x.reshape(len(x), -1, self.layout.group).sum(-1), self.constants)
+        # Vector products have the lowest fixed cost of the ways to add.
+        y[0].addmv_(self.constants.t(), x.reshape(-1, self.layout.group).mv(_ones(self.layout.group)))
+        return y
+
+
+def _multiply(x: Tensor, packed: Tensor, rows: int) -> Tensor:
+    y: Tensor = torch.ops.aten._dyn_quant_matmul_4bit.default(x, packed, GROUP, x.shape[1], rows)
+    return y
+
+
+def _packed(code: Tensor, scale: Tensor) -> Tensor:
+    """code: [rows, columns] uint8; scale: [rows, columns / GROUP] bfloat16 → [bytes] uint8"""
+    pairs = code[:, 0::2] | (code[:, 1::2] << 4)
+    packed: Tensor = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scale, None, GROUP, *code.shape[::-1])
+    return packed.view(torch.uint8).flatten()
+
+
+@cache
+def _ones(count: int) -> Tensor:
+    return torch.ones(count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where codes and scales are in the packed bytes of a block of rows.
+
+    The library has no function that unpacks, and its order depends on the processor. So it packs numbers that tell
+    where each of them went: codes whose scales are all 0, then scales whose codes are all 0.
+    """
+
+    code: Tensor
+    """[rows of a block, columns] int64, in nibbles"""
+    flip: int
+    """What nibbles are combined with by xor to become unsigned codes."""
+    scale: Tensor
+    """[rows of a block, groups] int64, in pairs of bytes"""
+    unit: float
+    """The scale that is stored as 1."""
+
+    @classmethod
+    @cache
+    def of(cls, columns: int) -> _Places:
+        shape, groups = (_LOOKUP_ROWS, columns), columns // GROUP
+        no_scale = torch.zeros(_LOOKUP_ROWS, groups, dtype=torch.bfloat16)
+        zero, ones = (_nibbles(_packed(torch.full(shape, digit, dtype=torch.uint8), no_scale)) for digit in (0, 15))
+        is_code = (zero ^ ones) == 15
+        flip = int(zero[is_code][0])
+        number = torch.arange(_LOOKUP_ROWS * columns).view(shape)
+        found = torch.zeros(int(is_code.sum()), dtype=torch.int64)
+        for shift in range(0, number.numel().bit_length(), 4):
+            digits = _packed(((number >> shift) & 15).to(torch.uint8), no_scale)
+            found |= (_nibbles(digits)[is_code] ^ flip).long() << shift
+        code = is_code.nonzero()[:, 0][found.argsort()].view(shape)
+
+        no_code = torch.full(shape, 8, dtype=torch.uint8)
+        plain = _words(_packed(no_code, torch.ones_like(no_scale)))
+        is_scale = plain != _words(_packed(no_code, no_scale))
+        number = torch.arange(_LOOKUP_ROWS * groups).view(no_scale.shape)
+        found = torch.zeros(int(is_scale.sum()), dtype=torch.int64)
+        for shift in range(number.numel().bit_length()):
+            doubled = ((number >> shift) & 1).bfloat16() + 1
+            found |= (_words(_packed(no_code, doubled)) != plain)[is_scale].long() << shift
+        scale = is_scale.nonzero()[:, 0][found.argsort()].view(no_scale.shape)
+        unit = 1 / float(plain[is_scale][0].view(torch.bfloat16))
+        return cls(code, flip, scale, unit)
+
+    def codes(self, blocks: Tensor, within: Tensor) -> Tensor:
+        """[n, columns] float32, of row `within[i]` of `blocks[i]`"""
+        code = _nibbles(blocks).gather(1, self.code[within])
+        return (code ^ self.flip).float().sub_(8)
+
+    def scales(self, blocks: Tensor, within: Tensor) -> Tensor:
+        """[n, groups] float32"""
+        return _words(blocks).gather(1, self.scale[within]).view(torch.bfloat16).float().mul_(self.unit)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[..., bytes] → [..., 2 · bytes]: the low nibble of each byte, then the high one."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def _words(packed: Tensor) -> Tensor:
+    """[..., bytes] → [..., bytes / 2] int16"""
+    return packed.view(torch.int16)

@@ -1,0 +1,116 @@
+"""Quantised matrices of a CPU match their dequantised values in every format, and are used where they are faster."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from cortex.neuron.kernels.products import cpu_matrix
+from cortex.neuron.kernels.products.cpu_layout import ROW_BLOCK, CpuForm, CpuLayout, cpu_layouts
+from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix, dense_product, empty_cpu_matrix, fastest_form
+
+CPU = torch.device("cpu")
+FORMATS = ("Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS")
+
+
+def is_available(form: CpuForm) -> bool:
+    """Whether torch has the form's operations here, fast or not."""
+    try:
+        filled(CpuLayout(form, 4, 32, 8), 2 * ROW_BLOCK, 64)[0].product(torch.ones(1, 64))
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+def filled(layout: CpuLayout, outputs: int, inputs: int) -> tuple[CpuMatrix, Tensor]:
+    """A random matrix, filled in parts, and its weights."""
+    generator = torch.Generator().manual_seed(layout.bits)
+    code = torch.randint(0, 1 << layout.bits, (outputs, inputs), dtype=torch.uint8, generator=generator)
+    scale = (torch.rand(outputs, inputs // layout.group, generator=generator) + 0.1).bfloat16().float()
+    scale /= 1 << layout.bits
+    minimum = -scale * (layout.zero or torch.randint(0, 1 << layout.bits, scale.shape, generator=generator))
+    matrix = empty_cpu_matrix(layout, outputs, inputs, CPU)
+    for part in (slice(0, ROW_BLOCK), slice(ROW_BLOCK, outputs)):
+        matrix.put(part.start, code[part], scale[part], minimum[part])
+    weights = (code.view(outputs, -1, layout.group) * scale[..., None] + minimum[..., None]).flatten(1)
+    return matrix, weights
+
+
+@pytest.fixture(params=CpuForm)
+def form(request: pytest.FixtureRequest) -> CpuForm:
+    form: CpuForm = request.param
+    if not is_available(form):
+        pytest.skip(f"torch has no {form} products for this processor")
+    return form
+
+
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 96), (3, 96), (40, 96), (2, 32)])
+@pytest.mark.parametrize("stored", FORMATS)
+def test_product_matches_the_dequantised_product(form: CpuForm, stored: str, rows: int, inputs: int) -> None:
+    layout = cpu_layouts({"w": stored}, form)["w"]
+    matrix, weights = filled(layout, 3 * ROW_BLOCK - 5, inputs)
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1))
+    expected = x @ weights.T
+    y = matrix.product(x)
+    assert (y.shape, y.dtype) == (expected.shape, x.dtype)
+    assert (y - expected).norm() / expected.norm() < 0.015
+
+
+@pytest.mark.parametrize("inputs", [32, 96])
+@pytest.mark.parametrize("stored", FORMATS)
+def test_looked_up_rows_are_the_dequantised_ones(form: CpuForm, stored: str, inputs: int) -> None:
+    layout = cpu_layouts({"w": stored}, form)["w"]
+    matrix, weights = filled(layout, 3 * ROW_BLOCK - 5, inputs)
+    numbers = torch.tensor([5, 3 * ROW_BLOCK - 6, 5, 0, 64, 63])
+    assert torch.allclose(matrix.rows(numbers), weights[numbers], rtol=0, atol=0.01 * float(weights.abs().max()))
+
+
+@pytest.mark.parametrize("outputs", [ROW_BLOCK, 3 * ROW_BLOCK - 5])
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("kind", CpuForm)
+def test_computed_bytes_are_the_allocated_ones(kind: CpuForm, stored: str, outputs: int) -> None:
+    layout = cpu_layouts({"w": stored}, kind)["w"]
+    matrix = empty_cpu_matrix(layout, outputs, 256, torch.device("meta"))
+    assert sum(tensor.nbytes for tensor in matrix.tensors) == layout.num_bytes(outputs, 256)
+
+
+@pytest.mark.parametrize(("stored", "file_bytes"), [("Q4_0", 18), ("Q4_1", 20), ("Q4_K", 18), ("Q8_0", 34)])
+@pytest.mark.parametrize("kind", CpuForm)
+def test_common_formats_take_little_more_than_the_file(kind: CpuForm, stored: str, file_bytes: int) -> None:
+    layout = cpu_layouts({"w": stored}, kind)["w"]
+    assert layout.num_bytes(2048, 2048) <= 1.3 * 2048 * 2048 / 32 * file_bytes
+
+
+@pytest.fixture
+def fresh_measurement() -> Iterator[None]:
+    fastest_form.cache_clear()
+    yield
+    fastest_form.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_measurement")
+def test_form_is_measured_once_and_the_thread_count_is_restored() -> None:
+    threads = torch.get_num_threads()
+    form = fastest_form(torch.float32)
+    assert form is None or is_available(form)
+    assert fastest_form(torch.float32) is form
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.usefixtures("fresh_measurement")
+def test_no_form_is_used_where_dense_products_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_matrix, "shortest_times_s", lambda *each: [1.0] + [2.0] * (len(each) - 1))
+    assert fastest_form(torch.float32) is None
+
+
+def test_experts_and_dense_tensors_get_no_layout() -> None:
+    formats = {"a.experts.0.up_proj.weight": "Q4_K", "b.weight": "F32"}
+    assert cpu_layouts(formats, CpuForm.DYNAMIC) == {}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dense_product_warns_of_nothing_on_any_processor(dtype: torch.dtype) -> None:
+    x, weight = torch.ones(20, 64, dtype=dtype), torch.ones(128, 64, dtype=dtype)
+    assert dense_product(x, weight).eq(64).all()

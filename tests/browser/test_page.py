@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from cortex.wire.node import ModelLoad, ModelState, Progress
 
-from ..gateway.fake_neuron import opened_gate
-from .stage import GB, REPLY, DirectedNode, Stage
+from ..gateway.fake_neuron import GB, opened_gate
+from .stage import REPLY, DirectedNode, Stage
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
 
 EVIL = "<img src=x onerror=window.hacked=1>"
 """A model may have any name, and any text in its responses."""
 
 
 @pytest.fixture(scope="module")
-def node(stage: Stage) -> Iterator[DirectedNode]:
+def node(stage: Stage) -> DirectedNode:
     """The node of most tests, behind an open gateway together with one that is down."""
     sizes = {"small": 2 * GB, "large": 20 * GB, "cold": 4 * GB, f"org/{EVIL}": GB}
     started = stage.add(DirectedNode("beast", sizes=sizes, kv={"small": GB}, foreign_bytes=GB))
@@ -40,22 +44,22 @@ def _as_before(node: DirectedNode) -> None:
     node.loads["small"] = ModelLoad(running=2, tokens_per_s=40.0)
 
 
-def card(page, name: str):
+def card(page: Page, name: str) -> Locator:
     return page.locator(f"article[aria-label='Node {name}']")
 
 
-def test_fleet_shows_nodes_devices_and_models(page: object) -> None:
+def test_fleet_shows_nodes_devices_and_models(page: Page) -> None:
     page.goto("#/fleet")
     beast = card(page, "beast")
     beast.get_by_text("2 in flight").wait_for()
-    assert "small weights 1.0 GiB, small KV cache 1.0 GiB" in beast.locator(".bar").get_attribute("aria-label")
+    assert "small weights 1.0 GiB, small KV cache 1.0 GiB" in str(beast.locator(".bar").get_attribute("aria-label"))
     assert "51 °C" in beast.inner_text()
     beast.locator(".sparkline").wait_for()
     card(page, "cellar").get_by_text("down", exact=True).wait_for()
     page.get_by_text("1 up, 1 down").wait_for()
 
 
-def test_cold_load_is_watched_to_ready(page: object, stage: Stage, node: DirectedNode) -> None:
+def test_cold_load_is_watched_to_ready(page: Page, stage: Stage, node: DirectedNode) -> None:
     node.load_gate = stage.gate()
     node.progress["cold"] = Progress(stage="read", done_bytes=GB, total_bytes=4 * GB, eta_s=12.0)
     page.goto("#/fleet")
@@ -71,7 +75,7 @@ def test_cold_load_is_watched_to_ready(page: object, stage: Stage, node: Directe
     page.get_by_text("Load cold: done.").wait_for()
 
 
-def test_eviction_is_shown_before_it_is_confirmed(page: object, node: DirectedNode) -> None:
+def test_eviction_is_shown_before_it_is_confirmed(page: Page, node: DirectedNode) -> None:
     node.states["cold"] = ModelState.READY
     node.loads["small"] = ModelLoad()
     page.goto("#/fleet")
@@ -93,7 +97,7 @@ def test_eviction_is_shown_before_it_is_confirmed(page: object, node: DirectedNo
     page.get_by_role("dialog").get_by_text("fits after eviction").wait_for()
 
 
-def test_unload_needs_a_confirmation(page: object, node: DirectedNode) -> None:
+def test_unload_needs_a_confirmation(page: Page, node: DirectedNode) -> None:
     page.goto("#/fleet")
     row = card(page, "beast").locator("li.model").filter(has_text="small")
     num_before = len(node.unload_requests)
@@ -111,12 +115,12 @@ def test_unload_needs_a_confirmation(page: object, node: DirectedNode) -> None:
     assert node.unload_requests[-1].model_id == "small"
 
 
-def say(page, text: str) -> None:
+def say(page: Page, text: str) -> None:
     page.get_by_label("Message", exact=True).fill(text)
     page.keyboard.press("Enter")
 
 
-def test_chat_streams_text_thoughts_code_and_numbers(page: object, node: DirectedNode) -> None:
+def test_chat_streams_text_thoughts_code_and_numbers(page: Page, node: DirectedNode) -> None:
     node.pause_s = 0.2
     page.goto("#/playground")
     say(page, "make me a list")
@@ -133,7 +137,7 @@ def test_chat_streams_text_thoughts_code_and_numbers(page: object, node: Directe
     assert page.get_by_label("Response of small").locator("strong").inner_text() == "what", "kept in this browser"
 
 
-def test_response_is_stopped_regenerated_and_edited(page: object, node: DirectedNode) -> None:
+def test_response_is_stopped_regenerated_and_edited(page: Page, node: DirectedNode) -> None:
     node.script, node.pause_s = [{"content": f"word{index} "} for index in range(200)], 0.05
     page.goto("#/playground")
     say(page, "first question")
@@ -150,7 +154,7 @@ def test_response_is_stopped_regenerated_and_edited(page: object, node: Directed
     assert [message["content"] for message in node.seen[-1].body["messages"]] == ["second question"]
 
 
-def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page: object, node: DirectedNode) -> None:
+def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page: Page, node: DirectedNode) -> None:
     node.states["cold"] = ModelState.READY
     call = {"index": 0, "id": "call_1", "function": {"name": "get_weather", "arguments": '{"city":'}}
     rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
@@ -174,7 +178,7 @@ def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page: obje
 
 
 def test_cold_model_is_loaded_by_a_message_and_the_wait_is_explained(
-    page: object, stage: Stage, node: DirectedNode
+    page: Page, stage: Stage, node: DirectedNode
 ) -> None:
     node.load_gate = stage.gate()
     node.progress["cold"] = Progress(stage="warm")
@@ -187,7 +191,7 @@ def test_cold_model_is_loaded_by_a_message_and_the_wait_is_explained(
     page.get_by_text("3 out").wait_for()
 
 
-def test_request_is_copied_for_other_programs(page: object, stage: Stage) -> None:
+def test_request_is_copied_for_other_programs(page: Page, stage: Stage) -> None:
     page.goto("#/playground")
     for name, expected in (
         ("Curl", f"curl {stage.url}v1/chat/completions"),
@@ -213,7 +217,7 @@ HOSTILE = """
 """
 
 
-def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page: object, node: DirectedNode) -> None:
+def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page: Page, node: DirectedNode) -> None:
     requested: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
     node.script = [{"reasoning_content": HOSTILE}, {"content": HOSTILE}]
@@ -230,9 +234,7 @@ def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page: object, no
     assert not [url for url in requested if "leak" in url or "evil" in url]
 
 
-def test_response_that_is_cut_off_is_reported_and_keeps_its_text(
-    page: object, stage: Stage, node: DirectedNode
-) -> None:
+def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page: Page, stage: Stage, node: DirectedNode) -> None:
     node.script, node.pause_s = [{"content": f"word{index} "} for index in range(400)], 0.05
     page.goto("#/playground")
     page.get_by_label("Model", exact=True).select_option("small")
@@ -247,7 +249,7 @@ def test_response_that_is_cut_off_is_reported_and_keeps_its_text(
     page.get_by_text("the whole story").wait_for()
 
 
-def test_page_reconnects_after_the_gateway_restarts(page: object, stage: Stage, node: DirectedNode) -> None:
+def test_page_reconnects_after_the_gateway_restarts(page: Page, stage: Stage, node: DirectedNode) -> None:
     page.goto("#/fleet")
     card(page, "beast").get_by_text("2 in flight").wait_for()
     stage.stop_gateway()

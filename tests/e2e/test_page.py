@@ -13,6 +13,8 @@ from cortex.cli.up.demo import SMOLLM2
 from ..browser import chromium
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
     from .conftest import Run
 
 pytestmark = pytest.mark.e2e
@@ -21,7 +23,7 @@ LOAD_TIMEOUT_MS = 120_000
 
 
 @pytest.fixture
-def page(up: Run) -> Iterator[object]:
+def page(up: Run) -> Iterator[Page]:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[dev]'")
     path = chromium.executable()
     if path is None:
@@ -32,11 +34,12 @@ def page(up: Run) -> Iterator[object]:
         browser.close()
 
 
-def test_model_is_unloaded_loaded_by_a_message_and_responds(page: object) -> None:
+def test_model_is_unloaded_loaded_by_a_message_and_responds(page: Page) -> None:
     page.goto("/#/fleet")
     row = page.locator("li.model").filter(has_text=SMOLLM2.id)
     row.get_by_text("ready", exact=True).wait_for()
     bar = page.locator(".bar").first.get_attribute("aria-label")
+    assert bar is not None
     assert f"{SMOLLM2.id} weights" in bar
     assert f"{SMOLLM2.id} KV cache" in bar
 

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-LINE = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=cli; cch=3f1c2;"}
-PROMPT = {"type": "text", "text": "You are terse."}
+LINE: anthropic.types.TextBlockParam = {
+    "type": "text",
+    "text": "x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=cli; cch=3f1c2;",
+}
+PROMPT: anthropic.types.TextBlockParam = {"type": "text", "text": "You are terse."}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ from playwright.sync_api import Page, sync_playwright
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
 from cortex.wire.events import Usage
-from cortex.wire.node import DiskUse, ModelLoad, ModelState, Progress
+from cortex.wire.node import (
+    DiskUse,
+    HubRepository,
+    HubVariant,
+    ModelLoad,
+    ModelState,
+    Progress,
+    SamplingDefaults,
+)
 
 from ..gateway.fake_neuron import GB
 from . import chromium
@@ -47,6 +56,15 @@ cost = {{ input = 0.05, cached_input = 0.005, output = 0.20 }}
 fast = "{SMALL}"
 coder = "{CODER}"
 """
+OFFERED = "unsloth/Qwen3-30B-A3B-Instruct-2507-GGUF"
+OFFER = tuple(
+    HubVariant(quant=quant, num_bytes=int(size * GB), num_files=files)
+    for quant, size, files in (
+        ("Q2_K", 10.5, 1), ("Q3_K_M", 13.7, 1), ("Q4_K_M", 17.3, 1), ("Q5_K_M", 20.2, 1), ("Q6_K", 23.4, 1),
+        ("Q8_0", 30.3, 1), ("BF16", 56.9, 2),
+    )
+)  # fmt: skip
+CHANCE = random.Random(11)
 ANSWER = (
     "A **prefix cache** keeps the key and value pages of prompts that were computed before. "
     "A new prompt that starts with the same tokens reuses them:\n\n"
@@ -68,9 +86,9 @@ ANNA, BEN, AGENTS = (
 def build(stage: Stage, directory: Path, keys: tuple[NewKey, ...]) -> None:
     """Four nodes of different kinds, and a month of usage."""
     beast = DirectedNode("beast", device_names=("NVIDIA RTX 4090", "NVIDIA RTX 4090"), foreign_bytes=GB)
-    beast.sizes = {CHAT: 19 * GB, SMALL: 9 * GB, LARGE: 36 * GB, TINY: 2 * GB}
+    beast.sizes = {CHAT: 33 * GB, SMALL: 9 * GB, TINY: 2 * GB}
     beast.states = {CHAT: ModelState.READY, TINY: ModelState.ASLEEP}
-    beast.kv = {CHAT: 5 * GB}
+    beast.places, beast.kv = {CHAT: (0, 1)}, {CHAT: 9 * GB}
     beast.temperature_c, beast.utilisation = 67.0, 0.91
     attic = DirectedNode("attic", device_names=("NVIDIA RTX 3090",), foreign_bytes=GB // 2)
     attic.sizes = {CODER: 17 * GB, SMALL: 9 * GB, VISION: 18 * GB}
@@ -81,18 +99,29 @@ def build(stage: Stage, directory: Path, keys: tuple[NewKey, ...]) -> None:
     studio.states = {VISION: ModelState.READY, SMALL: ModelState.READY}
     studio.kv = {VISION: 4 * GB, SMALL: 3 * GB}
     studio.temperature_c, studio.utilisation = 54.0, 0.42
-    for node in (beast, attic, studio):
+    offer = HubRepository(repository=OFFERED, commit="c0ffee", variants=OFFER)
+    for node, pace_s in ((beast, 0.016), (attic, 0.01), (studio, 0.007)):
         words = [{"content": part} for part in re.findall(r"\S+\s*|\s+", ANSWER)]
         node.script = [{"reasoning_content": "Explain what is stored, then the lookup. "}, *words]
-        node.pause_s = 0.004
-        node.usage = Usage(prompt_tokens=1874, cached_tokens=1792, completion_tokens=212)
+        node.first_pause_s, node.pause_s = partial(CHANCE.uniform, 0.15, 0.6), pace_s
+        node.usage = partial(spent, len(words))
         node.disk = DiskUse(total_bytes=2000 * GB, free_bytes=1240 * GB, models_bytes=310 * GB)
+        node.hub = {OFFERED: offer}
+        node.sampling = dict.fromkeys(node.sizes, SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20))
         stage.add(node)
     cellar = '[[neurons]]\nname = "cellar"\nendpoint = "http://127.0.0.1:9"'
     if keys:
         record_usage(directory)
     stage.open_gateway(*(key.section for key in keys), models=MODELS, extra_nodes=cellar)
     threading.Thread(target=_sway, args=(beast, studio), daemon=True).start()
+
+
+def spent(num_words: int) -> Usage:
+    """Of a turn in a conversation whose earlier turns are cached."""
+    prompt = int(CHANCE.lognormvariate(7.6, 0.7))
+    cached = prompt * CHANCE.randint(5, 9) // 10 // 16 * 16
+    completion = int(num_words * CHANCE.uniform(1.1, 2.2))
+    return Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion)
 
 
 def _sway(beast: DirectedNode, studio: DirectedNode) -> None:
@@ -125,15 +154,19 @@ def record_usage(directory: Path) -> None:
 
 def make_requests(stage: Stage, keys: tuple[NewKey, ...]) -> None:
     """Some requests for the view of activity."""
-    for number in range(11):
-        key, model = ((ANNA, CHAT), (AGENTS, SMALL), (BEN, SMALL), (BEN, VISION))[number % 4]
+    asked = ((ANNA, CHAT), (AGENTS, SMALL), (BEN, SMALL), (ANNA, VISION), (BEN, VISION))
+    for number in range(14):
+        key, model = asked[CHANCE.randrange(len(asked)) if number > 4 else number]
+        path = ("chat/completions", "chat/completions", "messages", "responses")[CHANCE.randrange(4)]
         body = {"model": model, "messages": [{"role": "user", "content": "hello " * number}], "stream": True}
+        if path == "responses":
+            body = {"model": model, "input": "hello", "stream": True}
         headers = {"content-type": "application/json"}
         if keys:
             headers["authorization"] = f"Bearer {key.text}"
-        asked = urllib.request.Request(f"{stage.url}v1/chat/completions", json.dumps(body).encode(), headers)
+        request = urllib.request.Request(f"{stage.url}v1/{path}", json.dumps(body).encode(), headers)
         try:
-            urllib.request.urlopen(asked).read()
+            urllib.request.urlopen(request).read()
         except urllib.error.HTTPError:
             continue  # one that the key may not use belongs in the picture
 
@@ -142,7 +175,7 @@ def chat(page: Page) -> None:
     page.get_by_label("Model", exact=True).select_option(CHAT)
     page.get_by_label("Message", exact=True).fill("How does a prefix cache work?")
     page.keyboard.press("Enter")
-    page.get_by_text("first token").wait_for()
+    page.get_by_role("button", name="Regenerate").wait_for()
 
 
 def load(page: Page) -> None:
@@ -151,12 +184,50 @@ def load(page: Page) -> None:
     page.locator(".explanation").wait_for()
 
 
+def pull(page: Page) -> None:
+    page.get_by_role("button", name="Pull from the hub").click()
+    page.get_by_label("Repository").fill(OFFERED)
+    page.get_by_role("radio", name="Q4_K_M").wait_for()
+
+
+def compare(page: Page) -> None:
+    page.get_by_role("button", name="New chat").click()
+    page.get_by_label("Model", exact=True).select_option(SMALL)
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_label("Second model").select_option(VISION)
+    page.get_by_label("Message", exact=True).fill("How does a prefix cache work?")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Regenerate").nth(1).wait_for()
+
+
+ORDER = """async (model) => fetch(`fleet/models/${model}/load`, {
+    method: "POST", body: '{"node": "studio"}', headers: { "content-type": "application/json", "x-cortex-page": "1" },
+})"""
+
+
+def decisions(page: Page) -> None:
+    """A large model takes the place of another, which returns."""
+    page.get_by_role("button", name="Decisions").click()
+    for model in (LARGE, VISION):
+        page.wait_for_timeout(2000)
+        page.evaluate(ORDER, model)
+
+
+def request_in_full(page: Page) -> None:
+    page.locator("table.requests tbody tr").first.click()
+    page.get_by_role("dialog").wait_for()
+
+
 VIEWS: dict[str, tuple[str, Callable[[Page], Any] | None]] = {
     "fleet": ("fleet", None),
     "eviction": ("fleet", load),
     "models": ("models", None),
+    "pull": ("models", pull),
     "playground": ("playground", chat),
+    "compare": ("playground", compare),
     "activity": ("activity", None),
+    "request": ("activity", request_in_full),
+    "decisions": ("activity", decisions),
     "usage": ("usage", None),
 }
 
@@ -188,17 +259,19 @@ def main(target: Path, wanted: list[str]) -> None:
                 if wanted and name not in wanted:
                     continue
                 page.goto(f"{stage.url}#/{view}")
-                page.wait_for_timeout(25000 if name == "fleet" else 2500)
+                page.wait_for_timeout(62_000 if name == "fleet" else 2500)  # a minute fills the sparklines
                 if act is not None:
                     act(page)
                     page.wait_for_timeout(800)
+                page.mouse.move(0, 0)
                 page.screenshot(path=target / f"{name}-{theme}.png")
                 page.keyboard.press("Escape")
-            if not wanted or "phone" in wanted:
-                page.set_viewport_size(PHONE)  # type: ignore[arg-type]
-                page.goto(f"{stage.url}#/fleet")
-                page.wait_for_timeout(2500)
-                page.screenshot(path=target / f"phone-{theme}.png")
+            page.set_viewport_size(PHONE)  # type: ignore[arg-type]
+            for name in ("fleet", "models", "playground", "activity", "usage"):
+                if not wanted or f"phone-{name}" in wanted:
+                    page.goto(f"{stage.url}#/{name}")
+                    page.wait_for_timeout(2500)
+                    page.screenshot(path=target / f"phone-{name}-{theme}.png")
             context.close()
     stage.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,8 @@ class DirectedNode(FakeNeuron):
 
     device_names: tuple[str, ...] = ("NVIDIA RTX 3090",)
     foreign_bytes: int = 0
+    places: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The devices of each model; the first one where absent."""
     kv: dict[str, int] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -58,10 +60,14 @@ class DirectedNode(FakeNeuron):
     utilisation: float | None = 0.37
     script: list[dict[str, Any]] = field(default_factory=lambda: list(REPLY))
     """The deltas of every streamed response."""
+    first_pause_s: Callable[[], float] = lambda: 0.0
+    """Before the first delta."""
     pause_s: float = 0.0
     """Between two deltas."""
-    usage: Usage = REPORTED
+    usage: Usage | Callable[[], Usage] = REPORTED
     disk: DiskUse | None = None
+    ceiling_bytes: int | None = None
+    """Of the first device."""
 
     def __post_init__(self) -> None:
         self.answer = _play
@@ -71,7 +77,7 @@ class DirectedNode(FakeNeuron):
         is_placed = status.state not in (ModelState.COLD, ModelState.FAILED)
         return msgspec.structs.replace(
             status,
-            devices=(0,) if is_placed else (),
+            devices=self.places.get(model, (0,)) if is_placed else (),
             kv_bytes=self.kv.get(model) if status.state is ModelState.READY else None,
             quant="Q4_K_M" if "gguf" in model.lower() else "BF16",
             progress=self.progress.get(model) if status.state is ModelState.LOADING else None,
@@ -81,20 +87,27 @@ class DirectedNode(FakeNeuron):
         )
 
     def health(self) -> Health:
-        used = self.used_bytes() + self.foreign_bytes
         devices = tuple(
             DeviceHealth(
                 index=index,
                 total_bytes=self.total_bytes,
-                free_bytes=self.total_bytes - (used if index == 0 else GB // 2),
+                free_bytes=self.total_bytes - self._used_bytes(index),
                 worker="running",
                 temperature_c=self.temperature_c,
                 utilisation=self.utilisation,
+                ceiling_bytes=self.ceiling_bytes if index == 0 else None,
             )
             for index in range(len(self.device_names))
         )
         health = super().health()
         return msgspec.structs.replace(health, devices=devices, disk=self.disk or health.disk)
+
+    def _used_bytes(self, device: int) -> int:
+        gone = (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)
+        placed = [model for model, state in self.states.items() if state not in gone]
+        shares = [(self.places.get(model, (0,)), self.sizes[model]) for model in placed]
+        ours = sum(size // len(places) for places, size in shares if device in places)
+        return ours + (self.foreign_bytes if device == 0 else GB // 2)
 
     def discovery(self) -> Discovery:
         devices = tuple(
@@ -106,12 +119,13 @@ class DirectedNode(FakeNeuron):
 
 async def _play(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     assert isinstance(node, DirectedNode)
+    spent = node.usage() if callable(node.usage) else node.usage
     response = await begin_stream(request)
+    await asyncio.sleep(node.first_pause_s())
     for delta in node.script:
         await response.write(chunk(body["model"], delta))
         await asyncio.sleep(node.pause_s)
     await response.write(chunk(body["model"], {}, "stop"))
-    spent = node.usage
     usage = {
         "prompt_tokens": spent.prompt_tokens,
         "completion_tokens": spent.completion_tokens,

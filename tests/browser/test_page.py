@@ -21,7 +21,16 @@ EVIL = "<img src=x onerror=window.hacked=1>"
 
 
 @pytest.fixture(scope="module")
-def node(stage: Stage) -> DirectedNode:
+def wide(stage: Stage) -> DirectedNode:
+    """A node with one model over both of its devices, which the catalogue pins, and no room for sleeping models."""
+    started = DirectedNode("wide", sizes={"wide-model": 20 * GB}, kv={"wide-model": 4 * GB}, total_bytes=12 * GB)
+    started.device_names, started.places, started.can_sleep = ("GPU", "GPU"), {"wide-model": (0, 1)}, False
+    started.states["wide-model"] = ModelState.READY
+    return stage.add(started)
+
+
+@pytest.fixture(scope="module")
+def node(stage: Stage, wide: DirectedNode) -> DirectedNode:
     """The node of most tests, behind an open gateway together with one that is down."""
     sizes = {"small": 2 * GB, "large": 20 * GB, "cold": 4 * GB, f"org/{EVIL}": GB}
     started = stage.add(DirectedNode("beast", sizes=sizes, kv={"small": GB}, foreign_bytes=GB))
@@ -29,7 +38,7 @@ def node(stage: Stage) -> DirectedNode:
     started.states[f"org/{EVIL}"] = ModelState.FAILED
     started.reasons[f"org/{EVIL}"] = EVIL
     gone = stage.add(DirectedNode("cellar"))
-    stage.open_gateway(models='[[models]]\nid = "small"')
+    stage.open_gateway(models='[[models]]\nid = "small"\n[[models]]\nid = "wide-model"\npinned_on = ["wide"]')
     stage.call(gone.stop())
     return started
 
@@ -56,7 +65,42 @@ def test_fleet_shows_nodes_devices_and_models(page: Page) -> None:
     assert "51 °C" in beast.inner_text()
     beast.locator(".sparkline").wait_for()
     card(page, "cellar").get_by_text("down", exact=True).wait_for()
-    page.get_by_text("1 up, 1 down").wait_for()
+    page.get_by_text("2 up, 1 down").wait_for()
+
+
+def test_model_over_two_devices_is_on_both_bars(page: Page, wide: DirectedNode) -> None:
+    page.goto("#/fleet")
+    two = card(page, "wide")
+    two.get_by_text("2 × 10.0 GiB").wait_for()
+    labels = [bar.get_attribute("aria-label") for bar in two.locator(".bar").all()]
+    part = "wide-model weights (1/2 of it) 8.0 GiB, wide-model KV cache (1/2 of it) 2.0 GiB"
+    assert [part in str(label) for label in labels] == [True, True]
+    assert two.get_by_role("listitem").filter(has_text="wide-model").count() == 1
+
+
+def test_catalogue_pin_is_marked_and_sleep_is_offered_only_where_possible(page: Page, wide: DirectedNode) -> None:
+    page.goto("#/fleet")
+    two = card(page, "wide")
+    assert two.get_by_text("pinned", exact=True).get_attribute("title") == "Kept loaded by models.toml"
+    two.get_by_label("Actions for wide-model on wide").click()
+    two.get_by_role("menuitem", name="Unload…").wait_for()
+    for absent in ("Sleep…", "Pin…", "Unpin…"):
+        assert two.get_by_role("menuitem", name=absent).count() == 0
+    two.get_by_role("menuitem", name="Unload…").click()
+    page.get_by_text("models.toml pins it: the gateway loads it again.").wait_for()
+    page.keyboard.press("Escape")
+    card(page, "beast").get_by_label("Actions for small on beast").click()
+    card(page, "beast").get_by_role("menuitem", name="Sleep…").wait_for()
+
+
+def test_bar_shows_what_the_ceiling_keeps_from_models(page: Page, node: DirectedNode) -> None:
+    node.ceiling_bytes = 10 * GB
+    page.goto("#/fleet")
+    beast = card(page, "beast")
+    beast.get_by_text("models ≤ 10.0 GiB").wait_for()
+    assert "Free, but over the ceiling of models (memory_mb)" in beast.locator(".bar").get_attribute("aria-label")
+    node.ceiling_bytes = None
+    beast.get_by_text("models ≤ 10.0 GiB").wait_for(state="detached")
 
 
 def test_cold_load_is_watched_to_ready(page: Page, stage: Stage, node: DirectedNode) -> None:
@@ -93,8 +137,25 @@ def test_eviction_is_shown_before_it_is_confirmed(page: Page, node: DirectedNode
     page.get_by_role("link", name="Activity").click()
     page.get_by_role("button", name="Decisions").click()
     page.get_by_text("to make room for large").first.wait_for()
-    page.get_by_role("button", name=re.compile("load large on beast .* after unloading")).first.click()
+    page.get_by_role("button", name=re.compile("Load large on beast .* after unloading")).first.click()
     page.get_by_role("dialog").get_by_text("fits after eviction").wait_for()
+
+
+def test_keyboard_alone_opens_a_menu_and_a_dialog_and_gets_the_focus_back(page: Page) -> None:
+    page.goto("#/fleet")
+    menu = card(page, "beast").get_by_label("Actions for small on beast")
+    menu.focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog").wait_for()
+    assert page.evaluate("document.activeElement.closest('dialog') !== null")
+    page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="detached")
+    assert menu.evaluate("summary => summary === document.activeElement")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    assert not menu.evaluate("summary => summary.parentElement.open")
 
 
 def test_unload_needs_a_confirmation(page: Page, node: DirectedNode) -> None:

@@ -11,7 +11,7 @@ from cortex.cli.commands.status import render
 from cortex.cli.fleet_view import DeviceView, FleetView, HeldModel, NodeView
 from cortex.cli.load_view import LoadView, describe
 from cortex.cli.output import bar, console, duration, size, table
-from cortex.wire.node import ModelState, ModelStatus, Progress
+from cortex.wire.node import ModelLoad, ModelState, ModelStatus, Progress
 from cortex.wire.words import plural
 
 
@@ -61,6 +61,16 @@ def test_ceilings_of_node_and_device_are_shown() -> None:
     Console(file=out, width=120).print(render(FleetView(version="1", nodes=(node,))))
     assert "models take at most 12.0 GiB" in out.getvalue()
     assert "models take at most 20.0 GiB of this node" in out.getvalue()
+
+
+def test_requests_of_a_node_that_is_down_are_not_shown() -> None:
+    """They are those of its last report."""
+    lost = HeldModel(id="m", state=ModelState.UNREACHABLE, load=ModelLoad(running=3, tokens_per_s=77.0))
+    node = NodeView(name="beast", kind="neuron", up=False, problem="connection refused", models=(lost,))
+    out = io.StringIO()
+    Console(file=out, width=120).print(render(FleetView(version="1", nodes=(node,))))
+    assert "running" not in out.getvalue()
+    assert "77" not in out.getvalue()
 
 
 def test_prints_one_line_per_step_without_a_terminal() -> None:

@@ -13,7 +13,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 class Request:
     """One request with its whole body. Read-only by convention: frozen dataclasses cost a microsecond each."""
 
-    __slots__ = ("_index", "body", "client", "headers", "is_http_10", "keeps_alive", "method", "path", "query")
+    __slots__ = ("body", "client", "headers", "is_http_10", "keeps_alive", "method", "path", "query")
 
     def __init__(
         self,
@@ -39,14 +39,13 @@ class Request:
         self.keeps_alive = keeps_alive
         """The client may send another request on this connection."""
         self.is_http_10 = is_http_10
-        self._index: dict[bytes, bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of the header `name` (lower-case), or None."""
-        index = self._index
-        if index is None:
-            index = self._index = dict(reversed(self.headers))
-        return index.get(name)
+        for found, value in self.headers:  # they are few, and an index would stay as long as the request
+            if found == name:
+                return value
+        return None
 
 
 def loggable(text: bytes) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from functools import cache
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Raw
@@ -157,12 +158,14 @@ class _ChatFields(_CompletionsFields, frozen=True):
         return max(self.n or 1, self.best_of or 1)
 
 
-_Prompts = msgspec.defstruct(
-    "_Prompts", [(f"prompt_{index}", Raw, ABSENT) for index in range(MAX_PROMPTS + 1)], array_like=True
-)
-"""The first items of an array. Unlike a list, it takes no memory for further items."""
+@cache
+def _prompts_decoder() -> msgspec.json.Decoder[Any]:
+    """Reads the first items of an array. Unlike a list, it takes no memory for further items. Made when it is needed
+    first, because it takes half a megabyte."""
+    fields = [(f"prompt_{index}", Raw, ABSENT) for index in range(MAX_PROMPTS + 1)]
+    return msgspec.json.Decoder(msgspec.defstruct("_Prompts", fields, array_like=True))
 
-_prompts_decoder = msgspec.json.Decoder(_Prompts)
+
 _plain_decoder = msgspec.json.Decoder(_Fields)
 _count_decoders: dict[Dialect, msgspec.json.Decoder[_Fields]] = {
     "openai_responses": msgspec.json.Decoder[_Fields](_StateFields)
@@ -199,7 +202,7 @@ def _num_prompts(prompt: Raw) -> int:
     """How many prompts `prompt` contains: one, unless it is an array of texts or of arrays of token ids."""
     if not _LIST_OF_PROMPTS.match(memoryview(prompt)):
         return 1
-    return sum(item is not ABSENT for item in msgspec.structs.astuple(_prompts_decoder.decode(prompt)))
+    return sum(item is not ABSENT for item in msgspec.structs.astuple(_prompts_decoder().decode(prompt)))
 
 
 def _invalid(problem: str) -> CortexError:

@@ -335,7 +335,9 @@ async def test_surplus_bytes_never_become_the_next_response(harness: Harness) ->
     pool = harness.pool(late.origin)
     for _ in range(3):
         assert (await pool.fetch(b"GET", b"/", timeout_s=30)).body == b"ok"
-        await asyncio.sleep(0.02)
+        async with asyncio.timeout(30):
+            while pool.num_idle:
+                await asyncio.sleep(0.005)  # until the late bytes have come
     assert node.num_connections == late.num_connections == 3
 
 

@@ -38,6 +38,7 @@ async def node(tmp_path: Path):
         ModelEntry(id="second twin", source=source, context_tokens=512, tensor_parallel=2, devices=(1, 2)),
         ModelEntry(id="four", source=source, context_tokens=512, tensor_parallel=4),
         ModelEntry(id="deterministic", source=source, context_tokens=512, tensor_parallel=2, deterministic=True),
+        ModelEntry(id="in stages", source=source, context_tokens=512, pipeline_parallel=2, deterministic=True),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0, cpu_devices=3)
     timeouts = WorkerTimeouts(step_s=20.0, load_s=20.0)
@@ -56,6 +57,8 @@ async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices
         await load(node, "four")
     with pytest.raises(LoadFailed, match="deterministic = true and tensor_parallel = 2"):
         await load(node, "deterministic")
+    with pytest.raises(LoadFailed, match="deterministic = true and pipeline_parallel = 2"):
+        await load(node, "in stages")
     status = await load(node, "divided")
     assert (status.state, status.devices, status.num_devices) == (ModelState.READY, (0, 1), 2)
     # A worker that loads one model, and leads or follows others, takes part in their steps meanwhile.

@@ -127,8 +127,8 @@ def _models(node: NodeView, fleet: FleetView) -> Table:
             _state(model),
             _memory(model),
             f"{model.context_tokens:,}" if model.context_tokens else "",
-            _requests(model, fleet.waiting.get(model.id, 0)),
-            f"{model.load.tokens_per_s:.0f}" if model.load.tokens_per_s else "",
+            _requests(model, fleet.waiting.get(model.id, 0)) if node.up else "",
+            f"{model.load.tokens_per_s:.0f}" if model.load.tokens_per_s and node.up else "",
         )
     # On a narrow terminal the name folds, state and requests wrap, and numbers stay on one line.
     rows.columns[0].overflow = "fold"

@@ -84,6 +84,22 @@ class ClientConnection(asyncio.Protocol):
     bound. No request is parsed or served while the client leaves earlier responses unread.
     """
 
+    __slots__ = (
+        "_backlog",
+        "_body_began_at",
+        "_closing",
+        "_deadline",
+        "_exchange",
+        "_limits",
+        "_loop",
+        "_parser",
+        "_retiring",
+        "_server",
+        "_writing_paused",
+        "client",
+        "transport",
+    )
+
     def __init__(self, server: ServerContext, loop: asyncio.AbstractEventLoop) -> None:
         self._server = server
         self._limits = server.limits
@@ -196,7 +212,7 @@ class ClientConnection(asyncio.Protocol):
             self._set_backlog(b"")
             self._parse(backlog)
         if parser.ready:
-            self._serve(parser.ready.popleft())
+            self._serve(parser.ready.pop(0))
         elif parser.rejection is not None:
             self._reject(parser.rejection)
         elif parser.owes_continue and not parser.in_head:

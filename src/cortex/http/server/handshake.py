@@ -81,6 +81,8 @@ class TLSListener:
 class _EncryptedConnection(ClientConnection):
     """A connection that was counted as its handshake until now."""
 
+    __slots__ = ("_handshake",)
+
     def __init__(self, server: ServerContext, loop: asyncio.AbstractEventLoop, handshake: Handshake) -> None:
         super().__init__(server, loop)
         self._handshake = handshake

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from io import SEEK_END, BytesIO
 
@@ -19,6 +18,28 @@ _HEAD_END = b"\r\n\r\n"
 _CHUNKING_OVERHEAD = 8
 """Wire bytes allowed per body byte: one-byte chunks need six, so more means endless chunk extensions."""
 
+_COMMON_NAMES = {
+    spelling: name
+    for name in (
+        b"accept",
+        b"accept-encoding",
+        b"accept-language",
+        b"anthropic-beta",
+        b"anthropic-version",
+        b"authorization",
+        b"connection",
+        b"content-length",
+        b"content-type",
+        b"host",
+        b"traceparent",
+        b"user-agent",
+        b"x-api-key",
+        b"x-request-id",
+    )
+    for spelling in (name, name.title())
+}
+"""Names that are the same object in every request: each would take as much memory as its value."""
+
 AdmitHead = Callable[[Request], int]
 """Admits a request whose body has not arrived yet: returns the most body bytes it may have, or raises CortexError.
 
@@ -34,13 +55,40 @@ class RequestParser:
     record; decisions are made after `feed_data` has returned.
     """
 
+    __slots__ = (
+        "_admit_head",
+        "_admitted",
+        "_body",
+        "_body_limit",
+        "_buffered",
+        "_client",
+        "_content_length",
+        "_declines_upgrade",
+        "_headers",
+        "_http_10",
+        "_keeps_head",
+        "_limits",
+        "_num_held_bytes",
+        "_num_message_bytes",
+        "_parser",
+        "_pieces",
+        "_target",
+        "in_head",
+        "in_message",
+        "method",
+        "num_body_bytes",
+        "owes_continue",
+        "ready",
+        "rejection",
+    )
+
     def __init__(self, limits: ClientLimits, buffered: Buffered, admit_head: AdmitHead | None, client: str) -> None:
         self._limits = limits
         self._buffered = buffered
         self._admit_head = admit_head
         self._client = client
         self._parser = httptools.HttpRequestParser(self)
-        self.ready: deque[Request] = deque()
+        self.ready: list[Request] = []
         """Complete requests for the connection to serve: one, or the few that came in one slice."""
         self.rejection: CortexError | None = None
         """Why nothing after `ready` will be served."""
@@ -131,7 +179,7 @@ class RequestParser:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.in_head:
-            self._headers.append((name.lower(), value.strip()))
+            self._headers.append((_COMMON_NAMES.get(name) or name.lower(), value.strip()))
 
     def on_headers_complete(self) -> None:
         if self._keeps_head:

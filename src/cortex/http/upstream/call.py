@@ -98,11 +98,15 @@ class UpstreamCall:
         if self._paused:
             connection.set_reading(False)
 
+    def begun(self) -> None:
+        """For the connection: the response has begun, so that the request is not sent again."""
+        self.head = self.body = b""
+
     def settle(self) -> None:
         """For the connection: the call has ended."""
         self.done = True
         self.connection = None
-        self.body = b""
+        self.head = self.body = b""
         self._counter.num_calls -= 1
 
     def fail(self, fault: UpstreamFault) -> None:

@@ -40,6 +40,32 @@ class PoolContext(Protocol):
 class UpstreamConnection(asyncio.Protocol):
     """Sends a call's request and delivers the response to its sink. The parser's callbacks only record."""
 
+    __slots__ = (
+        "_body",
+        "_call",
+        "_chunked",
+        "_complete",
+        "_connection_options",
+        "_content_length",
+        "_has_begun",
+        "_has_received",
+        "_head_due",
+        "_headers",
+        "_in_head",
+        "_keep_alive",
+        "_malformed",
+        "_num_head_bytes",
+        "_parser",
+        "_pool",
+        "_reading_paused",
+        "_received_at",
+        "_status",
+        "_surplus",
+        "_take_chunk",
+        "is_reused",
+        "transport",
+    )
+
     def __init__(self, pool: PoolContext) -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
@@ -121,7 +147,9 @@ class UpstreamConnection(asyncio.Protocol):
         if call is None:
             self.transport.abort()  # unsolicited bytes must not become the response to the next request
             return
-        self._has_begun = True
+        if not self._has_begun:
+            self._has_begun = True
+            call.begun()
         self._parse(data)
         between_chunks = self._chunked and bool(self._body) and ends_with_chunk(data, self._body[-1])
         self._deliver(call)

@@ -55,19 +55,19 @@ def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
             "among the devices of one node; use tensor_parallel with `nodes`"
         )
     allowed = len(set(model.devices)) if model.devices else len(devices)
+    division = f"tensor_parallel = {model.tensor_parallel}"
+    if model.pipeline_parallel > 1:
+        division = f"pipeline_parallel = {model.pipeline_parallel}"
     if model.num_devices > allowed:
         replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
-        division = f"tensor_parallel = {model.tensor_parallel}"
-        if model.pipeline_parallel > 1:
-            division = f"pipeline_parallel = {model.pipeline_parallel}"
         raise LoadFailed(
             f"{model.id} asks for {division}{replicas}, but may use {plural(allowed, 'device')} of this node; lower "
             "it, or choose a model that fits fewer devices"
         )
-    if model.deterministic and model.tensor_parallel > 1:
+    if model.deterministic and model.is_divided:
         raise LoadFailed(
-            f"{model.id} asks for deterministic = true and tensor_parallel = {model.tensor_parallel}, but how the "
-            "devices add up their parts depends on the size of a step; leave one of them out"
+            f"{model.id} asks for deterministic = true and {division}, but only a model on one device computes every "
+            "step in the same way; leave one of them out"
         )
     indices = [device.index for device in devices]
     for index in model.devices:

@@ -9,6 +9,7 @@ import { node, nodeNames } from "./state.js";
 const TITLES = {
   load: "Load", unload: "Unload", sleep: "Put to sleep", pin: "Pin", unpin: "Unpin", drain: "Drain", undrain: "Take requests again",
 };
+const DONE = { unpin: "may be evicted again", drain: "takes no new requests", undrain: "takes requests again" };
 const VERDICTS = {
   resident: "good", starting: "busy", asleep: "good", fits: "good", fits_after_eviction: "warn", blocked: "warn", crowded: "warn",
 };
@@ -27,7 +28,7 @@ export function Order({ kind, model: given, node: nodeName, status, onClose }) {
     try {
       const { job } = await carryOut(kind, model, place || undefined, { force, unpin: Boolean(status?.pinned) });
       if (job) jobsChanged(job.id);
-      else notify(`${TITLES[kind]} ${subject}: done.`);
+      else notify(`${subject} ${DONE[kind]}.`);
       onClose();
     } catch (problem) {
       setError(problem);
@@ -91,7 +92,7 @@ function LoadQuestion({ model, setModel, place, setPlace }) {
 export function Explanation({ decision }) {
   return html`
     <div class="explanation">
-      <p class="outcome"><strong><${Prose} text=${decision.outcome} /></strong></p>
+      <p class="outcome"><strong><${Prose} text=${sentence(decision)} /></strong></p>
       ${decision.victims.length > 0 && html`
         <div class="victims" role="note"><strong>This evicts ${decision.victims.join(", ")}</strong>
           <ul>${occupants(decision).filter((each) => decision.victims.includes(each.model)).map((each) => html`
@@ -110,6 +111,9 @@ export function Explanation({ decision }) {
       </table></div>
     </div>`;
 }
+
+/** The outcome with a capital letter, unless it begins with the name of the model. */
+export const sentence = ({ outcome, model }) => (outcome.startsWith(model) ? outcome : outcome[0].toUpperCase() + outcome.slice(1));
 
 const occupants = (decision) => decision.nodes.find((each) => each.node === decision.node)?.occupants ?? [];
 

@@ -30,7 +30,9 @@ export const Notices = () => html`
 export function Dialog({ title, onClose, children, wide }) {
   const element = useRef(null);
   useEffect(() => {
+    const before = document.activeElement;
     element.current.showModal();
+    return () => before?.isConnected && before.focus();
   }, []);
   const outside = (event) => event.target === element.current && onClose();
   return html`
@@ -105,10 +107,15 @@ export function Menu({ label, text, children }) {
       document.removeEventListener("keydown", close);
     };
   }, []);
+  // The focus stays here while what was chosen opens a dialog, which gives it back at its end.
+  const close = () => {
+    element.current.open = false;
+    element.current.querySelector("summary").focus();
+  };
   return html`
     <details class="menu ${text ? "with-text" : ""}" ref=${element}>
       <summary aria-label=${text ? null : label} title=${text ? null : label}>${text ?? "⋯"}</summary>
-      <div class="menu-items" role="menu" onClick=${() => { element.current.open = false; }}>${children}</div>
+      <div class="menu-items" role="menu" onClick=${close}>${children}</div>
     </details>`;
 }
 

@@ -2,7 +2,7 @@
 import { follow, get, remove } from "../api.js";
 import { clock, compact, count, dayAndClock, rate, seconds } from "../format.js";
 import { html, useEffect, useState } from "../html.js";
-import { Explanation } from "../orders.js";
+import { Explanation, sentence } from "../orders.js";
 import { Badge, CopyButton, Dialog, Empty, Loading, Problem, notify, useLoaded } from "../parts.js";
 import { events, session } from "../state.js";
 
@@ -12,8 +12,8 @@ const APIS = {
 };
 const apiOf = (path) => APIS[path] ?? path.replace("/v1/", "");
 const WORDS = {
-  node_drained: "is drained", node_undrained: "takes requests again", node_suspected: "a request failed there", node_up: "is up", node_down: "is down", load_started: "load started", model_loaded: "is loaded",
-  load_failed: "load failed", unload_started: "unload started", model_asleep: "is asleep", model_unloaded: "is unloaded",
+  node_drained: "is drained", node_undrained: "takes requests again", node_suspected: "a request failed there", node_up: "is up", node_down: "is down", load_started: "begins to load", model_loaded: "is loaded",
+  load_failed: "load failed", unload_started: "begins to unload", model_asleep: "is asleep", model_unloaded: "is unloaded",
   unload_failed: "unload failed", workers_recycled: "workers were replaced", recycle_failed: "workers could not be replaced",
 };
 
@@ -97,7 +97,7 @@ function Row({ row, operator, onChoose }) {
       <td class="nowrap"><button class="link" onClick=${onChoose} aria-label=${`Request at ${clock(row.time)} in full`}>${clock(row.time)}</button></td>
       <td><${Badge} kind=${statusKind(row)} title=${row.error ?? row.outcome}>${statusText(row)}<//></td>
       <td class="name-cell" title=${row.model}>${row.model || "–"}</td>
-      ${operator && html`<td class="name-cell narrow" title=${row.reason ?? ""}>${row.node ?? "–"}</td><td class="name-cell narrow">${row.key}</td>`}
+      ${operator && html`<td class="name-cell narrow" title=${row.reason ?? ""}>${row.node || "–"}</td><td class="name-cell narrow">${row.key}</td>`}
       <td class="nowrap">${apiOf(row.path)}</td>
       <td class="number">${row.queue_s >= 0.001 ? seconds(row.queue_s) : "–"}</td>
       <td class="number">${row.load_s >= 0.001 ? seconds(row.load_s) : "–"}</td>
@@ -145,11 +145,11 @@ function Decisions() {
   const all = [...events.value, ...older].sort((a, b) => b.at - a.at);
   if (!all.length) return html`<${Empty} title="No decisions yet">The first request for a model, a load or an eviction appears here.<//>`;
   return html`
-    <ol class="timeline">${all.map((event, index) => html`
+    <ol class="timeline card">${all.map((event, index) => html`
       <li key=${`${event.at} ${event.kind} ${event.model ?? event.node} ${index}`} class=${kindOf(event)}>
         <time class="dim">${clock(event.at)}</time>
         <div>${event.kind === "decision"
-          ? html`<button class="link" onClick=${() => setChosen(event)}>${event.outcome}</button>`
+          ? html`<button class="link" onClick=${() => setChosen(event)}>${sentence(event)}</button>`
           : html`<span>${[event.model ?? event.node, WORDS[event.kind] ?? event.kind.replaceAll("_", " "), event.model && `on ${event.node}`].filter(Boolean).join(" ")}</span>
             ${event.for_model && html`<span class="dim"> to make room for ${event.for_model}</span>`}
             ${event.why && html`<span class="dim">: ${event.why}</span>`}`}

@@ -52,7 +52,7 @@ function Summary() {
   const total = sum(devices, (device) => device.total_bytes);
   const used = total - sum(devices, (device) => device.free_bytes);
   const down = nodes.filter((each) => !each.up).length;
-  const inQueue = sum(Object.values(waiting.value), (depth) => depth);
+  const inQueue = sum(Object.values(waiting.value), (depth) => depth) + sum(models, (model) => model.load.waiting);
   const tiles = [
     ["Nodes", `${nodes.length - down} up${down ? `, ${down} down` : ""}`, down ? "bad-text" : ""],
     ["Memory", total ? `${bytes(used)} of ${bytes(total)}` : "–"],
@@ -154,9 +154,10 @@ function segments(device, models) {
     const size = (model.measured_bytes ?? model.estimate_bytes ?? 0) / model.devices.length;
     const kv = Math.min(size, (model.kv_bytes ?? 0) / model.devices.length);
     const colour = `hue-${hue(model.id)} ${model.state === "ready" ? "" : "changing"}`;
+    const share = model.devices.length > 1 ? ` (1/${model.devices.length} of it)` : "";
     const what = model.kv_bytes == null ? model.id : `${model.id} weights`;
-    parts.push({ key: model.id, kind: colour, size: size - kv, label: what });
-    if (kv) parts.push({ key: `${model.id} kv`, kind: `${colour} kv`, size: kv, label: `${model.id} KV cache` });
+    parts.push({ key: model.id, kind: colour, size: size - kv, label: what + share });
+    if (kv) parts.push({ key: `${model.id} kv`, kind: `${colour} kv`, size: kv, label: `${model.id} KV cache${share}` });
   }
   if (device.foreign_bytes) parts.push({ key: "\nother", kind: "foreign", size: device.foreign_bytes, label: "Other programs" });
   const taken = sum(parts, (part) => part.size);
@@ -179,7 +180,7 @@ function ModelRow({ here, model, onOrder }) {
         ${model.pinned && html`<${Badge} title=${PINNED[model.pinned_by]}>pinned<//>`}
         <${Badge} kind=${STATES[model.state]}>${model.state}<//>
         <span class="grow"></span>
-        <span class="dim size">${bytes(model.state === "asleep" ? model.host_bytes : (model.measured_bytes ?? model.estimate_bytes))}</span>
+        <${Size} model=${model} />
         ${here.kind === "neuron" && here.up && html`
           <${Menu} label=${`Actions for ${model.id} on ${here.name}`}>
             ${(model.state === "asleep" || model.state === "failed") && html`<${MenuItem} onClick=${() => order("load")}>${model.state === "asleep" ? "Wake…" : "Load again…"}<//>`}
@@ -199,6 +200,15 @@ function ModelRow({ here, model, onOrder }) {
       ${model.progress && html`<${Progress} progress=${model.progress} />`}
       ${model.reason && html`<p class="reason">${model.reason}</p>`}
     </li>`;
+}
+
+/** On a device; of a model that is divided among devices, on each of them. */
+function Size({ model }) {
+  if (model.state === "asleep") return html`<span class="dim size">${bytes(model.host_bytes)}</span>`;
+  const size = model.measured_bytes ?? model.estimate_bytes;
+  const { devices } = model;
+  if (size == null || devices.length < 2 || !ON_DEVICE.has(model.state)) return html`<span class="dim size">${bytes(size)}</span>`;
+  return html`<span class="dim size" title=${`On devices ${devices.join(", ")}`}>${devices.length} × ${bytes(size / devices.length)}</span>`;
 }
 
 function Rate({ node: name, model }) {

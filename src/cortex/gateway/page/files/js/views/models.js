@@ -11,6 +11,7 @@ import { Pull } from "./pull.js";
 
 const REFRESH_MS = 4000;
 const RANK = ["ready", "loading", "downloading", "recovering", "unloading", "asleep", "failed"];
+const STARTING = ["loading", "downloading", "recovering"];
 const KINDS = { ready: "good", loading: "busy", downloading: "busy", recovering: "warn", unloading: "busy", failed: "bad", unreachable: "bad" };
 
 export default function Models() {
@@ -66,7 +67,8 @@ function Row({ model, aliases, operator, onOrder, reload }) {
         ${aliases.map((alias) => html`<span key=${alias.id} class="chip" title="Alias">${alias.id}</span>`)}
         <span class="grow"></span>
         <span class="row-tools">
-          ${operator && !model.loaded && html`<button class="small" onClick=${() => onOrder({ kind: "load", model: model.id })}>Load…</button>`}
+          ${operator && !model.loaded && !STARTING.includes(first?.status) && html`
+            <button class="small" onClick=${() => onOrder({ kind: "load", model: model.id })}>${first?.status === "asleep" ? "Wake…" : "Load…"}</button>`}
           ${model.capabilities.chat && html`<a class="button" href=${`#/playground?model=${encodeURIComponent(model.id)}`}>Chat</a>`}
         </span>
       </div>

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from cortex.cli.up.demo import SMOLLM2
+from cortex.gateway.ledger.keys import as_toml, generate
+from cortex.wire.node import ModelState
 
 from ..browser import chromium
+from ..browser.stage import DirectedNode, Stage
+from ..gateway.fake_neuron import GB
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
-    from .conftest import Run
+    from .conftest import Run, Start
 
 pytestmark = pytest.mark.e2e
 
@@ -23,15 +28,20 @@ LOAD_TIMEOUT_MS = 120_000
 
 
 @pytest.fixture
-def page(up: Run) -> Iterator[Page]:
+def browser() -> Iterator[Browser]:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[dev]'")
     path = chromium.executable()
     if path is None:
         pytest.skip("needs chromium: apt-get install chromium, or set CHROMIUM to the path of one")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=chromium.ARGUMENTS)
-        yield browser.new_page(base_url=up.url, viewport={"width": 1280, "height": 800})
-        browser.close()
+        opened = driver.chromium.launch(executable_path=path, args=chromium.ARGUMENTS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(up: Run, browser: Browser) -> Page:
+    return browser.new_page(base_url=up.url, viewport={"width": 1280, "height": 800})
 
 
 def test_model_is_unloaded_loaded_by_a_message_and_responds(page: Page) -> None:
@@ -61,3 +71,81 @@ def test_model_is_unloaded_loaded_by_a_message_and_responds(page: Page) -> None:
     request = page.locator("table.requests tbody tr").first
     request.wait_for()
     assert SMOLLM2.id in request.inner_text()
+
+
+CONFIGURATION = """
+[activity]
+capture = true
+redact = ["sk-[A-Za-z0-9]+"]
+[[neurons]]
+name = "second"
+endpoint = "{endpoint}"
+"""
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Iterator[DirectedNode]:
+    """Another node, with a model that must leave before a larger one can be loaded."""
+    stage = Stage(tmp_path)
+    started = stage.add(DirectedNode("second", sizes={"here": 4 * GB, "larger": 22 * GB}))
+    started.states["here"] = ModelState.READY
+    yield started
+    stage.close()
+
+
+def test_both_kinds_of_keys_over_a_real_and_a_second_node(
+    start: Start, browser: Browser, second: DirectedNode, tmp_path: Path
+) -> None:
+    operator, user = generate("anna", operator=True), generate("ben", models=("smollm*",))
+    config = tmp_path / "cortex.toml"
+    keys = (as_toml(operator.section), as_toml(user.section))
+    config.write_text("\n".join([CONFIGURATION.format(endpoint=second.endpoint), *keys]))
+    up = start("-c", str(config))
+    up.wait_ready()
+    page = signed_in(browser, up.url, operator.text)
+
+    real, other = (page.get_by_label(f"Node {name}", exact=True) for name in ("local", "second"))
+    real.get_by_label(f"Actions for {SMOLLM2.id}").click()
+    real.get_by_role("menuitem", name="Unload…").wait_for()
+    assert real.get_by_role("menuitem", name="Sleep…").count() == 0, "a CPU keeps no sleeping models"
+    other.get_by_text("not loaded").click()
+    other.get_by_role("button", name="Load…").click()
+    page.get_by_text("This evicts here").wait_for()
+    page.get_by_role("dialog").get_by_role("button", name="Load", exact=True).click()
+    other.locator("li.model").filter(has_text="larger").get_by_text("ready", exact=True).wait_for()
+
+    page.get_by_role("link", name="Playground").click()
+    page.get_by_label("Model", exact=True).select_option(SMOLLM2.id)
+    page.get_by_role("button", name="Settings").click()
+    assert page.get_by_label("Temperature").get_attribute("placeholder") == f"Model's own: {SMOLLM2.temperature}"
+    page.get_by_label("Max tokens").fill("8")
+    page.get_by_label("Message", exact=True).fill("My key is sk-123456. Say hello.")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Regenerate").wait_for()
+    page.get_by_role("link", name="Activity").click()
+    page.locator("table.requests tbody tr").first.click()
+    page.get_by_text("My key is [redacted]. Say hello.").wait_for()
+    page.get_by_role("button", name="Forget this request").click()
+    page.get_by_text("No requests yet").wait_for()
+    page.get_by_role("button", name="Decisions").click()
+    page.get_by_text("to make room for larger").wait_for()
+
+    page = signed_in(browser, up.url, user.text)
+    assert page.get_by_role("navigation").get_by_role("link").all_inner_texts() == [
+        "Models", "Playground", "Activity", "Usage",
+    ]  # fmt: skip
+    page.get_by_role("link", name="Models").click()
+    page.get_by_role("button", name=SMOLLM2.id).wait_for()
+    assert page.get_by_text("larger").count() == 0
+    assert up.stop() == 0
+    up.assert_nothing_left()
+
+
+def signed_in(browser: Browser, url: str, key: str) -> object:
+    page = browser.new_context(base_url=url, viewport={"width": 1280, "height": 800}).new_page()
+    page.set_default_timeout(LOAD_TIMEOUT_MS)
+    page.goto("/")
+    page.get_by_label("API key").fill(key)
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("navigation").wait_for()
+    return page

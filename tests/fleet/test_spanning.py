@@ -14,7 +14,7 @@ from cortex.fleet.explain import as_json, outcome
 from cortex.fleet.memory import ledger, measurements
 from cortex.fleet.placement import place
 from cortex.fleet.topology import ModelOnNode, Node
-from cortex.wire.node import ModelShare
+from cortex.wire.node import ModelShare, ModelState
 
 NOW = 10_000.0
 GIB = 1024**3
@@ -110,6 +110,15 @@ def test_measured_size_is_that_of_the_whole_model(model: Make, node: Make, fleet
         fleet(node("beast", [24]), node("benjy", [24]), specs=[spanning(None)]), measured=measured
     )
     assert place("big", empty, NOW).takes_bytes == 15 * GIB
+
+
+def test_model_that_only_its_lead_is_configured_to_share_needs_its_part_there(
+    model: Make, node: Make, fleet: Make
+) -> None:
+    held = model("big", estimate=15, state=ModelState.COLD, devices=())
+    held = msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, nodes=NODES))
+    decision = place("big", fleet(node("beast", [24], held), node("benjy", [24])), NOW)
+    assert (decision.action, decision.node, decision.takes_bytes) == ("load", "beast", 15 * GIB)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,9 @@ class ModelSpec(Section, frozen=True):
         if self.pipeline_parallel > 1 and self.min_devices > 1:
             raise ValueError(f"`{self.id}` has min_devices and pipeline_parallel; choose one of them")
         if self.pipeline_parallel > 1 and self.nodes:
-            raise ValueError(f"`{self.id}` has `nodes` and pipeline_parallel; layers are divided within one node")
+            raise ValueError(
+                f"`{self.id}` has `nodes`: set its pipeline_parallel in the neuron.toml of {self.nodes[0]}"
+            )
         if self.nodes:
             self._check_nodes()
 

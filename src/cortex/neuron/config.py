@@ -140,7 +140,7 @@ class ModelEntry(Section, frozen=True):
     and slow links; not together with `tensor_parallel`."""
     nodes: tuple[str, ...] = ()
     """Nodes that share the model, this one first; the others are named in `peers`. Each takes an equal number of the
-    `tensor_parallel` devices. Only this node serves it."""
+    `tensor_parallel` or `pipeline_parallel` devices. Only this node serves it."""
     replicas: Count = 1
     """How often the model is loaded on this node, each time on devices of its own; requests go to the replica with the
     least work."""
@@ -172,7 +172,7 @@ class DefaultModel(Section, frozen=True):
     and slow links; not together with `tensor_parallel`."""
     nodes: tuple[str, ...] = ()
     """Nodes that share the model, this one first; the others are named in `peers`. Each takes an equal number of the
-    `tensor_parallel` devices. Only this node serves it."""
+    `tensor_parallel` or `pipeline_parallel` devices. Only this node serves it."""
     replicas: Count = 1
     """How often the model is loaded on this node, each time on devices of its own; requests go to the replica with the
     least work."""

@@ -279,7 +279,7 @@ class LoadRequest(NodeValue, frozen=True):
     """The dtype of the KV cache; as the node is configured when absent."""
     nodes: Annotated[tuple[ShortText, ...], Meta(max_length=64)] = ()
     """The nodes that the model spans, this one first. The others are `peers` of this node; each takes an equal number
-    of the `tensor_parallel` devices. Empty: as the node is configured."""
+    of the `tensor_parallel` or `pipeline_parallel` devices. Empty: as the node is configured."""
     sampling: SamplingDefaults = SamplingDefaults()
     """How the model samples where a request says nothing; as the node is configured where absent."""
     deterministic: bool = False

@@ -61,7 +61,7 @@ class Nodes:
 
 @pytest.fixture
 async def nodes(tmp_path: Path):
-    source = write_llama(tmp_path / "model", 1, kv_heads=4)
+    source = write_llama(tmp_path / "model", 1, kv_heads=4, num_layers=4)
     other = write_llama(tmp_path / "other", 1)  # the same name for other files
     options = {"source": source, "context_tokens": 512}
     led = (
@@ -69,6 +69,8 @@ async def nodes(tmp_path: Path):
         ModelEntry(id="two", **options, tensor_parallel=2, nodes=BOTH, devices=(0,)),
         ModelEntry(id="four", **options, tensor_parallel=4, nodes=BOTH),
         ModelEntry(id="different", **options, tensor_parallel=2, nodes=BOTH),
+        ModelEntry(id="staged", **options, pipeline_parallel=2, nodes=BOTH),
+        ModelEntry(id="four stages", **options, pipeline_parallel=4, nodes=BOTH),
         ModelEntry(id="local", **options, tensor_parallel=2),
         ModelEntry(id="odd", **options, tensor_parallel=3, nodes=BOTH),
         ModelEntry(id="stranger", **options, tensor_parallel=2, nodes=("first", "third")),
@@ -112,6 +114,18 @@ async def test_several_devices_of_each_node_and_nothing_is_left_after_the_unload
     assert status.measured_bytes < 1.5 * share.num_bytes
     assert (await nodes.first.unload(UnloadRequest(model_id="four", sleep=True))).state is ModelState.COLD
     assert nodes.second.health().shares == ()
+
+
+async def test_layers_are_divided_among_the_devices_of_both_nodes(nodes) -> None:
+    await load(nodes.first, "whole")
+    expected = await generate(nodes.first, "whole")
+    for model, devices in (("staged", 1), ("four stages", 2)):
+        status = await load(nodes.first, model)
+        assert (status.num_devices, status.nodes, len(status.devices)) == (devices, BOTH, devices)
+        assert len(nodes.second.health().shares[0].devices) == devices
+        assert await generate(nodes.first, model) == expected
+        await nodes.first.unload(UnloadRequest(model_id=model))
+        assert nodes.second.health().shares == ()
 
 
 async def test_devices_are_not_shared_with_another_divided_model(nodes) -> None:

@@ -62,8 +62,10 @@ class CpuProjections:
         """x: [tokens, in] → [tokens, out]"""
         if norm is not None:
             x = norm(x)
-        parts = [matrix.product(x) for matrix in self.matrices]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        first, *others = self.matrices
+        out = first.product(x)
+        if others:
+            out = torch.cat((out, *(matrix.product(x) for matrix in others)), 1)
         if bias is not None:
             out = out.add_(bias)
         return out if residual is None else out.add_(residual)

@@ -112,7 +112,7 @@ class Node:
             find_local=parts.find_local,
             texts=self._texts,
             survey_text=parts.survey_text,
-            lead=Lead(config, self.devices, parts.connect_peer),
+            lead=Lead(config, self.devices, forecast, parts.connect_peer),
         )
         self.shares = HostedShares(Place(self._library, self._loader, room, self.devices))
         self._controllers: dict[str, ModelController] = {}

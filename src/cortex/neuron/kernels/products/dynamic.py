@@ -34,13 +34,17 @@ class DynamicMatrix:
     """[padded rows · row bytes] uint8, in the order of the library"""
     constants: Tensor | None
     """[inputs / group, padded rows] float32"""
+    stored_rows: int
+    spreads: bool
+    """Whether stored columns are others than the inputs."""
 
     @classmethod
     def empty(cls, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> DynamicMatrix:
         rows = padded_rows(outputs)
         packed = torch.empty(rows * dynamic_row_bytes(layout.stored_columns(inputs)), dtype=torch.uint8, device=device)
         constants = torch.empty(inputs // layout.group, rows, device=device) if layout.has_constants else None
-        return cls(layout, outputs, inputs, packed, constants)
+        spreads = layout.stored_columns(inputs) != inputs
+        return cls(layout, outputs, inputs, packed, constants, rows, spreads)
 
     @property
     def device(self) -> torch.device:
@@ -69,11 +73,10 @@ class DynamicMatrix:
         raise NotImplementedError("dense tensors stay dense on a CPU")
 
     def product(self, x: Tensor) -> Tensor:
-        rows = padded_rows(self.outputs)
         if x.dtype != torch.float32:
-            return self._product(x.float(), rows)[:, : self.outputs].to(x.dtype)
-        y = self._product(x, rows)
-        return y if rows == self.outputs else y[:, : self.outputs]
+            return self.product(x.float()).to(x.dtype)
+        y = self._product(x)
+        return y if self.stored_rows == self.outputs else y[:, : self.outputs]
 
     def rows(self, numbers: Tensor) -> Tensor:
         layout, columns = self.layout, self.layout.stored_columns(self.inputs)
@@ -87,17 +90,16 @@ class DynamicMatrix:
         constants = self.constants[:, numbers].t().repeat_interleave(layout.group, 1)
         return merge(layout, weights, self.inputs).add_(constants)
 
-    def _product(self, x: Tensor, rows: int) -> Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         """Uses few operations: each has a fixed cost, which is most of the time of a small model."""
-        layout, constants = self.layout, self.constants
-        stored = spread(layout, x)
-        y = _multiply(stored if stored.is_contiguous() else stored.contiguous(), self.packed, rows)
-        if constants is None:
+        stored = (spread(self.layout, x) if self.spreads else x).contiguous()
+        y = _multiply(stored, self.packed, self.stored_rows)
+        if self.constants is None:
             return y
         if len(x) > 1:
-            return y.addmm_(x.reshape(len(x), -1, layout.group).sum(-1), constants)
+            return y.addmm_(x.reshape(len(x), -1, self.layout.group).sum(-1), self.constants)
         # Vector products have the lowest fixed cost of the ways to add.
-        y[0].addmv_(constants.t(), x.reshape(-1, layout.group).mv(_ones(layout.group)))
+        y[0].addmv_(self.constants.t(), x.reshape(-1, self.layout.group).mv(_ones(self.layout.group)))
         return y
 
 

@@ -26,6 +26,10 @@ class ChosenDevices:
     """By index."""
     stages: tuple[StageSpec, ...] = ()
     """Of each replica, if the model is divided by layers."""
+    free_bytes: tuple[int, ...] = ()
+    """What each device can give, if the layers are divided among nodes: their lead decides."""
+    limits: tuple[int | None, ...] = ()
+    """The operator's ceiling of each device then."""
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -49,11 +53,6 @@ def _check_stages(model: KnownModel, facts: ModelFacts, device: Device, forecast
 
 def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
     """Raises LoadFailed for a division that this node cannot make, or devices that it does not have."""
-    if model.nodes and model.pipeline_parallel > 1:
-        raise LoadFailed(
-            f"{model.id} asks for pipeline_parallel = {model.pipeline_parallel} and `nodes`, but layers are divided "
-            "among the devices of one node; use tensor_parallel with `nodes`"
-        )
     allowed = len(set(model.devices)) if model.devices else len(devices)
     division = f"tensor_parallel = {model.tensor_parallel}"
     if model.pipeline_parallel > 1:
@@ -91,11 +90,15 @@ def choose(
     excluded = excluded or {}
     if not devices:
         raise InsufficientCapacity(f"{model.id} has no device to be loaded on")
-    if model.pipeline_parallel > 1:
+    if model.pipeline_parallel > 1 and not model.nodes:
         return _choose_stages(model, facts, devices, readings, forecast, excluded, left)
+    # How many layers a device of several nodes gets follows from what all of them can give.
+    if model.pipeline_parallel > 1:
+        _check_stages(model, facts, devices[0], forecast)
+    need_bytes = 0 if model.pipeline_parallel > 1 else forecast.least_bytes(model, facts, devices[0])
     indices = choose_devices(
         model.id,
-        forecast.least_bytes(model, facts, devices[0]),
+        need_bytes,
         devices,
         readings,
         count=model.num_devices,
@@ -105,7 +108,15 @@ def choose(
         ceiling=lambda device: forecast.share_bytes(model, device),
         left=left,
     )
-    return ChosenDevices(tuple(device for device in devices if device.index in indices))
+    chosen = tuple(device for device in devices if device.index in indices)
+    if model.pipeline_parallel == 1:
+        return ChosenDevices(chosen)
+    limits = tuple(map(left, chosen))
+    free_bytes = tuple(
+        usable_now(readings.get(device.index), forecast.reserve(device), limit)
+        for device, limit in zip(chosen, limits, strict=True)
+    )
+    return ChosenDevices(chosen, free_bytes=free_bytes, limits=limits)
 
 
 def _choose_stages(

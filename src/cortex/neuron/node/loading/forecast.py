@@ -102,14 +102,15 @@ class Forecast:
         kind."""
         allowed = [device for device in devices if not model.devices or device.index in model.devices] or devices
         if model.pipeline_parallel > 1:
+            # The devices of other nodes are assumed to be like these.
+            num_nodes = max(1, len(model.nodes))
             usable = sorted((self._usable_when_empty(model, device) for device in allowed), reverse=True)
-            usable_bytes = sum(usable[: model.pipeline_parallel])
+            usable_bytes = sum(usable[: model.pipeline_parallel // num_nodes]) * num_nodes
+            limit_bytes = self._limit_bytes(model, facts, allowed[0])
+            expected_bytes = self._expected_bytes(model, facts, allowed[0], usable_bytes, limit_bytes)
             return Footprint(
-                model.replicas * self.least_bytes(model, facts, allowed[0]),
-                model.replicas
-                * self._expected_bytes(
-                    model, facts, allowed[0], usable_bytes, self._limit_bytes(model, facts, allowed[0])
-                ),
+                model.replicas * self.least_bytes(model, facts, allowed[0]) // num_nodes,
+                model.replicas * expected_bytes // num_nodes,
             )
         return Footprint(
             model.num_devices * min(self.least_bytes(model, facts, device) for device in allowed),

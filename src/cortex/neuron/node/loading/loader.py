@@ -102,20 +102,27 @@ class ModelLoader:
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
         async with self._room.for_load(model, survey.facts) as chosen:
-            host = await self._host(model, survey.facts, chosen.indices)
+            host, chosen = await self._host(model, survey.facts, chosen)
             instance = Instance(model.id, host, self._config.limits, callbacks)
-            instance.stage_layers = tuple(stage.num_layers for stage in chosen.stages) * model.replicas
+            own_stages = chosen.stages[: len(chosen.devices)]
+            instance.stage_layers = tuple(stage.num_layers for stage in own_stages) * model.replicas
             await self._load_weights(instance, self.spec(model, survey.facts, chosen), path)
             return instance
 
-    async def _host(self, model: KnownModel, facts: ModelFacts, indices: tuple[int, ...]) -> ModelHost:
-        """Where the model goes that takes these devices here. Raises LoadFailed or WorkerLost."""
+    async def _host(
+        self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices
+    ) -> tuple[ModelHost, ChosenDevices]:
+        """Where the model goes that takes these devices here, with the stages of all nodes. Raises LoadFailed,
+        InsufficientCapacity or WorkerLost."""
         if not model.nodes:
-            return self._hosts.host(model.id, indices, model.replicas, self._room.locked)
-        claim = self._hosts.claims.new(model.id, indices, spans=True)
+            return self._hosts.host(model.id, chosen.indices, model.replicas, self._room.locked), chosen
+        claim = self._hosts.claims.new(model.id, chosen.indices, spans=True)
         claim.take()  # now: a peer that leads a model itself must not wait here for devices that wait for it
         try:
-            return await self._lead.host(model, facts.digest, indices, claim)
+            return await self._lead.host(model, facts, chosen, claim)
+        except LoadRejected as error:
+            claim.release()
+            raise _load_error(model.id, error) from error
         except BaseException:
             claim.release()
             raise
@@ -208,8 +215,8 @@ class ModelLoader:
 
     def stage_layers(self, model: KnownModel, facts: ModelFacts) -> tuple[int, ...]:
         """How many layers each device would hold if all were empty; empty for a model that is not divided by layers,
-        or that does not fit."""
-        if model.pipeline_parallel == 1:
+        that does not fit, or whose other devices are on other nodes."""
+        if model.pipeline_parallel == 1 or model.nodes:
             return ()
         return tuple(stage.num_layers for stage in self._forecast.empty_stages(model, facts, self._devices) or ())
 

@@ -25,22 +25,25 @@ from cortex.neuron.node.spanning.protocol import (
     Connection,
     KillShare,
     LoadShare,
+    PrepareShare,
     ShareFailed,
     ShareLoaded,
     ShareLost,
     ShareMessage,
+    SharePrepared,
     ShareUnloaded,
     UnloadShare,
     decode_from_lead,
     encode,
 )
+from cortex.neuron.worker.device_claims import DeviceClaim
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.group import Span, WorkerGroup
 from cortex.neuron.worker.model_host import LoadRejected, Resident
 from cortex.neuron.worker.process import WorkerLost
 from cortex.tasks import run_once
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
-from cortex.wire.node import Device, ModelShare
+from cortex.wire.node import ModelShare
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +80,12 @@ class HostedShares:
         try:
             async for message in connection:
                 match decode_from_lead(message):
-                    case LoadShare() as order if share is None:
+                    case PrepareShare() as order if share is None:
                         share = _Share(order, connection, self._place, self._stale(order))
                         self._shares[share] = connection
-                    case LoadShare():
+                    case LoadShare(spec=spec) if share is not None:
+                        share.load(spec)
+                    case PrepareShare() | LoadShare():
                         break
                     case UnloadShare():
                         if share is not None:
@@ -98,7 +103,7 @@ class HostedShares:
                 await asyncio.shield(ending)
             await connection.close()
 
-    def _stale(self, order: LoadShare) -> list[_Share]:
+    def _stale(self, order: PrepareShare) -> list[_Share]:
         """Parts of the same model that its lead no longer has. Their memory is about to be free."""
         return [
             share for share in self._shares if share.model_id == order.request.model_id and share.lead == _lead(order)
@@ -118,7 +123,7 @@ class HostedShares:
 class _Share:
     """One share, and the sink of its group."""
 
-    def __init__(self, order: LoadShare, connection: Connection, place: Place, stale: list[_Share]) -> None:
+    def __init__(self, order: PrepareShare, connection: Connection, place: Place, stale: list[_Share]) -> None:
         """`stale`: shares that end first."""
         self.model_id = order.request.model_id
         self.lead = _lead(order)
@@ -130,6 +135,8 @@ class _Share:
         self._group: WorkerGroup | None = None
         self._resident: Resident | None = None
         self._is_lost = False
+        self._given: asyncio.Future[LoadSpec] = asyncio.get_running_loop().create_future()
+        """What the lead has it load, once all peers are ready."""
         self._load = run_once(self._run(), f"load a part of {self.model_id}")
         self._ending: asyncio.Task[None] | None = None
 
@@ -142,6 +149,10 @@ class _Share:
             devices=self._group.device_indices if self._group is not None else (),
             num_bytes=resident.measured_bytes if resident is not None else 0,
         )
+
+    def load(self, spec: LoadSpec) -> None:
+        if not self._given.done():
+            self._given.set_result(spec)
 
     async def end(self) -> None:
         """Returns when nothing of it is in memory."""
@@ -180,14 +191,19 @@ class _Share:
                 replicas=1,
                 nodes=request.nodes,
                 tensor_parallel=request.tensor_parallel,
-                pipeline_parallel=1,
+                pipeline_parallel=request.pipeline_parallel,
             )
             path = await self._loader.find_local(model) or await self._loader.download(model, lambda *_: None)
             facts = await asyncio.to_thread(_inspect, model, path)
             async with contextlib.AsyncExitStack() as room:
                 chosen = await self._room_for(model, facts, room)
-                self._group = self._new_group(model, chosen.devices)
-                self._resident = await self._group.load(self._spec(model, facts, chosen), self)
+                claim = self._place.devices.claims.new(model.id, chosen.indices, spans=True)
+                claim.take()
+                room.callback(self._release_unless_loaded, claim)
+                await self._connection.send(encode(SharePrepared(chosen.free_bytes, chosen.limits)))
+                given = await self._given
+                self._group = self._new_group(chosen, given, claim)
+                self._resident = await self._group.load(self._spec(model, facts, chosen, given), self)
             answer = ShareLoaded(self._resident.info.notes)
         except CortexError as error:
             kind = FaultKind.OUT_OF_MEMORY if isinstance(error, InsufficientCapacity) else FaultKind.REQUEST
@@ -210,21 +226,23 @@ class _Share:
         except TimeoutError:
             raise InsufficientCapacity(f"another model is being loaded here for {ROOM_S:.0f} s; try again") from None
 
-    def _new_group(self, model: KnownModel, devices: tuple[Device, ...]) -> WorkerGroup:
-        rank = self._order.spec.rank
-        if rank is None or rank.meeting is None or (rank.backend == "nccl") != (devices[0].kind == "cuda"):
-            raise LoadFailed(f"{model.id} needs devices of one kind on all nodes, and has {devices[0].kind} ones here")
-        indices = [device.index for device in devices]
-        ranks = tuple(range(rank.rank, rank.rank + self._order.num_ranks))
-        meeting = replace(rank.meeting, own_host=self._connection.local_host)
-        claim = self._place.devices.claims.new(model.id, indices, spans=True)
-        return self._place.devices.group(indices, claim, Span(ranks, rank.size, meeting))
+    def _release_unless_loaded(self, claim: DeviceClaim) -> None:
+        if self._resident is None:
+            claim.release()
 
-    def _spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
+    def _new_group(self, chosen: ChosenDevices, given: LoadSpec, claim: DeviceClaim) -> WorkerGroup:
+        rank, kind = given.rank, chosen.devices[0].kind
+        if rank is None or rank.meeting is None or (rank.backend == "nccl") != (kind == "cuda"):
+            raise LoadFailed(f"{self.model_id} needs devices of one kind on all nodes, and has {kind} ones here")
+        ranks = tuple(range(rank.rank, rank.rank + len(chosen.devices)))
+        meeting = replace(rank.meeting, own_host=self._connection.local_host)
+        return self._place.devices.group(chosen.indices, claim, Span(ranks, rank.size, meeting))
+
+    def _spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices, given: LoadSpec) -> LoadSpec:
         """What the lead loads, with the files and the memory limits of this node."""
         own = self._loader.spec(model, facts, chosen)
         return replace(
-            self._order.spec,
+            given,
             path=own.path,
             memory_bytes=own.memory_bytes,
             min_free_bytes=own.min_free_bytes,
@@ -251,7 +269,7 @@ class _Share:
         run_once(self._connection.send(encode(ShareLost(reason))), f"report the loss of {self.model_id}")
 
 
-def _lead(order: LoadShare) -> str:
+def _lead(order: PrepareShare) -> str:
     return order.request.nodes[0] if order.request.nodes else ""
 
 

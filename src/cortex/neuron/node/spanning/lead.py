@@ -7,17 +7,21 @@ import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from cortex.neuron.config import NeuronConfig, PeerEntry
-from cortex.neuron.engine.request import Meeting
+from cortex.neuron.engine.request import Meeting, StageSpec
 from cortex.neuron.node.devices import NodeDevices
+from cortex.neuron.node.loading.device_choice import ChosenDevices
+from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.spanning.protocol import Connection, PeerRejected, PeerUnreachable
+from cortex.neuron.node.loading.preflight import ModelFacts
+from cortex.neuron.node.spanning.protocol import Connection, PeerRejected, PeerUnreachable, SharePrepared
 from cortex.neuron.node.spanning.remote_share import RemoteShare
 from cortex.neuron.worker.device_claims import DeviceClaim
 from cortex.neuron.worker.group import Span, WorkerGroup
 from cortex.neuron.worker.process import WorkerLost
-from cortex.wire.errors import LoadFailed
+from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import LoadRequest
 
 log = logging.getLogger(__name__)
@@ -39,10 +43,11 @@ _RETRY_S = 0.5
 class Lead:
     """Belongs to the daemon's loop."""
 
-    def __init__(self, config: NeuronConfig, devices: NodeDevices, connect: ConnectPeer) -> None:
+    def __init__(self, config: NeuronConfig, devices: NodeDevices, forecast: Forecast, connect: ConnectPeer) -> None:
         self._peers = {peer.name: peer for peer in config.peers}
         self._address = config.peer_address
         self._devices = devices
+        self._forecast = forecast
         self._connect = connect
 
     def reject_unsupported(self, model: KnownModel) -> None:
@@ -54,10 +59,10 @@ class Lead:
             raise LoadFailed(f"{model.id} asks for the nodes {names}; name two or more, each once, this one first")
         if model.replicas > 1:
             raise LoadFailed(f"{model.id} has both `nodes` and replicas = {model.replicas}; remove one of them")
-        if model.tensor_parallel % len(model.nodes):
+        if (size := _size(model)) % len(model.nodes):
             raise LoadFailed(
-                f"{model.id} is divided among {model.tensor_parallel} devices, which {len(model.nodes)} nodes cannot "
-                "share equally; choose a multiple of the number of nodes as tensor_parallel"
+                f"{model.id} is divided among {size} devices, which {len(model.nodes)} nodes cannot share equally; "
+                "choose a multiple of the number of nodes as tensor_parallel or pipeline_parallel"
             )
         for name in model.nodes[1:]:
             if name not in self._peers:
@@ -66,23 +71,43 @@ class Lead:
                     f"{model.id} spans {names}, but this node has no peer {name} (it has {known}); add it to [[peers]]"
                 )
 
-    async def host(self, model: KnownModel, digest: str, indices: Sequence[int], claim: DeviceClaim) -> WorkerGroup:
-        """The group of the model, with its ranks on the devices `indices` and on the peers. Raises LoadFailed, or
-        WorkerLost if a peer stays unreachable."""
+    async def host(
+        self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices, claim: DeviceClaim
+    ) -> tuple[WorkerGroup, ChosenDevices]:
+        """The group of the model, with ranks on the chosen devices and on the peers, and the devices with all stages,
+        if the model has any. Raises LoadFailed, InsufficientCapacity, LoadRejected, or WorkerLost if a peer stays
+        unreachable."""
         shares: list[RemoteShare] = []
         try:
             for name in model.nodes[1:]:
-                connection = await self._connected(self._peers[name])
-                shares.append(RemoteShare(name, connection, _request(model), len(indices), digest))
-            host = self._address or shares[0].local_host
-            meeting = await asyncio.to_thread(_meeting, host)
+                shares.append(RemoteShare(name, await self._connected(self._peers[name])))
+            order = _request(model)
+            prepared = await asyncio.gather(*(share.prepare(order, facts.digest) for share in shares))
+            if model.pipeline_parallel > 1:
+                chosen = replace(chosen, stages=self._stages(model, facts, chosen, prepared))
+            meeting = await asyncio.to_thread(_meeting, self._address or shares[0].local_host)
         except BaseException:
             for share in shares:
                 await share.close()
             raise
-        size, each = model.tensor_parallel, len(indices)
+        size, each = _size(model), len(chosen.devices)
         ranks = (*range(each), *range(each, size, each))
-        return self._devices.group(indices, claim, Span(ranks, size, meeting, tuple(shares)))
+        return self._devices.group(chosen.indices, claim, Span(ranks, size, meeting, tuple(shares))), chosen
+
+    def _stages(
+        self, model: KnownModel, facts: ModelFacts, own: ChosenDevices, prepared: Sequence[SharePrepared]
+    ) -> tuple[StageSpec, ...]:
+        """The layers of every device, in the order of the ranks. Raises InsufficientCapacity."""
+        free_bytes = [*own.free_bytes, *(num_bytes for each in prepared for num_bytes in each.free_bytes)]
+        limits = [*own.limits, *(limit for each in prepared for limit in each.limits)]
+        stages = self._forecast.stages(model, facts, own.devices[0], free_bytes, limits)
+        if stages is None:
+            have = ", ".join(f"{num_bytes / 1e9:.2f} GB" for num_bytes in free_bytes)
+            raise InsufficientCapacity(
+                f"the {facts.architecture.config.num_layers} layers of {model.id} do not fit its devices, which can "
+                f"give {have}; the first of them also holds embedding and head"
+            )
+        return stages
 
     async def _connected(self, peer: PeerEntry) -> Connection:
         deadline_s = asyncio.get_running_loop().time() + WAIT_FOR_PEER_S
@@ -96,6 +121,11 @@ class Lead:
             await asyncio.sleep(_RETRY_S)
 
 
+def _size(model: KnownModel) -> int:
+    """The number of ranks, over all nodes."""
+    return model.tensor_parallel * model.pipeline_parallel
+
+
 def _request(model: KnownModel) -> LoadRequest:
     """What a peer needs to find the files of the model."""
     return LoadRequest(
@@ -104,6 +134,7 @@ def _request(model: KnownModel) -> LoadRequest:
         harness=model.harness,
         quant=model.quant,
         tensor_parallel=model.tensor_parallel,
+        pipeline_parallel=model.pipeline_parallel,
         context_tokens=model.context_tokens,
         kv_dtype=model.kv_dtype,
         nodes=model.nodes,

@@ -1,7 +1,9 @@
 """The messages between the lead of a model that spans nodes and a peer, over one connection for each load.
 
-The lead sends `LoadShare`; the reply is `ShareLoaded`, `ShareFailed` or `ShareLost`. `UnloadShare` ends the share, also
-while it is being loaded; the reply is `ShareUnloaded`. `KillShare` ends it with its workers, and `ShareLost` follows.
+The lead sends `PrepareShare`; the peer finds files and devices, where no other load runs from then on, and replies
+with `SharePrepared`. `LoadShare` follows when all peers are ready; the reply is `ShareLoaded`. Each reply may be
+`ShareFailed` or `ShareLost` instead. `UnloadShare` ends the share at any time; the reply is `ShareUnloaded`.
+`KillShare` ends it with its workers, and `ShareLost` follows.
 A connection that ends is the loss of the share: the lead replaces the group, the peer frees its part.
 """
 
@@ -49,14 +51,15 @@ class ShareMessage(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages. Named fields: the nodes may be of different versions."""
 
 
-class LoadShare(ShareMessage, frozen=True):
+class PrepareShare(ShareMessage, frozen=True):
     request: LoadRequest
-    spec: LoadSpec
-    """As of the lead. The peer has its own files, memory limits and address."""
-    num_ranks: int
-    """From the rank in `spec` on."""
     digest: str
     """Of the model's configuration on the lead: the files of both must be the same."""
+
+
+class LoadShare(ShareMessage, frozen=True):
+    spec: LoadSpec
+    """As of the lead, with the first rank of the share. The peer has its own files, memory limits and address."""
 
 
 class UnloadShare(ShareMessage, frozen=True):
@@ -65,6 +68,13 @@ class UnloadShare(ShareMessage, frozen=True):
 
 class KillShare(ShareMessage, frozen=True):
     reason: str
+
+
+class SharePrepared(ShareMessage, frozen=True):
+    free_bytes: tuple[int, ...] = ()
+    """What each device can give, if the model is divided by layers."""
+    limits: tuple[int | None, ...] = ()
+    """The operator's ceiling of each device then."""
 
 
 class ShareLoaded(ShareMessage, frozen=True):
@@ -85,8 +95,8 @@ class ShareUnloaded(ShareMessage, frozen=True):
     pass
 
 
-FromLead = LoadShare | UnloadShare | KillShare
-FromPeer = ShareLoaded | ShareFailed | ShareLost | ShareUnloaded
+FromLead = PrepareShare | LoadShare | UnloadShare | KillShare
+FromPeer = SharePrepared | ShareLoaded | ShareFailed | ShareLost | ShareUnloaded
 
 encode = msgspec.msgpack.Encoder().encode
 _from_lead: msgspec.msgpack.Decoder[FromLead] = msgspec.msgpack.Decoder(FromLead)

@@ -16,9 +16,11 @@ from cortex.neuron.node.spanning.protocol import (
     Connection,
     KillShare,
     LoadShare,
+    PrepareShare,
     ShareFailed,
     ShareLoaded,
     ShareLost,
+    SharePrepared,
     ShareUnloaded,
     UnloadShare,
     decode_from_peer,
@@ -41,26 +43,28 @@ KILL_S = 15.0
 class RemoteShare:
     """Made for one load over a new connection, and of no use after its unload or loss."""
 
-    def __init__(self, node: str, connection: Connection, request: LoadRequest, num_ranks: int, digest: str) -> None:
+    def __init__(self, node: str, connection: Connection) -> None:
         self.freed_at_s = -math.inf
         self.local_host = connection.local_host
         self._node = node
         self._connection = connection
-        self._request = request
-        self._num_ranks = num_ranks
-        self._digest = digest
+        self._prepared: asyncio.Future[SharePrepared] = asyncio.get_running_loop().create_future()
         self._loaded: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
         self._ended = asyncio.Event()
         self._is_ending = False
         self._sink: ModelSink | None = None
         self._reader = run_once(self._read(), f"read from {node}")
 
+    async def prepare(self, request: LoadRequest, digest: str) -> SharePrepared:
+        """Has the peer find files and devices. Raises LoadRejected or WorkerLost."""
+        await self._connection.send(encode(PrepareShare(request, digest)))
+        return await asyncio.shield(self._prepared)
+
     async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident:
         """`spec.rank`: the first of its ranks. Cancelling this call ends the share. Raises LoadRejected or
         WorkerLost."""
         self._sink = sink
-        order = LoadShare(self._request, spec, self._num_ranks, self._digest)
-        await self._connection.send(encode(order))
+        await self._connection.send(encode(LoadShare(spec)))
         try:
             return await asyncio.shield(self._loaded)
         except asyncio.CancelledError:
@@ -118,6 +122,9 @@ class RemoteShare:
         try:
             async for message in self._connection:
                 match decode_from_peer(message):
+                    case SharePrepared() as prepared:
+                        if not self._prepared.done():
+                            self._prepared.set_result(prepared)
                     case ShareLoaded(notes=notes):
                         if not self._loaded.done():
                             self._loaded.set_result(_resident(notes))
@@ -141,9 +148,10 @@ class RemoteShare:
             self._sink.on_lost(reason)
 
     def _fail(self, error: Exception) -> None:
-        if not self._loaded.done():
-            self._loaded.set_exception(error)
-            self._loaded.exception()  # marks it as retrieved: a share may end before its load is awaited
+        for reply in (self._prepared, self._loaded):
+            if not reply.done():
+                reply.set_exception(error)
+                reply.exception()  # marks it as retrieved: a share may end before its load is awaited
 
 
 def _resident(notes: tuple[str, ...]) -> Resident:

@@ -7,7 +7,7 @@ before a matrix and the addition after it are arguments, so that small-batch ker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,26 +31,21 @@ class Linear:
         outputs: Mapping[str, int],
         *,
         bias: bool = False,
-        arrange: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
-        """`outputs` maps each checkpoint prefix (without `.weight`) to its number of rows, in order.
-
-        `arrange` maps a prefix to the function that reorders its rows, for checkpoints with another order.
-        """
-        arrange = arrange or {}
+        """`outputs` maps each checkpoint prefix (without `.weight`) to its number of rows, in order."""
         self.inputs = inputs
         self.splits = list(outputs.values())
         sources = {f"{prefix}.weight": rows for prefix, rows in outputs.items()}
-        matrices = None if arrange else parameters.packed(sources, inputs)
+        matrices = parameters.packed(sources, inputs)
         self.packed = None if matrices is None else projections(matrices)
         self.weight = parameters.empty(0 if self.packed else sum(self.splits), inputs)  # [out, in]
         self.bias = parameters.empty(sum(self.splits)) if bias else None
         row = 0
         for prefix, rows in outputs.items():
             if self.packed is None:
-                parameters.bind(f"{prefix}.weight", self.weight[row : row + rows], arrange.get(prefix))
+                parameters.bind(f"{prefix}.weight", self.weight[row : row + rows])
             if self.bias is not None:
-                parameters.bind(f"{prefix}.bias", self.bias[row : row + rows], arrange.get(prefix))
+                parameters.bind(f"{prefix}.bias", self.bias[row : row + rows])
             row += rows
 
     def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:

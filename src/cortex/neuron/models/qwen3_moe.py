@@ -10,6 +10,9 @@ from cortex.neuron.models.config import count_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3 import Qwen3
 
+_MAX_EXPERTS = 1 << 12
+"""Far above every published model; bounds what a damaged config can make a node compute."""
+
 
 class Qwen3Moe(Qwen3):
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
@@ -24,6 +27,8 @@ def read_moe(config: Mapping[str, Any], index: int, hidden: int) -> MoEConfig | 
         return None
     if (index + 1) % int(config.get("decoder_sparse_step") or 1):
         return None
+    if not 0 < experts <= _MAX_EXPERTS:
+        raise UnsupportedModel(f"the model's config has {experts} experts; at most {_MAX_EXPERTS} are supported")
     top_k = count_in(config, "num_experts_per_tok")
     if top_k > experts:
         raise UnsupportedModel(f"the model's config asks for {top_k} of {experts} experts; is it complete?")

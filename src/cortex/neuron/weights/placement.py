@@ -13,6 +13,7 @@ import torch
 from cortex.neuron.weights.checkpoint import Checkpoint
 from cortex.neuron.weights.decode import decode, decode_groups, has_groups
 from cortex.neuron.weights.errors import TensorMissing
+from cortex.neuron.weights.finite import ScaleCheck
 from cortex.neuron.weights.stored import StoredTensor
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -72,6 +73,7 @@ class Target:
 
     def __init__(self, placement: Placement, stored: StoredTensor) -> None:
         self.stored = stored
+        self.check = ScaleCheck(stored)
         self.rows = range(stored.num_rows)[placement.select[0]] if placement.select else range(stored.num_rows)
         self._placement = placement
         self._piece_starts = self._split()
@@ -82,6 +84,8 @@ class Target:
     def write(self, piece: WeightPiece, raw: torch.Tensor) -> None:
         """Decode the bytes of the piece, which are on the device of the destination, and write its rows."""
         numbers = decode(self.stored, raw, piece.start_group)
+        if self.stored.is_blocked:
+            self.check.add(numbers)
         place: slice | EllipsisType = ...
         if self.stored.shape:
             first_row = piece.start_group * self.stored.group_rows
@@ -130,6 +134,7 @@ class PackedTarget:
 
     def __init__(self, placement: PackedPlacement, stored: StoredTensor) -> None:
         self.stored = stored
+        self.check = ScaleCheck(stored)
         self._placement = placement
 
     def write(self, piece: WeightPiece, raw: torch.Tensor) -> None:
@@ -139,6 +144,7 @@ class PackedTarget:
             self._placement.matrix.put_numbers(first_row, decode(self.stored, raw, piece.start_group))
             return
         groups = decode_groups(self.stored, raw, piece.start_group)
+        self.check.add(groups.scale + groups.minimum)
         self._placement.matrix.put(first_row, groups.q.flatten(1), groups.scale[..., 0], groups.minimum[..., 0])
 
     def pieces(self) -> Iterator[WeightPiece]:

@@ -12,6 +12,7 @@ import torch
 from cortex.neuron.weights.checkpoint import Checkpoint
 from cortex.neuron.weights.decode import mapped_bytes
 from cortex.neuron.weights.errors import Cancelled
+from cortex.neuron.weights.finite import finish
 from cortex.neuron.weights.placement import (
     PackedPlacement,
     PackedTarget,
@@ -39,7 +40,8 @@ def load_into(
 ) -> None:
     """Fill every destination from the checkpoint. All destinations are on one device.
 
-    Raises TensorMissing before any transfer if a name or a shape is wrong, CheckpointError if a file cannot be read,
+    Raises TensorMissing before any transfer if a name or a shape is wrong, CheckpointError if a file cannot be read or
+    a scale is not a number,
     and Cancelled within a tenth of a second after `cancelled()` turns true. After an error the destinations hold
     undefined values. On return, all weights are on the device.
     """
@@ -61,6 +63,7 @@ def load_into(
         for piece in arrivals:
             done_bytes += piece.num_bytes
             progress(done_bytes, total_bytes)
+        finish(target.check for target in targets)
 
 
 def _mapped(pieces: Sequence[WeightPiece], cancelled: Callable[[], bool]) -> Iterator[WeightPiece]:

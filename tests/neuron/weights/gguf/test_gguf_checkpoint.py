@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cortex.neuron.kernels.quantised.layout import Q8
+from cortex.neuron.kernels.quantised.packing import empty_matrix
 from cortex.neuron.weights.checkpoint import TensorInfo, open_checkpoint
+from cortex.neuron.weights.decode import DENSE
 from cortex.neuron.weights.errors import CheckpointError, Malformed, TensorMissing, Unsupported
-from cortex.neuron.weights.gguf.types import GGMLType
+from cortex.neuron.weights.gguf.quants import QUANTISATIONS
+from cortex.neuron.weights.gguf.types import READABLE, GGMLType
+from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
 
 Writer = Callable[[], Any]
 
@@ -161,9 +167,82 @@ def test_quantised_tensors_of_any_size_are_read_as_float32(tmp_path: Path, gguf_
 
 def test_rejects_an_undecodable_format_and_lists_alternatives(tmp_path: Path, gguf_writer: Writer) -> None:
     writer = model(gguf_writer()).add_tensor("output.weight", (1, 256), GGMLType.IQ2_XS, bytes(74))
+    with pytest.raises(Unsupported, match=r"output.weight is in IQ2_XS.*Q4_K"):
+        open_checkpoint(write(tmp_path, writer))
+
+
+def test_every_readable_format_is_decoded() -> None:
+    assert set(READABLE) == (DENSE.keys() | QUANTISATIONS.keys()) & GGMLType.__members__.keys() - {
+        name for name in DENSE if name.startswith("I")
+    }
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
+def test_scale_that_is_not_a_number_is_rejected_by_tensor_while_reading(
+    tmp_path: Path, gguf_writer: Writer, scale: float
+) -> None:
+    blocks = np.zeros((32, 34), dtype=np.uint8)
+    blocks[20, :2] = np.array([scale], np.float16).view(np.uint8)
+    writer = model(gguf_writer()).add_tensor("output.weight", (32, 32), GGMLType.Q8_0, blocks.tobytes())
     checkpoint = open_checkpoint(write(tmp_path, writer))
-    with pytest.raises(Unsupported, match=r"IQ2_XS.*Q4_K"):
-        checkpoint.read("lm_head.weight")
+    matrix = empty_matrix(Q8, 32, 32, torch.device("cpu"))
+    ways: list[Callable[[], object]] = [
+        lambda: load_into(
+            checkpoint,
+            [Placement("lm_head.weight", torch.empty(32, 32))],
+            progress=lambda *_: None,
+            cancelled=lambda: False,
+        ),
+        lambda: load_into(
+            checkpoint,
+            [],
+            [PackedPlacement("lm_head.weight", matrix, 0, 32)],
+            progress=lambda *_: None,
+            cancelled=lambda: False,
+        ),
+    ]
+    for way in ways:
+        with pytest.raises(Malformed, match=r"output.weight in Q8_0 has scales that are not numbers"):
+            way()
+
+
+def test_parts_in_the_wrong_order_are_rejected(tmp_path: Path, gguf_writer: Writer) -> None:
+    first = model(gguf_writer(), "qwen3").add("split.count", 2).add("split.no", 0)
+    write(tmp_path, gguf_writer().add("split.count", 2).add("split.no", 0), "m-00002-of-00002.gguf")
+    with pytest.raises(Malformed, match="00002-of-00002"):
+        open_checkpoint(write(tmp_path, first, "m-00001-of-00002.gguf"))
+
+
+@pytest.mark.parametrize("count", [-1, 3, 99_999, "2", [2], 2.0])
+def test_odd_number_of_parts_is_rejected(tmp_path: Path, gguf_writer: Writer, count: Any) -> None:
+    first = model(gguf_writer(), "qwen3")
+    first.add_raw("split.count", struct.pack("<Ii", 5, count)) if count == -1 else first.add("split.count", count)
+    with pytest.raises(Malformed, match="split"):
+        open_checkpoint(write(tmp_path, first, "m-00001-of-00002.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("blk.00.attn_norm.weight", "second tensor"), ("blk.1.attn_norm.weight", "layer 1 of 1")],
+)
+def test_tensor_that_contradicts_the_others_is_rejected(
+    tmp_path: Path, gguf_writer: Writer, name: str, message: str
+) -> None:
+    with pytest.raises(Malformed, match=message):
+        open_checkpoint(write(tmp_path, model(gguf_writer()).add_float(name, torch.ones(HIDDEN))))
+
+
+@pytest.mark.parametrize("key", ["qwen35.ssm.time_step_rank", "qwen35.ssm.group_count", "qwen35.ssm.state_size"])
+def test_absurd_counts_of_heads_are_rejected_at_once(tmp_path: Path, gguf_writer: Writer, key: str) -> None:
+    writer = model(gguf_writer(), "qwen35")
+    sizes = {"time_step_rank": 2, "group_count": 2, "state_size": 8, "inner_size": 16, "conv_kernel": 4}
+    for name, size in sizes.items():
+        full = f"qwen35.ssm.{name}"
+        writer.add(full, 0x7FFFFFFE if full == key else size)
+    writer.tensors = [(name.replace("ffn_norm", "post_attention_norm"), *rest) for name, *rest in writer.tensors]
+    writer.add_float("blk.0.attn_qkv.weight", torch.ones(48, HIDDEN))
+    with pytest.raises(Malformed):
+        open_checkpoint(write(tmp_path, writer))
 
 
 def mixture(writer: Any) -> tuple[Any, torch.Tensor]:

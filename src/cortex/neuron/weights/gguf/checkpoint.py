@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cortex.neuron.weights.directory import model_file
-from cortex.neuron.weights.errors import CheckpointError, Malformed, TensorMissing
+from cortex.neuron.weights.errors import Malformed, TensorMissing, Unsupported
 from cortex.neuron.weights.gguf.config import config_of, delta_heads, generation_config_of
 from cortex.neuron.weights.gguf.delta import delta_tensors
 from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor, parse_header
 from cortex.neuron.weights.gguf.names import ROPE_FACTORS, expert_names, hub_name, is_expert_stack, layer_part
+from cortex.neuron.weights.gguf.types import READABLE
 from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.stored import Adjustment, StoredTensor, TensorInfo
 
@@ -48,7 +49,7 @@ class GGUFCheckpoint:
             for file, mapped in zip(parts, self._mapped, strict=True):
                 for tensor in file.tensors.values():
                     self._register(mapped, tensor)
-        except CheckpointError:
+        except BaseException:
             self.close()
             raise
         self.tensors: Mapping[str, TensorInfo] = {name: TensorInfo.of(stored) for name, stored in self._stored.items()}
@@ -77,6 +78,11 @@ class GGUFCheckpoint:
     def _register(self, mapped: MappedFile, tensor: GGUFTensor) -> None:
         if tensor.name == ROPE_FACTORS:
             return
+        if tensor.type.name not in READABLE:
+            raise Unsupported(
+                f"{self.path}: {tensor.name[:200]} is in {tensor.type.name}, which is not supported; choose a file in "
+                f"one of {', '.join(READABLE)}"
+            )
         stored = StoredTensor(
             mapped, tensor.offset, tensor.shape, tensor.type.name, tensor.num_bytes, name=tensor.name[:200]
         )
@@ -153,7 +159,11 @@ def _following_parts(head: GGUFFile) -> list[Path]:
 
 def _merged_tensors(parts: list[GGUFFile]) -> dict[str, GGUFTensor]:
     tensors: dict[str, GGUFTensor] = {}
-    for part in parts:
+    for number, part in enumerate(parts):
+        if len(parts) > 1 and (place := part.metadata.get("split.no", number)) != number:
+            raise Malformed(
+                f"{part.path} says that it is part {str(place)[:20]}, not {number}; download the parts again"
+            )
         if twice := tensors.keys() & part.tensors.keys():
             raise Malformed(f"{part.path} repeats the tensor {min(twice)!r}; download the parts again")
         tensors |= part.tensors

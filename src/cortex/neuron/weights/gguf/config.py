@@ -28,6 +28,10 @@ _TILED: Final = frozenset({"qwen35", "qwen35moe"})
 # GGUF stores float32. Rounding restores the value in the hub's config: 1e-05, not 9.999999747378752e-06.
 _FLOAT32_DIGITS: Final = 7
 
+# Far above every published model; they bound the work for a damaged file.
+_MAX_EXPERTS: Final = 1 << 12
+_MAX_HEADS: Final = 1 << 12
+
 _SAMPLING: Final = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -51,13 +55,13 @@ class _Keys:
             raise self._wrong(name, value)
         return float(f"{value:.{_FLOAT32_DIGITS}g}")
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, limit: int = (1 << 31) - 1) -> int:
         value = self._get(name, default)
         if isinstance(value, list):
             raise Unsupported(
                 f"{self._file.path}: {self._architecture}.{name} differs from layer to layer, which is not supported"
             )
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
             raise self._wrong(name, value)
         return value
 
@@ -160,7 +164,7 @@ def _mixture(keys: _Keys) -> dict[str, Any]:
     shared = "expert_shared_feed_forward_length"
     return {
         "intermediate_size": keys.count("feed_forward_length", keys.count("expert_feed_forward_length")),
-        "num_experts": keys.count("expert_count"),
+        "num_experts": keys.count("expert_count", limit=_MAX_EXPERTS),
         "num_experts_per_tok": keys.count("expert_used_count"),
         "moe_intermediate_size": keys.count("expert_feed_forward_length"),
         "norm_topk_prob": True,
@@ -171,8 +175,8 @@ def _mixture(keys: _Keys) -> dict[str, Any]:
 
 
 def _gated_delta(keys: _Keys) -> dict[str, Any]:
-    value_heads, inner = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
-    key_heads = keys.count("ssm.group_count")
+    value_heads, inner = keys.count("ssm.time_step_rank", limit=_MAX_HEADS), keys.count("ssm.inner_size")
+    key_heads = keys.count("ssm.group_count", limit=_MAX_HEADS)
     if inner % value_heads or value_heads % key_heads:
         raise keys.malformed(
             f"has {inner} values in {value_heads} heads for {key_heads} key heads, which do not divide"
@@ -192,7 +196,7 @@ def generation_config_of(file: GGUFFile) -> dict[str, Any]:
     generation = _special_tokens(file)
     for key, hub_key in _SAMPLING.items():
         value = file.metadata.get(key)
-        if isinstance(value, (int, float)):
+        if isinstance(value, (int, float)) and math.isfinite(value):
             generation[hub_key] = value if isinstance(value, int) else float(f"{value:.{_FLOAT32_DIGITS}g}")
     return generation
 

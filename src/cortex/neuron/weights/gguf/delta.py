@@ -29,15 +29,18 @@ def delta_tensors(part: str, stored: StoredTensor, heads: DeltaHeads) -> Mapping
 
 
 def _channels(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
+    check_rows(stored, 2 * heads.key_size + heads.value_size)
     return {"in_proj_qkv.weight": _rows(stored, heads.channel_runs())}
 
 
 def _gate(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
+    check_rows(stored, heads.value_size)
     return {"in_proj_z.weight": _rows(stored, heads.value_runs(heads.value_dim))}
 
 
 def _per_head(name: str, adjustment: Adjustment | None = None) -> _Build:
     def build(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
+        check_rows(stored, heads.value_heads)
         return {name: _rows(replace(stored, adjustment=adjustment), heads.value_runs(1))}
 
     return build
@@ -46,11 +49,13 @@ def _per_head(name: str, adjustment: Adjustment | None = None) -> _Build:
 def _convolution(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
     if len(stored.shape) == 2:
         stored = replace(stored, shape=(stored.shape[0], 1, stored.shape[1]))
+    check_rows(stored, 2 * heads.key_size + heads.value_size)
     return {"conv1d.weight": _rows(stored, heads.channel_runs())}
 
 
 def _norm(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
-    return {"norm.weight": _rows(stored, (range(heads.value_dim),))}
+    check_rows(stored, heads.value_dim)
+    return {"norm.weight": stored}
 
 
 def _output(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
@@ -84,8 +89,7 @@ _TENSORS: Final[Mapping[str, _Build]] = {
 
 
 def _rows(stored: StoredTensor, runs: Runs) -> StoredTensor:
-    """The tensor with its rows in this order, which has all of them."""
-    check_rows(stored, sum(map(len, runs)))
+    """The tensor with all of its rows in this order."""
     runs = _merged(runs)
     return stored if len(runs) == 1 else stored.with_rows(runs)
 

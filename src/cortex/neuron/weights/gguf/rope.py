@@ -34,14 +34,14 @@ def rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int)
     kind, factor = key("type", "none"), key("factor", 0.0)
     if kind == "none" or not isinstance(factor, float) or factor in (0.0, 1.0):
         return None
-    if kind not in ("linear", "yarn") or not factor > 0:
+    if kind not in ("linear", "yarn") or not 0 < factor < math.inf:
         raise Unsupported(f"{file.path} scales positions by {str(kind)[:40]!r} × {factor}, which is not supported")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if isinstance(original := key("original_context_length"), int):
         scaling["original_max_position_embeddings"] = original
     if kind == "yarn":
         for name, hub_name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-            if isinstance(value := key(name), float):
+            if isinstance(value := key(name), float) and 0 < value < math.inf:
                 scaling[hub_name] = value
     return scaling
 

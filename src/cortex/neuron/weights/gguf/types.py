@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 from typing import Final
 
 
 class GGMLType(IntEnum):
-    """Number formats by their id in files. All sizes are known; `quants.py` lists the formats that can be decoded."""
+    """Number formats by their id in files. All sizes are known; `READABLE` lists those that can be decoded."""
 
     F32 = 0
     F16 = 1
@@ -87,6 +88,12 @@ _BLOCKS: Final[dict[GGMLType, tuple[int, int]]] = {
     GGMLType.TQ2_0: (256, 66),
     GGMLType.MXFP4: (32, 17),
 }
+
+_UNREADABLE: Final = frozenset({"Q8_1", "Q8_K", "TQ1_0", "TQ2_0", "MXFP4"})
+READABLE: Final = tuple(
+    kind.name for kind in GGMLType if kind.name not in _UNREADABLE and not re.match(r"IQ[123]|I\d", kind.name)
+)
+"""The formats that weights can have."""
 
 GROUPED_BITS: Final = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q8_0": 8}
 """Formats in groups of 32 elements with one scale per group → the bits of an element."""

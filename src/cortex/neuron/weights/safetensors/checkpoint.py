@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cortex.neuron.weights.directory import model_file, read_json, read_optional_json
-from cortex.neuron.weights.errors import CheckpointError, FilesMissing, Malformed, TensorMissing
+from cortex.neuron.weights.errors import FilesMissing, Malformed, TensorMissing
 from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.safetensors.arranged import by_part, stacked_expert
 from cortex.neuron.weights.safetensors.header import parse_header
@@ -36,7 +36,7 @@ class SafetensorsCheckpoint:
         self._files: list[MappedFile] = []
         try:
             self._stored = by_part(self.config, assemble(directory, self.config, self._open_tensors()))
-        except CheckpointError:
+        except BaseException:
             self.close()
             raise
         self.tensors: Mapping[str, TensorInfo] = {name: TensorInfo.of(stored) for name, stored in self._stored.items()}

@@ -17,6 +17,8 @@ from cortex.neuron.weights.stored import Beside, StoredTensor
 GROUP: Final = 32
 """Columns that share a scale at least: matrices are kept in groups of this size."""
 _FORMATS: Final = {4: "INT4", 8: "INT8"}
+_SCALE_FORMATS: Final = frozenset({"F32", "F16", "BF16"})
+_ZERO_FORMATS: Final = frozenset({"F32", "F16", "BF16", "I8", "I32", "I64"})
 _UNREAD: Final = frozenset({"input_scale", "weight_shape", "k_scale", "v_scale", "output_scale"})
 """Tensors of a quantised matrix that are not needed: scales of activations, shapes that are known."""
 
@@ -75,7 +77,13 @@ class _Assembly:
             shape = (scale.shape[0], 1)
         if any(count < 1 or count > extent for count, extent in zip(shape, codes.shape, strict=True)):
             raise self._malformed(matrix, f"has the shape {codes.shape}, its scales {scale.shape}")
+        if scale.format not in _SCALE_FORMATS:
+            raise self._malformed(matrix, f"has scales in {scale.format}, which is not known")
+        if len(scale.shape) > 2 or scale.num_elements != shape[0] * shape[1]:
+            raise self._malformed(matrix, f"has the shape {codes.shape}, its scales {scale.shape}")
         rows, columns = self._block(matrix, codes, shape)
+        if zero is not None and zero.format not in _ZERO_FORMATS:
+            raise self._malformed(matrix, f"has zeros in {zero.format}, which is not known")
         if zero is not None and zero.num_elements != scale.num_elements:
             raise self._malformed(matrix, f"has zeros {zero.shape} beside scales {scale.shape}")
         is_float = codes.format == "F8_E4M3"
@@ -164,20 +172,51 @@ class _Assembly:
             )
         if ordered is not None and ordered.shape != (shape[1],):
             raise self._malformed(matrix, f"has group numbers for {ordered.shape} columns of {shape[1]}")
+        self._check_integers(matrix, kind, codes, bits, scale, zero, ordered)
         beside = Beside(matrix, kind, bits, 1, group, scale, zero, ordered)
         name = _FORMATS[bits] if ordered is None else "INT_ORDERED"
         return replace(codes, shape=shape, format=name, beside=beside)
 
+    def _check_integers(
+        self,
+        matrix: str,
+        kind: str,
+        codes: StoredTensor,
+        bits: int,
+        scale: StoredTensor,
+        zero: StoredTensor | None,
+        ordered: StoredTensor | None,
+    ) -> None:
+        """That all parts have the shapes and formats that decoding relies on."""
+        if codes.format != "I32":
+            raise self._malformed(matrix, f"has codes in {codes.format}, not I32")
+        if scale.format not in _SCALE_FORMATS:
+            raise self._malformed(matrix, f"has scales in {scale.format}, which is not known")
+        if ordered is not None and ordered.format not in ("I32", "I64"):
+            raise self._malformed(matrix, f"has group numbers in {ordered.format}, not I32")
+        if zero is None:
+            return
+        rows, columns = scale.shape
+        if kind == "packed":
+            is_known = (zero.format == "I32" and zero.shape == (-(-rows * bits // 32), columns)) or (
+                zero.format in ("I8", "I32") and zero.shape == scale.shape
+            )
+        else:
+            is_known = zero.format == "I32" and zero.shape == (rows, columns * bits // 32)
+        if not is_known:
+            raise self._malformed(matrix, f"has zeros {zero.format} {zero.shape} beside scales {scale.shape}")
+
     def _bits(self) -> int:
         bits = self._quantisation.get("bits") or self._weights().get("num_bits")
-        if bits not in _FORMATS:
+        if type(bits) is not int or bits not in _FORMATS:
             raise Unsupported(f"{self._path} is quantised in {bits!r} bits; supported are 4 and 8 for all matrices")
         return int(bits)
 
     def _weights(self) -> Mapping[str, Any]:
         """How compressed-tensors quantised the weights, where it is the same for all of them."""
         groups = self._quantisation.get("config_groups")
-        found = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+        listed = groups.values() if isinstance(groups, Mapping) else ()
+        found = [group.get("weights") for group in listed if isinstance(group, Mapping)]
         known = [part for part in found if isinstance(part, Mapping)]
         return known[0] if known and all(part == known[0] for part in known) else {}
 

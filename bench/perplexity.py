@@ -1,0 +1,126 @@
+"""What quantised weights and an eight-bit KV cache cost in quality: perplexity of a fixed text, beside the model as it
+is stored.
+
+    PYTHONPATH=src python bench/perplexity.py model.gguf
+    PYTHONPATH=src python bench/perplexity.py MODEL_DIRECTORY --device cuda --dtype bfloat16
+
+The text is this project's LICENSE, or `--text FILE`. It is scored in windows, each without what is before it. On a GPU
+the recipes are loaded as a node loads them. On a CPU the matrices of the dense model get the numbers that the packed
+ones have, which are the same. Give `--dtype float32` on a CPU, so that only the weights differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.packing import empty_matrix, unpacked
+from cortex.neuron.kernels.quantised.recipes import RECIPES
+from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.packing import packed_layouts
+from cortex.neuron.text.tokenizer.library import LibraryTokenizer
+from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
+from cortex.neuron.weights.transfer import Placement, load_into
+
+TEXT = Path(__file__).parent.parent / "LICENSE"
+CHUNK_TOKENS = 64
+"""Tokens computed at once: later ones read the keys and values of earlier ones from the cache."""
+QUANTISABLE = ("F32", "F16", "BF16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a GGUF file or a model directory")
+    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--windows", type=int, default=8, help="at most this many windows are scored")
+    parser.add_argument("--only", nargs="*", help="score these of the rows only")
+    arguments = parser.parse_args()
+    tokens = LibraryTokenizer.load(arguments.model).encode(arguments.text.read_text())
+    starts = range(0, len(tokens) - 1, arguments.window)[: arguments.windows]
+    windows = [tuple(tokens[start : start + arguments.window]) for start in starts]
+    print(f"{sum(map(len, windows))} tokens in {len(windows)} windows, {arguments.device}, {arguments.dtype}")
+    spec = LoadSpec(
+        str(arguments.model),
+        dtype=arguments.dtype,
+        context_tokens=arguments.window + 16,
+        max_num_seqs=1,
+        prefill_chunk_tokens=CHUNK_TOKENS,
+    )
+    device = torch.device(arguments.device)
+    rows = {"as stored": spec, "kv fp8": replace(spec, kv_dtype="fp8")}
+    rows |= {name: replace(spec, quant=name) for name in reversed(RECIPES)}
+    baseline = 0.0
+    for name, row in rows.items():
+        if arguments.only and name not in arguments.only and baseline:
+            continue
+        found = perplexity(load(row, device), windows)
+        baseline = baseline or found
+        print(f"{name:10} {found:9.4f} {found / baseline - 1:+8.2%}", flush=True)
+
+
+def perplexity(engine: Engine, windows: list[tuple[int, ...]]) -> float:
+    scores = [score for window in windows for score in _scores(engine, window)]
+    return math.exp(-sum(scores) / len(scores))
+
+
+def _scores(engine: Engine, window: tuple[int, ...]) -> Iterator[float]:
+    """The log-probability of every token after the first."""
+    engine.submit(EngineRequest("window", window, 1, SamplingParams(temperature=0.0), prompt_logprobs=0))
+    while engine.has_work:
+        for output in engine.step():
+            yield from (score.logprob for score in output.prompt_logprobs)
+
+
+def load(spec: LoadSpec, device: torch.device) -> Engine:
+    if device.type == "cuda" or spec.quant is None:
+        return Engine.load(spec, device, lambda *_: None, lambda: False)
+    checkpoint = open_checkpoint(Path(spec.path))
+    recipe = RECIPES[spec.quant]
+    # A quantised file is treated as if it were dense: what the recipe does to its numbers is the question.
+    dense = {
+        name: replace(info, dtype=info.dtype if info.dtype in QUANTISABLE else "F32")
+        for name, info in checkpoint.tensors.items()
+    }
+    layouts = packed_layouts(dense, recipe)
+    loaded = build_model(
+        checkpoint.config,
+        replace(spec, quant=None),
+        device,
+        lambda parameters: fill(parameters, checkpoint, layouts),
+    )
+    return Engine(loaded, replace(spec, quant=None))
+
+
+def fill(parameters: Parameters, checkpoint: Checkpoint, layouts: dict[str, Layout]) -> None:
+    """Fill a dense model with the numbers that packed matrices have."""
+    bindings = parameters.bindings_from(checkpoint.tensors)
+    placements = [Placement(binding.source, binding.destination, transform=binding.transform) for binding in bindings]
+    load_into(checkpoint, placements, progress=lambda *_: None, cancelled=lambda: False)
+    for binding in bindings:
+        layout = layouts.get(binding.source)
+        if binding.destination.dim() == 3:  # the experts of a layer, which are packed one by one
+            layout = next(
+                (layouts[name] for name in layouts if name.startswith(binding.source.rpartition(".")[0])), None
+            )
+        if layout is None or "mlp.gate." in binding.source or "shared_expert_gate" in binding.source:
+            continue
+        for tensor in binding.destination if binding.destination.dim() == 3 else (binding.destination,):
+            matrix = empty_matrix(layout, tensor.shape[0], tensor.shape[1], tensor.device)
+            matrix.put_numbers(0, tensor)
+            tensor.copy_(unpacked(matrix))
+
+
+if __name__ == "__main__":
+    main()

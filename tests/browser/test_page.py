@@ -98,7 +98,7 @@ def test_bar_shows_what_the_ceiling_keeps_from_models(page: Page, node: Directed
     page.goto("#/fleet")
     beast = card(page, "beast")
     beast.get_by_text("models ≤ 10.0 GiB").wait_for()
-    assert "Free, but over the ceiling of models (memory_mb)" in beast.locator(".bar").get_attribute("aria-label")
+    assert "Free, but over the ceiling of models (memory_mb)" in str(beast.locator(".bar").get_attribute("aria-label"))
     node.ceiling_bytes = None
     beast.get_by_text("models ≤ 10.0 GiB").wait_for(state="detached")
 

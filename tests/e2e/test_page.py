@@ -141,7 +141,7 @@ def test_both_kinds_of_keys_over_a_real_and_a_second_node(
     up.assert_nothing_left()
 
 
-def signed_in(browser: Browser, url: str, key: str) -> object:
+def signed_in(browser: Browser, url: str, key: str) -> Page:
     page = browser.new_context(base_url=url, viewport={"width": 1280, "height": 800}).new_page()
     page.set_default_timeout(LOAD_TIMEOUT_MS)
     page.goto("/")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import platform
 from pathlib import Path
@@ -28,6 +27,8 @@ def build_information() -> dict[str, str | None]:
 
 def version_of(package: str) -> str | None:
     """The version of another installed package."""
+    import importlib.metadata  # half a megabyte with what it imports, for a request that hardly anybody sends
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -35,6 +36,8 @@ def version_of(package: str) -> str | None:
 
 
 def _commit() -> str | None:
+    import importlib.metadata  # as above
+
     if COMMIT_FILE.exists():
         return COMMIT_FILE.read_text(encoding="ascii").strip() or None
     try:

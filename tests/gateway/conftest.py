@@ -40,13 +40,19 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
             keys: tuple[KeySection, ...] = (),
             key_env: str | None = None,
             node_keys: Mapping[str, str] | None = None,
+            memory_mb: int | None = None,
             telemetry: TelemetrySection | None = None,
             responses: ResponsesSection | None = None,
             activity: ActivitySection | None = None,
             **gateway: Any,
         ) -> Client:
             sections = [
-                NeuronSection(name=node.name, endpoint=node.endpoint, key_env=(node_keys or {}).get(node.name))
+                NeuronSection(
+                    name=node.name,
+                    endpoint=node.endpoint,
+                    key_env=(node_keys or {}).get(node.name),
+                    memory_mb=memory_mb,
+                )
                 for node in nodes
             ]
             sections += [

@@ -334,3 +334,14 @@ async def test_exhausted_budget_responds_429(neurons: StartNeuron, start_gateway
     assert (await client.post("/v1/chat/completions", body, **headers))[0] == 200
     status, answer = await client.post("/v1/chat/completions", body, **headers)
     assert (status, answer["error"]["code"]) == (429, "insufficient_quota")
+
+
+async def test_models_stay_below_the_ceiling_of_their_node(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    beast = await neurons("beast", sizes={"a": 6 * GB, "b": 5 * GB}, states={"a": READY})
+    client = await start_gateway(beast, memory_mb=8 * GB >> 20)
+    _, fleet = await client.get("/fleet/status")
+    assert fleet["nodes"][0]["ceiling_bytes"] == 8 * GB
+    status, _ = await client.post("/fleet/models/b/load", {})
+    assert status == 200
+    assert [request.model_id for request in beast.unload_requests] == ["a"], "24 GiB are there, but 8 may be used"
+    assert beast.load_requests[-1].max_bytes == 8 * GB

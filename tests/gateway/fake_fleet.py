@@ -41,9 +41,12 @@ class FakeFleet:
     total_bytes: int = 24 * GB
     max_wait_s: float = 600.0
     now: float = 1000.0
+    num_devices: int = 1
+    """Of each node; models are on the first."""
 
     def __post_init__(self) -> None:
         self.loads: list[tuple[str, str]] = []
+        self.load_requests: list[LoadRequest] = []
         self.unloads: list[tuple[str, str, str]] = []
         self.parks: list[bool] = []
         """Of each of `unloads`, whether the model may sleep."""
@@ -66,6 +69,7 @@ class FakeFleet:
     # Effects
     def load(self, node: str, request: LoadRequest) -> None:
         self.loads.append((node, request.model_id))
+        self.load_requests.append(request)
 
     def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
         self.unloads.append((node, request.model_id, cause))
@@ -111,11 +115,18 @@ class FakeFleet:
             health = Health(
                 status="ok",
                 uptime_s=1.0,
-                devices=(DeviceHealth(index=0, total_bytes=self.total_bytes, free_bytes=self.total_bytes - used),),
+                devices=tuple(
+                    DeviceHealth(index=index, total_bytes=self.total_bytes, free_bytes=self.total_bytes - taken)
+                    for index, taken in enumerate((used, *([0] * (self.num_devices - 1))))
+                ),
                 models=tuple(self.status(node, model) for model in self.sizes[node]),
             )
-            device = Device(index=0, kind="cuda", name="card", total_bytes=self.total_bytes)
-            self.dispatcher.observed(node, Discovery(host=node, os="", version="", devices=(device,)), health)
+            devices = tuple(
+                Device(index=index, kind="cuda", name="card", total_bytes=self.total_bytes)
+                for index in range(self.num_devices)
+            )
+            discovery = Discovery(host=node, os="", version="", devices=devices, max_devices_per_model=self.num_devices)
+            self.dispatcher.observed(node, discovery, health)
 
     def finish_load(self) -> None:
         node, model = self.loads[-1]

@@ -25,6 +25,19 @@ def test_requests_for_a_cold_model_wait_for_one_load() -> None:
     assert fake.dispatcher.in_flight == {("n", "a"): 2}
 
 
+def test_load_says_how_the_model_is_divided() -> None:
+    for spec, expected in (
+        (ModelSpec(id="a", min_devices=2), (2, 1)),
+        (ModelSpec(id="a", pipeline_parallel=2), (1, 2)),
+        (ModelSpec(id="a"), (1, 1)),
+    ):
+        fake = FakeFleet({"n": {"a": GB}}, catalogue=Catalogue(models=(spec,)), num_devices=2)
+        fake.poll()
+        fake.ask("a")
+        [request] = fake.load_requests
+        assert (request.tensor_parallel, request.pipeline_parallel) == expected
+
+
 def test_requests_before_the_first_poll_wait() -> None:
     fake = FakeFleet({"n": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a"),)))
     got = fake.ask("a")

@@ -45,7 +45,7 @@ def run(indices: Sequence[int], *, as_json: bool) -> None:
     if suits:
         console().print(f"{cost}: divide models that do not fit one device (tensor_parallel = {len(indices)})")
     else:
-        console().print(f"{cost}: too slow for tensor_parallel; keep models on one device, or use replicas")
+        console().print(f"{cost}: too slow for tensor_parallel; use pipeline_parallel")
 
 
 def measure(devices: Sequence[Device]) -> Measured:

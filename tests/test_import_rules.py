@@ -7,6 +7,7 @@ cannot be imported, which also detects indirect imports.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -185,6 +186,34 @@ def violations(source: Path) -> list[str]:
 
 def test_every_import_follows_the_rules() -> None:
     assert violations(SOURCE) == []
+
+
+OF_WORKERS = ("clients", "faulty", "ipc")
+"""Folders of modules that other processes import by their plain name."""
+
+
+def plain_imports(tests: Path) -> list[str]:
+    """Imports of modules of the tests by their plain name, which works only while somebody else changes `sys.path`."""
+    paths = [path for path in sorted(tests.rglob("*.py")) if not set(path.relative_to(tests).parts) & set(OF_WORKERS)]
+    shared = "|".join(re.escape(path.stem) for path in paths)
+    plain = re.compile(rf"^(?:from|import) ({shared})\b", re.MULTILINE)
+    return [
+        f"{path.relative_to(tests)} imports {name} by its plain name; write `from .{name} import …`"
+        for path in paths
+        for name in plain.findall(path.read_text())
+    ]
+
+
+def test_tests_import_each_other_by_package() -> None:
+    assert plain_imports(Path(__file__).parent) == []
+
+
+def test_detects_an_import_by_plain_name(tmp_path: Path) -> None:
+    (tmp_path / "fake_node.py").write_text("")
+    (tmp_path / "test_relative.py").write_text("from .fake_node import start\nfrom . import fake_node\n")
+    assert plain_imports(tmp_path) == []
+    (tmp_path / "test_plain.py").write_text("import fake_node\nfrom fake_node import start\n")
+    assert [problem.partition(" ")[0] for problem in plain_imports(tmp_path)] == ["test_plain.py", "test_plain.py"]
 
 
 def import_cycles(source: Path) -> list[str]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from . import chromium
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+    from .stage import Stage
+
 HOW = "apt-get install chromium, or set CHROMIUM to the path of one, and pip install -e '.[dev]'"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[object]:
+def browser() -> Iterator[Browser]:
     """Chromium for the tests of one file: while its driver runs, no other event loop can run on this thread."""
     playwright = pytest.importorskip("playwright.sync_api", reason=f"needs playwright: {HOW}")
     path = chromium.executable()
@@ -25,7 +32,7 @@ def browser() -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A stage of its own for every file."""
     from .stage import Stage
 
@@ -35,14 +42,14 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 
 @pytest.fixture
-def page(browser: object, stage: object) -> Iterator[object]:
+def page(browser: Browser, stage: Stage) -> Iterator[Page]:
     """A new profile on the stage's page. Errors of scripts, and what the policy blocks, fail the test."""
     context = browser.new_context(base_url=stage.url, viewport={"width": 1280, "height": 800})
     context.set_default_timeout(60_000)
     opened = context.new_page()
     problems: list[str] = []
     opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.on("console", lambda message: "Content Security Policy" in message.text and problems.append(message.text))
+    opened.on("console", lambda message: problems.extend(re.findall(".*Content Security Policy.*", message.text)))
     yield opened
     context.close()
     assert not problems

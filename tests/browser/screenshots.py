@@ -34,8 +34,9 @@ from cortex.wire.node import (
     SamplingDefaults,
 )
 
+from ..gateway.fake_neuron import GB
 from . import chromium
-from .stage import GB, DirectedNode, Stage
+from .stage import DirectedNode, Stage
 
 SIZE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 800}
@@ -146,8 +147,8 @@ def record_usage(directory: Path) -> None:
                 prompt = requests * int(chance.uniform(2500, 5200))
                 cached = int(prompt * chance.uniform(0.55, 0.8))
                 completion = requests * int(chance.uniform(250, 520))
-                row = (minute, key.section.id, key.section.name, model, "beast")
-                row += (requests, prompt, cached, completion, 0)
+                labels = (minute, key.section.id, key.section.name, model, "beast")
+                row = (*labels, requests, prompt, cached, completion, 0)
                 database.execute(f"INSERT INTO spend VALUES ({', '.join('?' * len(row))})", row)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from cortex.wire.node import ModelLoad, ModelState, Progress
 
-from ..gateway.fake_neuron import opened_gate
-from .stage import GB, REPLY, DirectedNode, Stage
+from ..gateway.fake_neuron import GB, opened_gate
+from .stage import REPLY, DirectedNode, Stage
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
 
 EVIL = "<img src=x onerror=window.hacked=1>"
 """A model may have any name, and any text in its responses."""
@@ -26,7 +30,7 @@ def wide(stage: Stage) -> DirectedNode:
 
 
 @pytest.fixture(scope="module")
-def node(stage: Stage, wide: DirectedNode) -> Iterator[DirectedNode]:
+def node(stage: Stage, wide: DirectedNode) -> DirectedNode:
     """The node of most tests, behind an open gateway together with one that is down."""
     sizes = {"small": 2 * GB, "large": 20 * GB, "cold": 4 * GB, f"org/{EVIL}": GB}
     started = stage.add(DirectedNode("beast", sizes=sizes, kv={"small": GB}, foreign_bytes=GB))
@@ -49,32 +53,32 @@ def _as_before(node: DirectedNode) -> None:
     node.loads["small"] = ModelLoad(running=2, tokens_per_s=40.0)
 
 
-def card(page, name: str):
+def card(page: Page, name: str) -> Locator:
     return page.locator(f"article[aria-label='Node {name}']")
 
 
-def test_fleet_shows_nodes_devices_and_models(page: object) -> None:
+def test_fleet_shows_nodes_devices_and_models(page: Page) -> None:
     page.goto("#/fleet")
     beast = card(page, "beast")
     beast.get_by_text("2 in flight").wait_for()
-    assert "small weights 1.0 GiB, small KV cache 1.0 GiB" in beast.locator(".bar").get_attribute("aria-label")
+    assert "small weights 1.0 GiB, small KV cache 1.0 GiB" in str(beast.locator(".bar").get_attribute("aria-label"))
     assert "51 °C" in beast.inner_text()
     beast.locator(".sparkline").wait_for()
     card(page, "cellar").get_by_text("down", exact=True).wait_for()
     page.get_by_text("2 up, 1 down").wait_for()
 
 
-def test_model_over_two_devices_is_on_both_bars(page: object, wide: DirectedNode) -> None:
+def test_model_over_two_devices_is_on_both_bars(page: Page, wide: DirectedNode) -> None:
     page.goto("#/fleet")
     two = card(page, "wide")
     two.get_by_text("2 × 10.0 GiB").wait_for()
     labels = [bar.get_attribute("aria-label") for bar in two.locator(".bar").all()]
     part = "wide-model weights (1/2 of it) 8.0 GiB, wide-model KV cache (1/2 of it) 2.0 GiB"
-    assert [part in label for label in labels] == [True, True]
+    assert [part in str(label) for label in labels] == [True, True]
     assert two.get_by_role("listitem").filter(has_text="wide-model").count() == 1
 
 
-def test_catalogue_pin_is_marked_and_sleep_is_offered_only_where_possible(page: object, wide: DirectedNode) -> None:
+def test_catalogue_pin_is_marked_and_sleep_is_offered_only_where_possible(page: Page, wide: DirectedNode) -> None:
     page.goto("#/fleet")
     two = card(page, "wide")
     assert two.get_by_text("pinned", exact=True).get_attribute("title") == "Kept loaded by models.toml"
@@ -89,17 +93,17 @@ def test_catalogue_pin_is_marked_and_sleep_is_offered_only_where_possible(page: 
     card(page, "beast").get_by_role("menuitem", name="Sleep…").wait_for()
 
 
-def test_bar_shows_what_the_ceiling_keeps_from_models(page: object, node: DirectedNode) -> None:
+def test_bar_shows_what_the_ceiling_keeps_from_models(page: Page, node: DirectedNode) -> None:
     node.ceiling_bytes = 10 * GB
     page.goto("#/fleet")
     beast = card(page, "beast")
     beast.get_by_text("models ≤ 10.0 GiB").wait_for()
-    assert "Free, but over the ceiling of models (memory_mb)" in beast.locator(".bar").get_attribute("aria-label")
+    assert "Free, but over the ceiling of models (memory_mb)" in str(beast.locator(".bar").get_attribute("aria-label"))
     node.ceiling_bytes = None
     beast.get_by_text("models ≤ 10.0 GiB").wait_for(state="detached")
 
 
-def test_cold_load_is_watched_to_ready(page: object, stage: Stage, node: DirectedNode) -> None:
+def test_cold_load_is_watched_to_ready(page: Page, stage: Stage, node: DirectedNode) -> None:
     node.load_gate = stage.gate()
     node.progress["cold"] = Progress(stage="read", done_bytes=GB, total_bytes=4 * GB, eta_s=12.0)
     page.goto("#/fleet")
@@ -115,7 +119,7 @@ def test_cold_load_is_watched_to_ready(page: object, stage: Stage, node: Directe
     page.get_by_text("Load cold: done.").wait_for()
 
 
-def test_eviction_is_shown_before_it_is_confirmed(page: object, node: DirectedNode) -> None:
+def test_eviction_is_shown_before_it_is_confirmed(page: Page, node: DirectedNode) -> None:
     node.states["cold"] = ModelState.READY
     node.loads["small"] = ModelLoad()
     page.goto("#/fleet")
@@ -137,7 +141,7 @@ def test_eviction_is_shown_before_it_is_confirmed(page: object, node: DirectedNo
     page.get_by_role("dialog").get_by_text("fits after eviction").wait_for()
 
 
-def test_keyboard_alone_opens_a_menu_and_a_dialog_and_gets_the_focus_back(page: object) -> None:
+def test_keyboard_alone_opens_a_menu_and_a_dialog_and_gets_the_focus_back(page: Page) -> None:
     page.goto("#/fleet")
     menu = card(page, "beast").get_by_label("Actions for small on beast")
     menu.focus()
@@ -154,7 +158,7 @@ def test_keyboard_alone_opens_a_menu_and_a_dialog_and_gets_the_focus_back(page: 
     assert not menu.evaluate("summary => summary.parentElement.open")
 
 
-def test_unload_needs_a_confirmation(page: object, node: DirectedNode) -> None:
+def test_unload_needs_a_confirmation(page: Page, node: DirectedNode) -> None:
     page.goto("#/fleet")
     row = card(page, "beast").locator("li.model").filter(has_text="small")
     num_before = len(node.unload_requests)
@@ -172,12 +176,12 @@ def test_unload_needs_a_confirmation(page: object, node: DirectedNode) -> None:
     assert node.unload_requests[-1].model_id == "small"
 
 
-def say(page, text: str) -> None:
+def say(page: Page, text: str) -> None:
     page.get_by_label("Message", exact=True).fill(text)
     page.keyboard.press("Enter")
 
 
-def test_chat_streams_text_thoughts_code_and_numbers(page: object, node: DirectedNode) -> None:
+def test_chat_streams_text_thoughts_code_and_numbers(page: Page, node: DirectedNode) -> None:
     node.pause_s = 0.2
     page.goto("#/playground")
     say(page, "make me a list")
@@ -194,7 +198,7 @@ def test_chat_streams_text_thoughts_code_and_numbers(page: object, node: Directe
     assert page.get_by_label("Response of small").locator("strong").inner_text() == "what", "kept in this browser"
 
 
-def test_response_is_stopped_regenerated_and_edited(page: object, node: DirectedNode) -> None:
+def test_response_is_stopped_regenerated_and_edited(page: Page, node: DirectedNode) -> None:
     node.script, node.pause_s = [{"content": f"word{index} "} for index in range(200)], 0.05
     page.goto("#/playground")
     say(page, "first question")
@@ -211,7 +215,7 @@ def test_response_is_stopped_regenerated_and_edited(page: object, node: Directed
     assert [message["content"] for message in node.seen[-1].body["messages"]] == ["second question"]
 
 
-def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page: object, node: DirectedNode) -> None:
+def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page: Page, node: DirectedNode) -> None:
     node.states["cold"] = ModelState.READY
     call = {"index": 0, "id": "call_1", "function": {"name": "get_weather", "arguments": '{"city":'}}
     rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
@@ -235,7 +239,7 @@ def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page: obje
 
 
 def test_cold_model_is_loaded_by_a_message_and_the_wait_is_explained(
-    page: object, stage: Stage, node: DirectedNode
+    page: Page, stage: Stage, node: DirectedNode
 ) -> None:
     node.load_gate = stage.gate()
     node.progress["cold"] = Progress(stage="warm")
@@ -248,7 +252,7 @@ def test_cold_model_is_loaded_by_a_message_and_the_wait_is_explained(
     page.get_by_text("3 out").wait_for()
 
 
-def test_request_is_copied_for_other_programs(page: object, stage: Stage) -> None:
+def test_request_is_copied_for_other_programs(page: Page, stage: Stage) -> None:
     page.goto("#/playground")
     for name, expected in (
         ("Curl", f"curl {stage.url}v1/chat/completions"),
@@ -274,7 +278,7 @@ HOSTILE = """
 """
 
 
-def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page: object, node: DirectedNode) -> None:
+def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page: Page, node: DirectedNode) -> None:
     requested: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
     node.script = [{"reasoning_content": HOSTILE}, {"content": HOSTILE}]
@@ -291,9 +295,7 @@ def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page: object, no
     assert not [url for url in requested if "leak" in url or "evil" in url]
 
 
-def test_response_that_is_cut_off_is_reported_and_keeps_its_text(
-    page: object, stage: Stage, node: DirectedNode
-) -> None:
+def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page: Page, stage: Stage, node: DirectedNode) -> None:
     node.script, node.pause_s = [{"content": f"word{index} "} for index in range(400)], 0.05
     page.goto("#/playground")
     page.get_by_label("Model", exact=True).select_option("small")
@@ -308,7 +310,7 @@ def test_response_that_is_cut_off_is_reported_and_keeps_its_text(
     page.get_by_text("the whole story").wait_for()
 
 
-def test_page_reconnects_after_the_gateway_restarts(page: object, stage: Stage, node: DirectedNode) -> None:
+def test_page_reconnects_after_the_gateway_restarts(page: Page, stage: Stage, node: DirectedNode) -> None:
     page.goto("#/fleet")
     card(page, "beast").get_by_text("2 in flight").wait_for()
     stage.stop_gateway()

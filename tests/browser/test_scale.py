@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from cortex.wire.node import ModelLoad, ModelState
 
-from .stage import GB, DirectedNode, Stage
+from ..gateway.fake_neuron import GB
+from .stage import DirectedNode, Stage
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
 
 NUM_NODES = 50
 NUM_MODELS = 200
@@ -26,7 +33,7 @@ def lively(stage: Stage) -> DirectedNode:
     return started
 
 
-def test_change_of_one_node_redraws_one_card_of_fifty(page: object, lively: DirectedNode) -> None:
+def test_change_of_one_node_redraws_one_card_of_fifty(page: Page, lively: DirectedNode) -> None:
     page.goto("#/fleet")
     cards = page.locator("article.node")
     cards.nth(NUM_NODES - 1).wait_for()
@@ -48,7 +55,7 @@ def test_change_of_one_node_redraws_one_card_of_fifty(page: object, lively: Dire
     cards.nth(1).wait_for(state="detached")
 
 
-def test_every_model_is_listed_once(page: object, lively: DirectedNode) -> None:
+def test_every_model_is_listed_once(page: Page, lively: DirectedNode) -> None:
     page.goto("#/models")
     rows = page.locator(".catalogue > li")
     rows.nth(NUM_MODELS - 1).wait_for(timeout=60_000)

@@ -6,15 +6,21 @@ import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import HubRepository, HubVariant, ModelState
 
-from .stage import GB, DirectedNode, Stage
+from ..gateway.fake_neuron import GB
+from .stage import DirectedNode, Stage
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
 
 OPERATOR = generate("anna", operator=True)
 USER = generate("ben", models=("small",), window_tokens=1_000_000)
@@ -30,7 +36,7 @@ fast = "small"
 
 
 @pytest.fixture(scope="module")
-def node(stage: Stage) -> Iterator[DirectedNode]:
+def node(stage: Stage) -> DirectedNode:
     """One node behind a gateway with keys, and some requests that have been made."""
     started = stage.add(DirectedNode("beast", sizes={"small": 2 * GB, "huge": 90 * GB, "spare": 4 * GB}))
     started.states["small"] = ModelState.READY
@@ -48,8 +54,12 @@ def ask(stage: Stage, key: str, model: str) -> None:
     urllib.request.urlopen(urllib.request.Request(f"{stage.url}v1/chat/completions", body.encode(), headers)).read()
 
 
+SignIn = Callable[..., None]
+"""`(key, view)`: signs in on the page."""
+
+
 @pytest.fixture
-def sign_in(page: object, node: DirectedNode):
+def sign_in(page: Page, node: DirectedNode) -> SignIn:
     def sign(key: str, view: str = "") -> None:
         page.goto(f"./#/{view}")
         page.get_by_label("API key").fill(key)
@@ -59,7 +69,7 @@ def sign_in(page: object, node: DirectedNode):
     return sign
 
 
-def test_operator_signs_in_and_sees_everything(page: object, sign_in) -> None:
+def test_operator_signs_in_and_sees_everything(page: Page, sign_in: SignIn) -> None:
     page.goto("./")
     page.get_by_label("API key").fill("ck-wrong")
     page.get_by_role("button", name="Sign in").click()
@@ -78,7 +88,7 @@ def test_operator_signs_in_and_sees_everything(page: object, sign_in) -> None:
     page.get_by_label("API key").wait_for()
 
 
-def test_user_sees_models_playground_and_own_usage_only(page: object, sign_in) -> None:
+def test_user_sees_models_playground_and_own_usage_only(page: Page, sign_in: SignIn) -> None:
     sign_in(USER.text, "fleet")
     assert page.get_by_role("navigation").get_by_role("link").all_inner_texts() == [
         "Models", "Playground", "Activity", "Usage",
@@ -100,7 +110,7 @@ def test_user_sees_models_playground_and_own_usage_only(page: object, sign_in) -
     assert page.get_by_role("button", name="Make a key").count() == 0
 
 
-def test_models_show_what_they_are_and_what_fits_where(page: object, sign_in) -> None:
+def test_models_show_what_they_are_and_what_fits_where(page: Page, sign_in: SignIn) -> None:
     sign_in(OPERATOR.text, "models")
     row = page.get_by_role("listitem").filter(has=page.get_by_role("button", name="small", exact=True))
     row.get_by_text("100.00 in, 10.00 cached, 1000.00 out per million").wait_for()
@@ -117,7 +127,7 @@ def test_models_show_what_they_are_and_what_fits_where(page: object, sign_in) ->
     assert page.get_by_label("Model", exact=True).input_value() == "small"
 
 
-def test_model_is_pulled_with_progress_cancelled_and_deleted(page: object, node: DirectedNode, sign_in) -> None:
+def test_model_is_pulled_with_progress_cancelled_and_deleted(page: Page, node: DirectedNode, sign_in: SignIn) -> None:
     sign_in(OPERATOR.text, "models")
     page.get_by_role("button", name="Pull from the hub").click()
     page.get_by_label("Repository").fill("org/new-model")
@@ -136,7 +146,7 @@ def test_model_is_pulled_with_progress_cancelled_and_deleted(page: object, node:
     page.get_by_text(re.compile("spare: .* deleted from beast")).wait_for()
 
 
-def test_sizes_of_a_repository_are_shown_before_the_pull(page, node: DirectedNode, sign_in) -> None:
+def test_sizes_of_a_repository_are_shown_before_the_pull(page: Page, node: DirectedNode, sign_in: SignIn) -> None:
     node.hub["org/new-model"] = HubRepository(
         repository="org/new-model",
         commit="c0ffee",
@@ -163,7 +173,7 @@ def test_sizes_of_a_repository_are_shown_before_the_pull(page, node: DirectedNod
     assert (node.pull_requests[-1].model_id, node.pull_requests[-1].quant) == ("org/new-model", "Q8_0")
 
 
-def test_activity_is_live_and_shows_a_request_in_full(page, stage: Stage, sign_in) -> None:
+def test_activity_is_live_and_shows_a_request_in_full(page: Page, stage: Stage, sign_in: SignIn) -> None:
     sign_in(OPERATOR.text, "activity")
     rows = page.locator("table.requests tbody tr")
     rows.filter(has_text="403").first.wait_for()
@@ -181,7 +191,7 @@ def test_activity_is_live_and_shows_a_request_in_full(page, stage: Stage, sign_i
     page.get_by_text(re.compile("No decisions yet|small")).first.wait_for()
 
 
-def test_usage_has_cost_plot_and_csv(page: object, sign_in) -> None:
+def test_usage_has_cost_plot_and_csv(page: Page, sign_in: SignIn) -> None:
     sign_in(OPERATOR.text, "usage")
     page.locator(".plot canvas").wait_for()
     by_key = page.locator("section").filter(has=page.get_by_role("heading", name="By key"))
@@ -192,7 +202,7 @@ def test_usage_has_cost_plot_and_csv(page: object, sign_in) -> None:
     assert "anna" in Path(download.value.path()).read_text()
 
 
-def test_key_is_made_limited_and_revoked(page: object, stage: Stage, sign_in) -> None:
+def test_key_is_made_limited_and_revoked(page: Page, stage: Stage, sign_in: SignIn) -> None:
     sign_in(OPERATOR.text, "usage")
     page.get_by_role("button", name="Make a key").click()
     page.get_by_label("Name of its owner").fill("carl")
@@ -221,7 +231,7 @@ NAMELESS = """() =>
     .map((each) => each.outerHTML)"""
 
 
-def test_every_view_fits_a_phone_and_names_its_controls(page: object, sign_in) -> None:
+def test_every_view_fits_a_phone_and_names_its_controls(page: Page, sign_in: SignIn) -> None:
     sign_in(OPERATOR.text)
     page.set_viewport_size({"width": 360, "height": 740})
     for view in ("Fleet", "Models", "Playground", "Activity", "Usage"):
@@ -232,7 +242,7 @@ def test_every_view_fits_a_phone_and_names_its_controls(page: object, sign_in) -
         assert page.evaluate(NAMELESS) == [], view
 
 
-def test_page_and_session_work_behind_a_path_prefix(page: object, stage: Stage, node: DirectedNode) -> None:
+def test_page_and_session_work_behind_a_path_prefix(page: Page, stage: Stage, node: DirectedNode) -> None:
     with stage.proxied("/some/where/") as url:
         page.goto(url)
         page.get_by_label("API key").fill(OPERATOR.text)
@@ -246,7 +256,7 @@ def test_page_and_session_work_behind_a_path_prefix(page: object, stage: Stage, 
         page.get_by_text("3 out").wait_for()
 
 
-def test_session_that_ends_leads_back_to_the_sign_in(page: object, sign_in) -> None:
+def test_session_that_ends_leads_back_to_the_sign_in(page: Page, sign_in: SignIn) -> None:
     sign_in(USER.text, "playground")
     page.get_by_label("Message", exact=True).wait_for()
     page.context.clear_cookies()

@@ -146,7 +146,8 @@ def start(cache: Path) -> Iterator[Start]:
             text=True,
             env={**os.environ, "PYTHONPATH": str(SOURCE), "CORTEX_CACHE": str(cache), MARK: mark, **environment},
         )
-        run = Run(process, *ports, mark)
+        gateway_port, metrics_port, neuron_port = ports
+        run = Run(process, gateway_port, metrics_port, neuron_port, mark)
         runs.append(run)
         return run
 

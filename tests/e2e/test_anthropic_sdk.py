@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+QUESTION: list[anthropic.types.MessageParam] = [
+    {"role": "user", "content": "What is the capital of France? Answer in one sentence."}
+]
 GREEDY = {"temperature": 0}
 """In the body whatever the client's version: newer ones no longer take it as an argument."""
 
@@ -24,8 +26,8 @@ def client(up: Run) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=up.url, api_key="any", max_retries=0, timeout=120)
 
 
-def ask(client: anthropic.Anthropic, **options: object) -> Any:
-    defaults = {"model": SMOLLM2.id, "messages": QUESTION, "max_tokens": 24, "extra_body": GREEDY}
+def ask(client: anthropic.Anthropic, **options: Any) -> Any:
+    defaults: dict[str, Any] = {"model": SMOLLM2.id, "messages": QUESTION, "max_tokens": 24, "extra_body": GREEDY}
     return client.messages.create(**{**defaults, **options})
 
 
@@ -80,6 +82,7 @@ def test_tokens_are_counted_as_the_answer_counts_them(client: anthropic.Anthropi
 def test_a_wrong_model_is_a_not_found_error(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as refusal:
         ask(client, model="claude-of-another-house")
+    assert isinstance(refusal.value.body, dict)
     assert refusal.value.body["error"]["type"] == "not_found_error"
 
 

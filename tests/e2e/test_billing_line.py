@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-LINE = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=cli; cch=3f1c2;"}
-PROMPT = {"type": "text", "text": "You are terse."}
+LINE: anthropic.types.TextBlockParam = {
+    "type": "text",
+    "text": "x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=cli; cch=3f1c2;",
+}
+PROMPT: anthropic.types.TextBlockParam = {"type": "text", "text": "You are terse."}
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +70,12 @@ def _wait_until_listed(url: str) -> None:
     raise AssertionError(f"{url} never listed the model")
 
 
-def count(url: str, *system: dict[str, str]) -> int:
+def count(url: str, *system: anthropic.types.TextBlockParam) -> int:
     client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=120)
-    messages = [{"role": "user", "content": "Hello"}]
+    messages: list[anthropic.types.MessageParam] = [{"role": "user", "content": "Hello"}]
     counted = client.messages.count_tokens(model=SMOLLM2.id, messages=messages, system=system).input_tokens
     answer = client.messages.create(model=SMOLLM2.id, messages=messages, system=system, max_tokens=1)
-    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == counted
+    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == counted
     return counted
 
 

@@ -23,8 +23,8 @@ def client(up: Run) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{up.url}/v1", api_key="any", max_retries=0, timeout=120)
 
 
-def ask(client: openai.OpenAI, **options: object) -> Any:
-    defaults = {"model": SMOLLM2.id, "messages": QUESTION, "temperature": 0, "max_tokens": 24}
+def ask(client: openai.OpenAI, **options: Any) -> Any:
+    defaults: dict[str, Any] = {"model": SMOLLM2.id, "messages": QUESTION, "temperature": 0, "max_tokens": 24}
     return client.chat.completions.create(**{**defaults, **options})
 
 
@@ -80,6 +80,7 @@ def test_the_responses_api_answers_too(client: openai.OpenAI) -> None:
         model=SMOLLM2.id, input="What is the capital of France?", temperature=0, max_output_tokens=24
     )
     assert "Paris" in response.output_text
+    assert response.usage is not None
     assert response.usage.output_tokens > 0
 
 
@@ -126,5 +127,5 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_counts(client: op
 
 def test_the_listed_model_is_loaded(client: openai.OpenAI) -> None:
     listed = {model.id: model for model in client.models.list()}
-    assert listed[SMOLLM2.id].loaded is True
+    assert listed[SMOLLM2.id].model_dump()["loaded"] is True
     assert client.models.retrieve(SMOLLM2.id).id == SMOLLM2.id

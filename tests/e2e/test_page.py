@@ -14,9 +14,12 @@ from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.wire.node import ModelState
 
 from ..browser import chromium
-from ..browser.stage import GB, DirectedNode, Stage
+from ..browser.stage import DirectedNode, Stage
+from ..gateway.fake_neuron import GB
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
     from .conftest import Run, Start
 
 pytestmark = pytest.mark.e2e
@@ -25,7 +28,7 @@ LOAD_TIMEOUT_MS = 120_000
 
 
 @pytest.fixture
-def browser() -> Iterator[object]:
+def browser() -> Iterator[Browser]:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[dev]'")
     path = chromium.executable()
     if path is None:
@@ -37,15 +40,16 @@ def browser() -> Iterator[object]:
 
 
 @pytest.fixture
-def page(up: Run, browser: object) -> object:
+def page(up: Run, browser: Browser) -> Page:
     return browser.new_page(base_url=up.url, viewport={"width": 1280, "height": 800})
 
 
-def test_model_is_unloaded_loaded_by_a_message_and_responds(page: object) -> None:
+def test_model_is_unloaded_loaded_by_a_message_and_responds(page: Page) -> None:
     page.goto("/#/fleet")
     row = page.locator("li.model").filter(has_text=SMOLLM2.id)
     row.get_by_text("ready", exact=True).wait_for()
     bar = page.locator(".bar").first.get_attribute("aria-label")
+    assert bar is not None
     assert f"{SMOLLM2.id} weights" in bar
     assert f"{SMOLLM2.id} KV cache" in bar
 
@@ -90,7 +94,7 @@ def second(tmp_path: Path) -> Iterator[DirectedNode]:
 
 
 def test_both_kinds_of_keys_over_a_real_and_a_second_node(
-    start: Start, browser: object, second: DirectedNode, tmp_path: Path
+    start: Start, browser: Browser, second: DirectedNode, tmp_path: Path
 ) -> None:
     operator, user = generate("anna", operator=True), generate("ben", models=("smollm*",))
     config = tmp_path / "cortex.toml"
@@ -137,7 +141,7 @@ def test_both_kinds_of_keys_over_a_real_and_a_second_node(
     up.assert_nothing_left()
 
 
-def signed_in(browser: object, url: str, key: str) -> object:
+def signed_in(browser: Browser, url: str, key: str) -> Page:
     page = browser.new_context(base_url=url, viewport={"width": 1280, "height": 800}).new_page()
     page.set_default_timeout(LOAD_TIMEOUT_MS)
     page.goto("/")

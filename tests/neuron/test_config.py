@@ -48,7 +48,7 @@ def test_reads_a_file_and_overrides_from_the_environment(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", HARNESSES)
-def test_accepts_every_name_of_the_engine(tmp_path: Path, name) -> None:
+def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
     text = f"[[harnesses]]\nname = '{name}'\n[[models]]\nid = 'a'\nharness = '{name}'\n"
     config = load(write(tmp_path, text), {})
     assert (config.harnesses[0].name, config.models[0].harness) == (name, name)

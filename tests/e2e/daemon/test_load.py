@@ -7,6 +7,7 @@ import json
 import signal
 import statistics
 import time
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,9 @@ def completion(max_tokens: int, prompt: str = "Once upon a time", **more: Any) -
     return {"model": DEMO, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, **more}
 
 
-async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> AsyncGenerator[dict[str, Any], None]:
     """The events of an answer as they come."""
     async with session.post(f"{url}/v1/completions", json=body) as response:
         assert response.status == 200, await response.text()

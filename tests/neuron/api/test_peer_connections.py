@@ -77,8 +77,8 @@ async def test_certificate_of_the_peer_is_verified(node: Any, authority: Any) ->
     front = Front(config, None, insecure=False)
     runner = web.AppRunner(app.build(node, DrainGate(), access=front.access), access_log=None)
     await runner.setup()
-    accepting = await server.accept(runner, server.bind(config.address), front.certificate)
-    endpoint = f"https://localhost:{accepting.sockets[0].getsockname()[1]}"
+    accepting = server.accept(runner, server.bind(config.address), front.certificate)
+    endpoint = f"https://localhost:{accepting.socket.getsockname()[1]}"
     connector = PeerConnector(authority.own.cert.parent)
     connection = await connector.connect(peer(endpoint, ca_file=Path(authority.own.cert.name)))
     await connection.close()

@@ -30,7 +30,9 @@ def names(count: int) -> list[bytes]:
         ((40, 300, 500), 300, (32, 288)),
     ],
 )
-def test_states_are_saved_at_page_ends_before_turn_ends(turn_ends, num_tokens: int, expected) -> None:
+def test_states_are_saved_at_page_ends_before_turn_ends(
+    turn_ends: tuple[int, ...], num_tokens: int, expected: tuple[int, ...]
+) -> None:
     assert checkpoint_positions(turn_ends, 0, num_tokens, 32, 0) == expected
 
 
@@ -38,14 +40,18 @@ def test_states_are_saved_at_page_ends_before_turn_ends(turn_ends, num_tokens: i
     ("start", "spacing_tokens", "expected"),
     [(0, 64, (160, 288)), (0, 100, (160, 288)), (96, 64, (160, 288)), (128, 64, (192, 288)), (192, 100, ())],
 )
-def test_states_are_saved_at_least_the_spacing_apart(start: int, spacing_tokens: int, expected) -> None:
+def test_states_are_saved_at_least_the_spacing_apart(
+    start: int, spacing_tokens: int, expected: tuple[int, ...]
+) -> None:
     assert checkpoint_positions((40, 170, 200), start, 300, 32, spacing_tokens) == expected
 
 
 @given(
     st.lists(st.integers(-5, 500)), st.integers(0, 400), st.integers(1, 400), st.integers(1, 64), st.integers(0, 100)
 )
-def test_no_state_is_saved_where_it_could_not_be_used(turn_ends, start, num_tokens, page_tokens, spacing) -> None:
+def test_no_state_is_saved_where_it_could_not_be_used(
+    turn_ends: list[int], start: int, num_tokens: int, page_tokens: int, spacing: int
+) -> None:
     positions = checkpoint_positions(turn_ends, start, num_tokens, page_tokens, spacing)
     assert all(start < position < num_tokens and position % page_tokens == 0 for position in positions)
     stretches = [end - begin for begin, end in zip((start, *positions), positions, strict=False)]

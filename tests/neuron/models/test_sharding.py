@@ -42,7 +42,9 @@ DELTA = {
         (DELTA, 2, "3 key heads of the gated delta nets"),
     ],
 )
-def test_rejects_a_number_of_devices_that_does_not_divide_the_model(changes, size: int, reason: str) -> None:
+def test_rejects_a_number_of_devices_that_does_not_divide_the_model(
+    changes: dict[str, Any], size: int, reason: str
+) -> None:
     architecture = read_architecture(CONFIG | changes)
     with pytest.raises(UnsupportedModel, match=reason):
         architecture.sharded(Shard(0, size))

@@ -52,7 +52,8 @@ def backend() -> Tokenizer:
 def gguf_metadata(backend: Tokenizer) -> dict[str, Any]:
     """The same vocabulary as GGUF metadata."""
     described = json.loads(backend.to_str())
-    tokens = sorted(backend.get_vocab(with_added_tokens=True), key=backend.token_to_id)
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     kinds = {**dict.fromkeys(CONTROL, 3), **dict.fromkeys(WHOLE, 4)}
     return {
         "general.architecture": "llama",

@@ -117,7 +117,7 @@ def model_directory(tmp_path: Path) -> Callable[..., Path]:
         if len(shards) == 1:
             (directory / "model.safetensors").write_bytes(encode_safetensors(shards[0]))
             return directory
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
             (directory / name).write_bytes(encode_safetensors(shard))

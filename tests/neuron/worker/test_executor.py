@@ -202,12 +202,12 @@ def test_bugs_of_single_requests_do_not_break_the_model() -> None:
 class Grammars:
     """An executor on a thread of its own, and an engine that compiles a grammar when the test says so."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch) -> None:
         self.events = queue.SimpleQueue()
         self.compiling, self.may_compile = threading.Event(), threading.Event()
         self.executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", self.events.put)
 
-        def compile(_engine, grammar):
+        def compile(_engine, grammar) -> None:
             self.compiling.set()
             assert self.may_compile.wait(WAIT_S)
             if grammar == "bad":
@@ -219,7 +219,7 @@ class Grammars:
         self.executor.inbox.put([load(1)])
         self.until(Loaded)
 
-    def submit(self, request_id, grammar):
+    def submit(self, request_id, grammar) -> None:
         self.executor.inbox.put([Submit(1, EngineRequest(request_id, (1,), max_tokens=2, grammar=grammar))])
         if grammar is not None:
             assert self.compiling.wait(WAIT_S)
@@ -229,14 +229,14 @@ class Grammars:
             pass
         return event
 
-    def end(self):
+    def end(self) -> None:
         self.may_compile.set()
         self.executor.inbox.put([Exit()])
         self.thread.join(WAIT_S)
 
 
 @pytest.fixture
-def grammars(monkeypatch):
+def grammars(monkeypatch: pytest.MonkeyPatch):
     started = Grammars(monkeypatch)
     yield started
     started.end()
@@ -246,7 +246,7 @@ def ended(outputs):
     return [(output.request_id, output.finish) for output in outputs.outputs if output.finish is not None]
 
 
-def test_streams_go_on_while_a_grammar_is_compiled(grammars):
+def test_streams_go_on_while_a_grammar_is_compiled(grammars) -> None:
     grammars.submit("constrained", "slow")
     grammars.submit("plain", None)
     while not (finished := ended(grammars.until(Outputs))):
@@ -258,14 +258,14 @@ def test_streams_go_on_while_a_grammar_is_compiled(grammars):
     assert finished == [("constrained", "length")]
 
 
-def test_grammar_that_does_not_compile_fails_its_request(grammars):
+def test_grammar_that_does_not_compile_fails_its_request(grammars) -> None:
     grammars.submit("constrained", "bad")
     grammars.may_compile.set()
     failed = grammars.until(RequestFailed)
     assert (failed.request_id, failed.message) == ("constrained", "the grammar does not compile")
 
 
-def test_request_can_be_cancelled_while_its_grammar_is_compiled(grammars):
+def test_request_can_be_cancelled_while_its_grammar_is_compiled(grammars) -> None:
     grammars.submit("constrained", "slow")
     grammars.executor.inbox.put([Cancel(1, "constrained")])
     assert ended(grammars.until(Outputs)) == [("constrained", "cancelled")]
@@ -276,7 +276,7 @@ def test_request_can_be_cancelled_while_its_grammar_is_compiled(grammars):
     assert finished == [("plain", "length")]
 
 
-def test_unload_ends_requests_whose_grammar_is_compiled(grammars):
+def test_unload_ends_requests_whose_grammar_is_compiled(grammars) -> None:
     grammars.submit("constrained", "slow")
     grammars.executor.inbox.put([Unload(1)])
     assert grammars.until(RequestFailed).request_id == "constrained"

@@ -9,7 +9,7 @@ reports = st.lists(
 
 
 @given(reports)
-def test_progress_never_goes_backwards(history) -> None:
+def test_progress_never_goes_backwards(history: list[tuple[str, int, int]]) -> None:
     progress = LoadProgressTracker.begin(0.0)
     for now_s, (stage, done_bytes, total_bytes) in enumerate(history):
         later = progress.advanced(stage, done_bytes, total_bytes, float(now_s))

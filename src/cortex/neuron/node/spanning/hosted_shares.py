@@ -168,8 +168,7 @@ class _Share:
         await self.unload()
 
     async def unload(self) -> None:
-        """The lead has ended its steps. Returns when nothing of the share is in memory: after the load of another model,
-        if the worker is busy with one."""
+        """The lead has ended its steps. Returns when nothing is in memory; a load of another model is awaited."""
         if self._ending is None:
             self._ending = run_once(self._end(), f"free the part of {self.model_id}")
         await asyncio.shield(self._ending)

@@ -287,7 +287,7 @@ async def test_rejects_endless_chunk_extensions(harness: Harness) -> None:
 
 
 async def test_times_out_slow_heads_and_bodies_with_an_error(harness: Harness) -> None:
-    _, port = await harness.server(echo, head_s=0.1, body_s=0.1, linger_s=0.1)
+    _, port = await harness.server(echo, head_s=0.1, body_s=0.1)
     reader, writer = await harness.client(port, b"GET /")
     received = asyncio.create_task(reader.read())
     while not received.done():  # a byte now and then does not count as progress of a head

@@ -11,12 +11,14 @@ import gc
 import importlib
 import logging
 import queue
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError
+from cortex.neuron.engine.memory.cores import usable_cores
 from cortex.neuron.engine.request import EngineStats, StepOutput
 from cortex.neuron.worker import memory
 from cortex.neuron.worker.faults import FaultKind, chain, explain, raise_device_fault
@@ -80,11 +82,10 @@ def resolve_loader(name: str) -> EngineLoader:
 
 
 def _limit_threads(device: DeviceAddress) -> None:
-    """Leaves the other CPU devices of the host their share of the cores. Applies to the calling thread."""
-    if device.num_host_shares > 1:
-        import torch  # the fork server has imported it
-
-        torch.set_num_threads(max(1, torch.get_num_threads() // device.num_host_shares))
+    """The cores that this process may use, less the shares of the other CPU devices. Applies to the calling thread."""
+    torch = sys.modules.get("torch")  # imported by the fork server, if the engine uses it
+    if torch is not None:
+        torch.set_num_threads(max(1, usable_cores() // device.num_host_shares))
 
 
 class Executor:

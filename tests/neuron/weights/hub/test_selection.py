@@ -65,6 +65,9 @@ def test_error_lists_the_alternatives_when_no_model_matches(paths: list[str], qu
         ("q4", "m-Q4_K_M.gguf"),
         ("q6k", "m-Q6_K.gguf"),
         ("q8", "m-Q8_0.gguf"),
+        ("int8", "m-Q8_0.gguf"),
+        ("8bit", "m-Q8_0.gguf"),
+        ("INT4", "m-Q4_K_M.gguf"),
     ],
 )
 def test_any_spelling_selects_a_gguf(quant: str, selected: str) -> None:

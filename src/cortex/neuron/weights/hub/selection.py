@@ -13,6 +13,7 @@ from cortex.neuron.weights.errors import NotOnHub
 SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _COMPANION: Final = re.compile(r"[^/]+\.(?:json|jinja)|merges\.txt|tokenizer\.model")
 _GGUF_PART: Final = re.compile(r"(?P<stem>.*?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.gguf", re.IGNORECASE)
+_BARE_BITS: Final = re.compile(r"(?:INT)?(\d)(?:[_-]?BITS?)?")
 _QUANT: Final = re.compile(r"(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)+|TQ\d_\d|MXFP4(?:_MOE)?|BF16|F16|F32)", re.IGNORECASE)
 
 
@@ -97,6 +98,8 @@ def _label_for(repository: str, models: dict[str, list[str]], quant: str) -> str
     for label, paths in models.items():
         if wanted in (label.upper(), label.upper().removeprefix("UD-")) or quant in paths:
             return label
+    if match := _BARE_BITS.fullmatch(wanted):  # `int8`, `8bit` and `8` are Q8
+        wanted = f"Q{match[1]}"
     spelled = {re.sub(r"[^A-Z0-9]", "", label.upper()): label for label in models}
     for ending in ("", "KM", "KS", "K", "0"):  # `q6k` is Q6_K, and `q4` the recommended kind of four bits
         found = spelled.get(re.sub(r"[^A-Z0-9]", "", wanted) + ending)

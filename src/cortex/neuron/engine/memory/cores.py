@@ -1,0 +1,53 @@
+"""How many cores this process may use: its affinity, and the quota of its container.
+
+Reads a few small files under /proc and /sys, of cgroup v1 and v2. Threads beyond the quota are stopped in the middle of
+an operation, while the others wait for them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """At least 1. A part of a core counts as one. `root` is for tests."""
+    cores = float(len(os.sched_getaffinity(0)))
+    return max(1, -int(-min([cores, *_quotas(root)]) // 1))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """The quota in cores of every cgroup this process is under that has one."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for membership in memberships:
+        _, controllers, path = membership.split(":", 2)
+        if controllers == "":
+            base = root / "sys/fs/cgroup"
+        elif "cpu" in controllers.split(","):
+            base = root / "sys/fs/cgroup/cpu"
+        else:
+            continue
+        # Inside a container the path may name folders of the host that are not mounted here: skip those.
+        folder = base / path.lstrip("/")
+        for level in (folder, *folder.parents):
+            quota, period = _quota(level)
+            if quota > 0 and period > 0:
+                yield quota / period
+            if level == base:
+                break
+
+
+def _quota(folder: Path) -> tuple[int, int]:
+    """Microseconds of all cores per period, and the period; (0, 0): no quota."""
+    try:
+        if (folder / "cpu.max").exists():
+            words = (folder / "cpu.max").read_text().split()
+        else:
+            words = [(folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")]
+        return int(words[0]), int(words[1])
+    except (OSError, ValueError, IndexError):  # not mounted, or "max"
+        return 0, 0

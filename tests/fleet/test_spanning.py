@@ -84,6 +84,17 @@ def test_evicts_on_every_node(model: Make, node: Make, fleet: Make) -> None:
     assert as_json(decision)["nodes"][0]["parts"][0]["victims"] == ["b"]
 
 
+@pytest.mark.parametrize(("lead", "peer", "expected"), [(None, 16, 16), (20, 16, 16), (16, 20, 16), (16, None, 16)])
+def test_smallest_ceiling_limits_the_part_of_every_node(
+    node: Make, fleet: Make, lead: int | None, peer: int | None, expected: int
+) -> None:
+    nodes = [
+        msgspec.structs.replace(node(name, [24]), ceiling_bytes=None if ceiling is None else ceiling * GIB)
+        for name, ceiling in zip(NODES, (lead, peer), strict=True)
+    ]
+    assert place("big", fleet(*nodes, specs=[spanning(30)]), NOW).max_bytes == expected * GIB
+
+
 def test_takes_equally_many_devices_on_each_node(node: Make, fleet: Make) -> None:
     nodes = [msgspec.structs.replace(node(name, [24, 24]), max_devices_per_model=2) for name in NODES]
     decision = place("big", fleet(*nodes, specs=[spanning(80, min_devices=4)]), NOW)

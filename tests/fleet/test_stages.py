@@ -12,7 +12,8 @@ from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.decision import Verdict
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import place
-from cortex.wire.node import ModelState
+from cortex.fleet.topology import Node, after_poll
+from cortex.wire.node import Device, DeviceHealth, Discovery, Health, ModelState, ModelStatus
 
 from .conftest import GIB, NOW
 
@@ -69,6 +70,48 @@ def test_evicts_for_the_part_of_each_device(model: Make, node: Make, fleet: Make
     fitting = place("m", fleet(host, specs=[spec("m", 30, pipeline_parallel=2)]), NOW)
     assert fitting.devices == (0, 1)
     assert not fitting.evictions
+
+
+def test_evicts_from_a_device_without_room_for_a_layer(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    """The memory of both devices together would do, but each has to hold a part."""
+    host = node("n", [24, 12], model("old", 12, devices=(1,)), max_devices_per_model=2)
+    decision = place("m", fleet(host, specs=[spec("m", 20, pipeline_parallel=2)]), NOW)
+    assert (decision.devices, decision.victims) == ((0, 1), ("old",))
+
+
+def test_reservation_has_the_part_of_each_device(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    """Else another model could be placed on the larger device while the load is under way."""
+    host = node("n", [24, 12], max_devices_per_model=2)
+    decision = place("m", fleet(host, specs=[spec("m", 30, pipeline_parallel=2)]), NOW)
+    assert decision.chosen is not None
+    loading = msgspec.structs.replace(host, reservations=(decision.chosen.reservation("m"),))
+    assert [device.available_bytes // GIB for device in ledger(loading)] == [4, 2]
+    crowded = node("n", [24, 12], model("old", 6, devices=(1,)), max_devices_per_model=2)
+    decision = place("m", fleet(crowded, specs=[spec("m", 33, pipeline_parallel=2)]), NOW)
+    assert decision.chosen is not None
+    assert decision.victims == ("old",)
+    assert [num_bytes // GIB for num_bytes in decision.chosen.reservation("m").device_bytes] == [22, 11]
+
+
+def test_parts_of_a_model_are_not_taken_for_other_programs() -> None:
+    devices = tuple(
+        Device(index=index, kind="cuda", name="card", total_bytes=size * GIB) for index, size in enumerate((24, 12))
+    )
+    held = ModelStatus(
+        id="m",
+        state=ModelState.READY,
+        devices=(0, 1),
+        measured_bytes=30 * GIB,
+        device_bytes=(20 * GIB, 10 * GIB),
+    )
+    readings = tuple(
+        DeviceHealth(index=index, total_bytes=total * GIB, free_bytes=free * GIB)
+        for index, total, free in ((0, 24, 3), (1, 12, 1))
+    )
+    discovery = Discovery(host="n", os="", version="", devices=devices)
+    health = Health(status="ok", uptime_s=0, devices=readings, models=(held,))
+    polled = after_poll(Node(name="n"), discovery, health, NOW)
+    assert [device.foreign_bytes // GIB for device in polled.devices] == [1, 1]
 
 
 def test_ledger_has_the_part_of_each_device(model: Make, node: Make) -> None:

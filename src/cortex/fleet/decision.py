@@ -10,7 +10,7 @@ import msgspec
 from cortex.wire.node import DeviceKind
 
 from .eviction import Occupant, Protection
-from .topology import ModelOnNode
+from .topology import MemoryReservation, ModelOnNode
 
 Origin = Literal["request", "background", "operator"]
 """A client, a client through a background alias (never evicts), or the operator (may load `manual` models)."""
@@ -102,6 +102,14 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Assessment, ...] = ()
     """Of a model that spans nodes: the assessments of the nodes that share it with this one."""
 
+    def reservation(self, model_id: str) -> MemoryReservation:
+        """What a load of the model there is counted as until it ends."""
+        takes_bytes = self.takes_bytes or 0
+        needs = {row.index: row.need_bytes or 0 for row in self.rows if row.chosen}
+        total = sum(needs.values())
+        parts = tuple(-(-takes_bytes * needs.get(index, 0) // total) for index in self.devices) if total else ()
+        return MemoryReservation(model_id=model_id, devices=self.devices, num_bytes=takes_bytes, device_bytes=parts)
+
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome, with every assessment, best node first."""
@@ -146,8 +154,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_bytes(self) -> int | None:
-        """What the load may take at most."""
-        return self.chosen.max_bytes if self.chosen else None
+        """What the load may take of each node at most: all take equal parts, so that the smallest ceiling decides."""
+        places = (self.chosen, *self.chosen.parts) if self.chosen else ()
+        return min((place.max_bytes for place in places if place.max_bytes is not None), default=None)
 
     @property
     def takes_bytes(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import msgspec
@@ -14,7 +14,7 @@ from .catalogue import MEBIBYTE, ModelSpec
 from .decision import Assessment, DeviceRow, Origin, Verdict
 from .eviction import Occupant, Protection, occupies, protection
 from .memory import DeviceLedger, Need, ledger
-from .rooms import Division, Room, free_devices, harm, rooms
+from .rooms import MOST_LAYERS, Division, Room, free_devices, harm, rooms
 from .topology import Fleet, Node
 from .units import gib
 
@@ -41,6 +41,7 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
     if held is not None:
         count, stage_layers = max(count, held.status.num_devices), held.status.stage_layers
     by_layers = spec.pipeline_parallel > 1 or bool(stage_layers)
+    num_layers = sum(stage_layers) or MOST_LAYERS
     if count > spec.min_devices:
         spec = msgspec.structs.replace(spec, min_devices=count, pipeline_parallel=1)
     devices = ledger(node)
@@ -49,13 +50,12 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
 
     def assess(candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool) -> Assessment:
         limit = node.max_devices_per_model
-        count = _device_count(spec, candidates, size, limit=limit, by_layers=by_layers)
-        division = None if size is None else Division(size, count or spec.min_devices, by_layers)
+        count = _device_count(spec, candidates, size, limit=limit, by_layers=by_layers, num_layers=num_layers)
+        division = None if size is None else Division(size, count or spec.min_devices, by_layers, num_layers)
         found = _find_room(spec, node, candidates, occupants, fleet, stage_layers, count=count, division=division)
         verdict, reason, room = found.verdict, found.reason, found.room
         if asleep and verdict is Verdict.FITS:
             verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
-        chosen = frozenset(device.index for device in room.devices)
         takes_bytes = None if need is None or size is None else _taken(need.takes_bytes, size, room)
         return Assessment(
             node=node.name,
@@ -67,9 +67,9 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
             takes_bytes=takes_bytes,
             max_bytes=room.max_bytes,
             is_cut=need is not None and takes_bytes is not None and takes_bytes < need.takes_bytes,
-            devices=tuple(sorted(chosen)),
+            devices=tuple(sorted(device.index for device in room.devices)),
             victims=room.victims,
-            rows=_rows(devices, division, chosen),
+            rows=_rows(devices, division, room),
             held_by=found.held_by,
             ceiling_bytes=node.ceiling_bytes,
             occupants=occupants,
@@ -95,15 +95,13 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
 
 def need_and_have(node: Node, need: Need | None, count: int) -> tuple[DeviceRow, ...]:
     """The device rows for a model over `count` devices, where memory does not decide the verdict."""
-    return _rows(ledger(node), None if need is None else Division(need.takes_bytes, count), ())
+    return _rows(ledger(node), None if need is None else Division(need.takes_bytes, count), Room(()))
 
 
 def _taken(wanted_bytes: int, sure_bytes: int, room: Room) -> int:
     """What a load will take of `room`: `wanted_bytes`, or what is usable once the victims are unloaded. If all devices
     get the same share, the one with the least room decides."""
-    usable_bytes = [
-        device.usable_bytes(device.balance_bytes + room.freed_bytes(device.index)) for device in room.devices
-    ]
+    usable_bytes = list(map(room.usable_bytes, room.devices))
     room_bytes = sum(usable_bytes) if room.by_layers else len(usable_bytes) * min(usable_bytes, default=0)
     taken_bytes = min(wanted_bytes, room_bytes)
     return max(sure_bytes, taken_bytes if room.max_bytes is None else min(taken_bytes, room.max_bytes))
@@ -210,7 +208,7 @@ def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger]) -> list[DeviceLe
 
 
 def _device_count(
-    spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int | None, *, limit: int, by_layers: bool
+    spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int | None, *, limit: int, by_layers: bool, num_layers: int
 ) -> int | None:
     """How many devices to spread over: the fewest of `min_devices`, twice that, four times … that could hold it, up to
     `limit`, the most that the node supports for one model. By layers: exactly `min_devices`."""
@@ -219,7 +217,9 @@ def _device_count(
     if size is not None and ceiling is not None and size > ceiling:
         return None
     while count <= min(limit, len(eligible)):
-        if size is None or Division(size, count, by_layers).fits(eligible, lambda device: device.capacity_bytes):
+        if size is None:
+            return count
+        if Division(size, count, by_layers, num_layers).fits(eligible, lambda device: device.capacity_bytes):
             return count
         if by_layers:
             return None
@@ -265,12 +265,12 @@ def _too_small(node: Node, eligible: Sequence[DeviceLedger], division: Division 
     return reason
 
 
-def _rows(devices: Sequence[DeviceLedger], division: Division | None, chosen: Collection[int]) -> tuple[DeviceRow, ...]:
+def _rows(devices: Sequence[DeviceLedger], division: Division | None, room: Room) -> tuple[DeviceRow, ...]:
+    chosen = frozenset(device.index for device in room.devices)
     shares: dict[int, int] = {}
     if division is not None:
         shares = dict.fromkeys((device.index for device in devices), division.share)
-        used = [device for device in devices if device.index in chosen]
-        shares |= division.shares(used, lambda device: device.available_bytes or device.capacity_bytes)
+        shares |= division.shares(room.devices, room.usable_bytes)
     return tuple(
         DeviceRow(
             index=device.index,

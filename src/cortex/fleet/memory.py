@@ -82,7 +82,8 @@ def ledger(node: Node) -> tuple[DeviceLedger, ...]:
     holdings: dict[int, list[Holding]] = {device.index: [] for device in node.devices}
     reserved = {reservation.model_id for reservation in node.reservations}
     for reservation in node.reservations:
-        _enter(holdings, node, reservation.model_id, reservation.devices, reservation.num_bytes, "reserved")
+        shares = reservation.device_bytes
+        _enter(holdings, node, reservation.model_id, reservation.devices, reservation.num_bytes, "reserved", shares)
     for held in node.residencies.values():
         if held.model_id not in reserved and held.state in ON_DEVICE and held.num_bytes:
             basis: Basis = "estimated" if held.status.measured_bytes is None else "measured"

@@ -14,7 +14,7 @@ import msgspec
 
 from cortex.fleet.decision import Decision, Origin
 from cortex.fleet.placement import place
-from cortex.fleet.topology import Fleet, MemoryReservation, ModelOnNode, Residency
+from cortex.fleet.topology import Fleet, ModelOnNode, Residency
 from cortex.wire.node import ModelState
 
 
@@ -93,9 +93,7 @@ def _started(fleet: Fleet, decision: Decision) -> Fleet:
         node = None if taken is None else fleet.node(taken.node)
         if taken is None or node is None:
             continue
-        reservation = MemoryReservation(
-            model_id=decision.model_id, devices=taken.devices, num_bytes=taken.takes_bytes or 0
-        )
+        reservation = taken.reservation(decision.model_id)
         unloading = {each.model_id: _unloading(node.residencies[each.model_id]) for each in taken.victims}
         fleet = fleet.with_node(
             msgspec.structs.replace(

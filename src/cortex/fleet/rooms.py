@@ -16,6 +16,9 @@ from .rules import PlacementRules
 from .topology import Fleet
 from .units import gib
 
+MOST_LAYERS = 128
+"""Assumed of a model until its node has read how many it has."""
+
 
 class Division(msgspec.Struct, frozen=True):
     """How the bytes of a model are divided among devices: in equal shares, or by layers, in proportion to memory."""
@@ -23,11 +26,17 @@ class Division(msgspec.Struct, frozen=True):
     num_bytes: int
     num_devices: int
     by_layers: bool = False
+    num_layers: int = MOST_LAYERS
 
     @property
     def share(self) -> int:
         """What each device takes on average."""
         return -(-self.num_bytes // self.num_devices)
+
+    @property
+    def least_share(self) -> int:
+        """What each device takes at least: of a model that is divided by layers, one of them."""
+        return -(-self.num_bytes // self.num_layers) if self.by_layers else self.share
 
     def shares(self, devices: Sequence[DeviceLedger], have: Callable[[DeviceLedger], int]) -> dict[int, int]:
         """What each of `devices` takes, by index. `have`: the memory that layers are divided by."""
@@ -38,10 +47,10 @@ class Division(msgspec.Struct, frozen=True):
 
     def fits(self, devices: Sequence[DeviceLedger], have: Callable[[DeviceLedger], int]) -> bool:
         """Whether as many of `devices` as it needs have room for it."""
-        if self.by_layers:
-            largest = sorted(map(have, devices), reverse=True)[: self.num_devices]
-            return len(largest) == self.num_devices and sum(largest) >= self.num_bytes
-        return sum(have(device) >= self.share for device in devices) >= self.num_devices
+        roomy = sorted((room for room in map(have, devices) if room >= self.least_share), reverse=True)
+        if len(roomy) < self.num_devices:
+            return False
+        return not self.by_layers or sum(roomy[: self.num_devices]) >= self.num_bytes
 
     def explained(self, devices: Sequence[DeviceLedger], stage_layers: Sequence[int]) -> str:
         """Why the shares on `devices` are what they are, if they differ. `stage_layers`: as far as the node knows."""
@@ -65,6 +74,14 @@ class Room(msgspec.Struct, frozen=True):
 
     def freed_bytes(self, index: int) -> int:
         return sum(victim.frees(index) for victim in self.victims)
+
+    def usable_bytes(self, device: DeviceLedger) -> int:
+        """What a load may take of a device once the victims are unloaded."""
+        freed_bytes = self.freed_bytes(device.index)
+        usable_bytes = device.usable_bytes(device.balance_bytes + freed_bytes)
+        if device.ceiling_bytes is None:
+            return usable_bytes
+        return max(0, min(usable_bytes, device.ceiling_bytes - device.committed_bytes + freed_bytes))
 
     @property
     def max_bytes(self) -> int | None:
@@ -95,7 +112,7 @@ def free_devices(
         (
             device
             for device in eligible
-            if (division.by_layers or device.available_bytes >= share) and _fits_node(device, count * share)
+            if device.available_bytes >= division.least_share and _fits_node(device, count * share)
         ),
         key=lambda device: (sign * device.available_bytes, device.index),
     )

@@ -109,6 +109,8 @@ class MemoryReservation(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     devices: tuple[int, ...]
     num_bytes: int
+    device_bytes: tuple[int, ...] = ()
+    """The part of `num_bytes` on each of `devices`; empty: equal parts."""
 
 
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,7 +269,7 @@ def _device(
     if known is not None and any(status.state in _CHANGING_MEMORY for status in here):
         foreign_bytes = known.foreign_bytes
     else:
-        ours = sum((status.measured_bytes or status.estimate_bytes or 0) // len(status.devices) for status in here)
+        ours = sum(_bytes_on(device.index, status) for status in here)
         foreign_bytes = max(0, total_bytes - free_bytes - ours)
     return Device(
         index=device.index,
@@ -282,6 +284,12 @@ def _device(
         utilisation=report.utilisation if report else None,
         temperature_c=report.temperature_c if report else None,
     )
+
+
+def _bytes_on(index: int, status: ModelStatus) -> int:
+    """What a model holds on one of its devices."""
+    known = dict(zip(status.devices, status.device_bytes, strict=False))
+    return known.get(index, (status.measured_bytes or status.estimate_bytes or 0) // len(status.devices))
 
 
 def _smaller(one: int | None, other: int | None) -> int | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from cortex.neuron.api import app, server
+from cortex.neuron.api import app, peer_connections, server
 from cortex.neuron.api.access import NodeKeys
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.peer_connections import PeerConnector
@@ -58,6 +60,15 @@ async def test_node_that_does_not_listen_or_knows_no_shares_is_told_apart(api: A
         await CONNECTOR.connect(peer("http://127.0.0.1:1"))
     with pytest.raises(PeerRejected, match="check `endpoint`"):
         await CONNECTOR.connect(peer(f"{api.url}/elsewhere"))
+
+
+async def test_node_that_accepts_and_never_responds_is_unreachable(monkeypatch: Any) -> None:
+    monkeypatch.setattr(peer_connections, "CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        endpoint = f"http://127.0.0.1:{frozen.getsockname()[1]}"
+        async with asyncio.timeout(30):
+            with pytest.raises(PeerUnreachable, match="TimeoutError"):
+                await CONNECTOR.connect(peer(endpoint))
 
 
 async def test_web_page_is_rejected_also_without_keys(api: Any) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from cortex.neuron.engine.request import EngineInfo, EngineRequest, LoadSpec
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, LoadSpec, Meeting
 from cortex.neuron.worker.device_claims import DeviceClaims
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.group import WorkerGroup
+from cortex.neuron.worker.group import Span, WorkerGroup
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, Resident
 from cortex.neuron.worker.process import WorkerLost
@@ -31,6 +32,7 @@ class FakeSupervisor:
         self.wake_error: Exception | None = None
         self.spec: LoadSpec | None = None
         self.sink = None
+        self.loaded = asyncio.Event()
         self._calls = calls
 
     def _called(self, what: str) -> None:
@@ -41,6 +43,7 @@ class FakeSupervisor:
         if self.load_error is not None:
             raise self.load_error
         await asyncio.sleep(0.01)
+        self.loaded.set()
         return Resident(self.device.index + 1, INFO, measured_bytes=20, process_bytes=20)
 
     async def unload(self, resident):
@@ -138,6 +141,27 @@ async def test_failed_load_reports_its_cause_and_leaves_nothing(
     assert lost == []
 
 
+async def test_load_without_a_directory_for_the_ranks_releases_devices_and_other_nodes(
+    supervisors: list[FakeSupervisor], lost: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(**_: str) -> str:
+        raise OSError("no space left")
+
+    closed: list[str] = []
+
+    async def close() -> None:
+        closed.append("share")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    claims = DeviceClaims()
+    share = SimpleNamespace(close=close)
+    span = Span((0, 1, 2, 3), 4, Meeting("127.0.0.1", 1, 2, "secret", "127.0.0.1"), (share,))
+    group = WorkerGroup(supervisors, (), claims.new("m", (1, 4, 6), spans=True), span)
+    with pytest.raises(LoadRejected, match="no space left"):
+        await loaded(group, lost)
+    assert (closed, claims.conflicts(spans=True)) == (["share"], {})
+
+
 async def test_cancelled_load_leaves_nothing(group: WorkerGroup, calls: list[str], lost: list[str]) -> None:
     load = asyncio.create_task(loaded(group, lost))
     await asyncio.sleep(0)
@@ -186,7 +210,9 @@ async def test_rank_that_dies_while_a_failed_load_is_cleaned_up_does_not_keep_th
 
     supervisors[0].unload, supervisors[2].load = die, fail
     load = asyncio.create_task(loaded(group, lost))
-    await asyncio.sleep(0.05)
+    await supervisors[0].loaded.wait()
+    await supervisors[1].loaded.wait()
+    await asyncio.sleep(0)  # their loads have returned
     release.set()
     if is_cancelled:
         load.cancel()

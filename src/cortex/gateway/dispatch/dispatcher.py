@@ -258,7 +258,7 @@ class Dispatcher(StateMachine):
         """The load ran out of memory: count the model as needing more than there was, and try it once more."""
         node = self._fleet_state.fleet.node(job.target.node)
         devices = ledger(node) if node is not None else ()
-        have = sum(device.available_bytes for device in devices if device.index in job.devices)
+        have = sum(device.available_bytes for device in devices if device.index in job.reservation.devices)
         self._fleet_state.shortfalls[job.target] = Shortfall(self._clock(), max(have, job.need_bytes) + 1)
         self._retry_load(job, error)
 

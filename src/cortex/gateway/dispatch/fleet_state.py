@@ -53,11 +53,10 @@ class LoadJob:
     """A load that this gateway has ordered, or will order once its victims are unloaded."""
 
     target: ModelOnNode
-    devices: tuple[int, ...]
+    reservation: MemoryReservation
+    """What it is counted as until it has loaded."""
     need_bytes: int
     """What the decision found free, or freed by the victims."""
-    takes_bytes: int
-    """What it is counted as until it has loaded."""
     begun_at: float
     max_bytes: int | None = None
     """What memory ceilings let it take."""
@@ -239,7 +238,7 @@ class FleetState:
             if name == node.name and model in models:
                 models[model] = msgspec.structs.replace(models[model], pinned=True)
         reservations = tuple(
-            MemoryReservation(model_id=model, devices=job.devices, num_bytes=job.takes_bytes)
+            job.reservation
             for (name, model), job in self.loads.items()
             if name == node.name and not _holds_its_bytes(models[model])
         )

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from cortex.fleet.decision import Decision
-from cortex.fleet.topology import ON_DEVICE, MemoryReservation, ModelOnNode, Node
+from cortex.fleet.topology import ON_DEVICE, ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
 from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
@@ -66,27 +66,20 @@ class ModelJobs:
 
     def start(self, decision: Decision) -> None:
         """Carry out a decision to load or wake, victims first. Does nothing when the load is under way already."""
-        if decision.node is None:
+        if decision.chosen is None:
             return
-        target = ModelOnNode(decision.node, decision.model_id)
+        target = ModelOnNode(decision.chosen.node, decision.model_id)
         if target in self._fleet_state.loads:
             return
         self._fleet_state.failures.pop(target, None)
         job = LoadJob(
             target,
-            decision.devices,
+            decision.chosen.reservation(target.model),
             decision.need_bytes or 0,
-            decision.takes_bytes or 0,
             self._clock(),
             max_bytes=decision.max_bytes,
             victims=frozenset(decision.evictions),
-            parts=tuple(
-                (
-                    part.node,
-                    MemoryReservation(model_id=target.model, devices=part.devices, num_bytes=part.takes_bytes or 0),
-                )
-                for part in decision.parts
-            ),
+            parts=tuple((part.node, part.reservation(target.model)) for part in decision.parts),
         )
         self._fleet_state.loads[target] = job
         for victim in decision.evictions:
@@ -273,8 +266,8 @@ class ModelJobs:
                 source=spec.source,
                 harness=spec.harness,
                 quant=spec.quant,
-                devices=job.devices,
-                tensor_parallel=1 if in_stages else max(1, len(job.devices)) * max(1, len(spec.nodes)),
+                devices=job.reservation.devices,
+                tensor_parallel=1 if in_stages else max(1, len(job.reservation.devices)) * max(1, len(spec.nodes)),
                 pipeline_parallel=spec.pipeline_parallel,
                 nodes=spec.nodes,
                 context_tokens=spec.context,

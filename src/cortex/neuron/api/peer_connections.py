@@ -5,6 +5,7 @@ Pings find a peer that is gone without a word.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,7 +21,8 @@ from cortex.wire.errors import CrossSiteRequest
 
 SHARES_PATH = "/shares"
 PING_S = 15.0
-_CONNECT_S = 5.0
+CONNECT_S = 10.0
+"""For a peer to accept a connection, its response included: a host that is frozen accepts and never responds."""
 _MAX_MESSAGE_BYTES = 1 << 20
 _STATUS_REASONS = {
     401: "it does not accept the key; set `key_env` of the peer to a variable with one of its keys",
@@ -50,9 +52,13 @@ class PeerConnection:
     """The end of the node that leads the model."""
 
     def __init__(self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Raises ConnectionResetError if the connection has ended."""
         self._session = session
         self._socket = socket
-        self.local_host: str = socket.get_extra_info("sockname")[0]
+        address = socket.get_extra_info("sockname")
+        if address is None:
+            raise ConnectionResetError("it ended the connection at once")
+        self.local_host: str = address[0]
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return _messages(self._socket)
@@ -93,16 +99,18 @@ class PeerConnector:
                 raise PeerRejected(f"node {peer.name}: the variable {peer.key_env} is not set; it holds the key")
             headers["authorization"] = f"Bearer {key}"
         url = peer.endpoint.rstrip("/") + SHARES_PATH
-        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_S))
+        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         try:
             ca_file = self._directory / peer.ca_file.expanduser() if peer.ca_file is not None else None
-            socket = await session.ws_connect(
-                url,
-                headers=headers,
-                ssl=client_context(ca_file) if url.startswith("https") else True,
-                heartbeat=PING_S,
-                max_msg_size=_MAX_MESSAGE_BYTES,
-            )
+            async with asyncio.timeout(CONNECT_S):
+                socket = await session.ws_connect(
+                    url,
+                    headers=headers,
+                    ssl=client_context(ca_file) if url.startswith("https") else True,
+                    heartbeat=PING_S,
+                    max_msg_size=_MAX_MESSAGE_BYTES,
+                )
+            return PeerConnection(session, socket)
         except BaseException as error:
             await session.close()
             if isinstance(error, SettingsError):
@@ -110,9 +118,8 @@ class PeerConnector:
             if isinstance(error, aiohttp.WSServerHandshakeError) and error.status in _STATUS_REASONS:
                 raise PeerRejected(f"node {peer.name} at {peer.endpoint}: {_STATUS_REASONS[error.status]}") from error
             if isinstance(error, aiohttp.ClientError | OSError | TimeoutError):
-                raise PeerUnreachable(f"{peer.endpoint}: {error or type(error).__name__}") from error
+                raise PeerUnreachable(f"{peer.endpoint}: {str(error) or type(error).__name__}") from error
             raise
-        return PeerConnection(session, socket)
 
 
 async def _messages(socket: web.WebSocketResponse | aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:

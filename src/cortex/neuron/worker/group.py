@@ -107,7 +107,11 @@ class WorkerGroup:
         """
         self._claim.take()
         loads: list[asyncio.Task[Resident]] = []
-        directory = tempfile.mkdtemp(prefix="neuron-group-")
+        try:
+            directory = tempfile.mkdtemp(prefix="neuron-group-")
+        except OSError as error:
+            await self._ended(loads)
+            raise LoadRejected(FaultKind.REQUEST, f"no directory for the ranks of the model: {error}") from error
         try:
             loads += [
                 asyncio.create_task(member.load(replace(spec, rank=place), self._sink_of(number, sink)))
@@ -154,10 +158,11 @@ class WorkerGroup:
     async def _end_loads(self, loads: Sequence[asyncio.Task[Resident]]) -> None:
         for load in loads:
             load.cancel()
-        await asyncio.wait(loads)
+        if loads:
+            await asyncio.wait(loads)
         unloads = [
             member.unload(load.result())
-            for member, load in zip(self._members, loads, strict=True)
+            for member, load in zip(self._members, loads, strict=False)  # none if there was no directory for them
             if not load.cancelled() and load.exception() is None
         ]
         for problem in await asyncio.gather(*unloads, return_exceptions=True):

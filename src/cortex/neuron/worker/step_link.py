@@ -70,7 +70,7 @@ class LeaderLink:
             for follower in self._followers:
                 follower.sendall(frame)
         except OSError as error:
-            raise GroupBroken(f"a rank of the model does not take the next step: {error or 'timed out'}") from error
+            raise GroupBroken(f"a rank of the model does not take the next step: {error}") from error
 
     def close(self) -> None:
         for connection in (self._listener, *self._followers):

@@ -37,7 +37,7 @@ from cortex.neuron.node.spanning.protocol import (
     encode,
 )
 from cortex.neuron.worker.device_claims import DeviceClaim
-from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.faults import FaultKind, explain
 from cortex.neuron.worker.group import Span, WorkerGroup
 from cortex.neuron.worker.model_host import LoadRejected, Resident
 from cortex.neuron.worker.process import WorkerLost
@@ -67,6 +67,7 @@ class HostedShares:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._shares: dict[_Share, Connection] = {}
+        self._is_closing = False
 
     def statuses(self) -> tuple[ModelShare, ...]:
         return tuple(share.status() for share in self._shares)
@@ -80,7 +81,7 @@ class HostedShares:
         try:
             async for message in connection:
                 match decode_from_lead(message):
-                    case PrepareShare() as order if share is None:
+                    case PrepareShare() as order if share is None and not self._is_closing:
                         share = _Share(order, connection, self._place, self._stale(order))
                         self._shares[share] = connection
                     case LoadShare(spec=spec) if share is not None:
@@ -89,7 +90,7 @@ class HostedShares:
                         break
                     case UnloadShare():
                         if share is not None:
-                            await share.end()
+                            await share.unload()
                         await connection.send(encode(ShareUnloaded()))
                         break
                     case KillShare(reason=reason):
@@ -110,7 +111,8 @@ class HostedShares:
         ]
 
     async def close(self) -> None:
-        """Ends all shares; their leads see that their connections end."""
+        """Ends all shares and takes no more; their leads see that their connections end."""
+        self._is_closing = True
         for share, connection in list(self._shares.items()):
             await connection.close()
             await self._forget(share)
@@ -139,6 +141,12 @@ class _Share:
         """What the lead has it load, once all peers are ready."""
         self._load = run_once(self._run(), f"load a part of {self.model_id}")
         self._ending: asyncio.Task[None] | None = None
+        self._is_urgent = asyncio.Event()
+        """Its ranks may wait for a lead that is gone."""
+
+    @property
+    def is_ending(self) -> bool:
+        return self._ending is not None
 
     def status(self) -> ModelShare:
         resident = self._resident
@@ -155,7 +163,12 @@ class _Share:
             self._given.set_result(spec)
 
     async def end(self) -> None:
-        """Returns when nothing of it is in memory."""
+        """The lead is gone, or nobody waits for it any more. Returns when nothing of the share is in memory."""
+        self._is_urgent.set()
+        await self.unload()
+
+    async def unload(self) -> None:
+        """The lead has ended its steps. Returns when nothing is in memory; a load of another model is awaited."""
         if self._ending is None:
             self._ending = run_once(self._end(), f"free the part of {self.model_id}")
         await asyncio.shield(self._ending)
@@ -172,11 +185,17 @@ class _Share:
         if self._group is None or self._resident is None or self._is_lost:
             return
         unload = asyncio.create_task(self._group.unload(self._resident))
-        await asyncio.wait({unload}, timeout=FREE_S)
+        patience = asyncio.create_task(self._patience())
+        await asyncio.wait({unload, patience}, return_when=asyncio.FIRST_COMPLETED)
+        patience.cancel()
         if not unload.done():
             self._group.kill(f"the lead of {self.model_id} is gone, and its part here does not end its step")
         reclaimed = await unload
         log.info("%s: freed the part that this node held, %s", self.model_id, reclaimed)
+
+    async def _patience(self) -> None:
+        await self._is_urgent.wait()
+        await asyncio.sleep(FREE_S)
 
     async def _run(self) -> None:
         request = self._order.request
@@ -185,7 +204,7 @@ class _Share:
         answer: ShareMessage
         try:
             for share in self._stale:
-                await share.end()
+                await (share.unload() if share.is_ending else share.end())
             model = replace(
                 self._place.library.adopt(request),
                 replicas=1,
@@ -212,6 +231,9 @@ class _Share:
             answer = ShareFailed(error.kind, str(error), error.cancelled)
         except WorkerLost as error:
             answer = ShareLost(str(error))
+        except Exception as error:
+            log.exception("%s: the part for %s cannot be loaded", self.model_id, self.lead)
+            answer = ShareFailed(FaultKind.REQUEST, explain(error))  # the lead waits for a reply
         await self._connection.send(encode(answer))
 
     async def _room_for(self, model: KnownModel, facts: ModelFacts, room: contextlib.AsyncExitStack) -> ChosenDevices:

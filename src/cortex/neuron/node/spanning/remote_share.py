@@ -35,7 +35,7 @@ from cortex.wire.node import LoadRequest
 log = logging.getLogger(__name__)
 
 UNLOAD_S = 60.0
-"""For a peer to free its part. It kills a worker that does not respond sooner than that."""
+"""For a peer to free its part. Where its worker is busy with the load of another model, it does so after that."""
 KILL_S = 15.0
 """For a peer to end its workers. After that the share counts as lost, and the connection is closed."""
 

@@ -94,6 +94,3 @@ READABLE: Final = tuple(
     kind.name for kind in GGMLType if kind.name not in _UNREADABLE and not re.match(r"IQ[123]|I\d", kind.name)
 )
 """The formats that weights can have."""
-
-GROUPED_BITS: Final = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q8_0": 8}
-"""Formats in groups of 32 elements with one scale per group → the bits of an element."""

@@ -1,4 +1,7 @@
-"""Measures how long an event loop is occupied by one callback, in CPU time: others on the host do not disturb it."""
+"""Measures how long an event loop is occupied by one callback, in CPU time: others on the host do not disturb it.
+
+Work that a loop gives to a thread delays it too, where it holds the interpreter lock. It is measured as well.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ class LoopWatch:
     """CPU time of the longest callback."""
     what: str = ""
     """That callback."""
+    threads_s: float = 0.0
+    """CPU time that threads of the loop's executor took."""
 
 
 @contextmanager
@@ -33,9 +38,21 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopWatch]:
         if elapsed_s > watch.worst_s and threading.get_ident() == thread:
             watch.worst_s, watch.what = elapsed_s, repr(handle)[:2000]
 
+    before_s = _executor_s()
     with monkeypatch.context() as patched:
         patched.setattr(asyncio.Handle, "_run", measured)
         yield watch
+    watch.threads_s = sum(cpu_s - before_s.get(id, 0.0) for id, cpu_s in _executor_s().items())
+
+
+def _executor_s() -> dict[int, float]:
+    """CPU time of each thread that a loop may give work to."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("asyncio_")]
+    return {
+        thread.ident: time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        for thread in threads
+        if thread.ident is not None
+    }
 
 
 def unit_s() -> float:

@@ -6,12 +6,16 @@ import asyncio
 import http.client
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
+from aiohttp import web
 
 from cortex.fleet.catalogue import Alias, Catalogue
 from cortex.wire.node import ModelState
+from cortex.wire.openai_responses import kept
 
 from ..gateway.fake_neuron import GB, FakeNeuron
 from .loop_watch import unit_s, watched
@@ -80,10 +84,15 @@ def node() -> Iterator[FakeNeuron]:
 
 
 def post(port: int, path: str, body: bytes) -> int:
+    return send(port, path, body)[0]
+
+
+def send(port: int, path: str, body: bytes | None = None) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
-        connection.request("POST", path, body, {"content-type": "application/json"})
-        return connection.getresponse().status
+        connection.request("GET" if body is None else "POST", path, body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
     finally:
         connection.close()
 
@@ -112,4 +121,61 @@ async def test_no_body_occupies_the_loop_of_a_gateway(
             assert status in (200, 400, 413), (name, num_bytes, status)
             if watch.worst_s > allowed_s:
                 too_long[name, num_bytes] = (round(watch.worst_s / unit_s(), 1), watch.what)
+    assert not too_long
+
+
+def items_of(num_bytes: int, *more: Any) -> list[Any]:
+    """About as many items as a conversation may have, with as many bytes in all."""
+    content = [{"type": "input_text", "text": "é" * (num_bytes // 8000)}]
+    return [{"type": "message", "role": "user", "content": content}] * 4000 + list(more)
+
+
+async def stored_answer(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """A response object that a gateway can store."""
+    stored = kept.from_header(http.headers.get(kept.HEADER, ""))
+    id = stored.id if stored is not None else "resp_" + "0" * 32
+    output = [{"type": "message", "id": f"msg_{id.removeprefix('resp_')}_0", "role": "assistant", "content": []}]
+    return web.json_response({"id": id, "object": "response", "status": "completed", "output": output})
+
+
+async def test_no_request_with_state_occupies_the_loop_of_a_gateway_or_its_threads(
+    node: FakeNeuron,
+    start_gateway: StartGateway,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node.answer = stored_answer
+    client = await start_gateway(node)
+    port = int(client.url.rpartition(":")[2])
+    allowed_s = MAX_UNITS * unit_s()
+    too_long = {}
+    with ThreadPoolExecutor(1, "client") as clients:
+
+        async def sent(path: str, **fields: Any) -> Any:
+            body = msgspec.json.encode({"model": "m", **fields}) if fields else None
+            status, response = await asyncio.get_running_loop().run_in_executor(clients, send, port, path, body)
+            assert status == 200, response[:200]
+            return msgspec.json.decode(response)
+
+        path = "/v1/responses"
+        earlier: str | None = None
+        for _ in range(2):  # which starts the processes, too
+            earlier = (await sent(path, input=items_of(3 << 20), previous_response_id=earlier))["id"]
+        assert earlier is not None
+        reference = {"type": "item_reference", "id": f"msg_{earlier.removeprefix('resp_')}_0"}
+        large = items_of(6 << 20)
+        requests: dict[str, tuple[str, dict[str, Any]]] = {
+            "history": (path, {"input": "x", "previous_response_id": earlier}),
+            "history and body": (path, {"input": large, "previous_response_id": earlier}),
+            "reference to history": (path, {"input": [reference]}),
+            "reference and body": (path, {"input": [*large, reference]}),
+            "in background": (path, {"input": large, "background": True}),
+            "count": (f"{path}/input_tokens", {"input": [*large, reference]}),
+            "list": (f"{path}/{earlier}/input_items", {}),
+        }
+        for name, (to, fields) in requests.items():
+            with watched(monkeypatch) as watch:
+                await sent(to, **fields)
+            if max(watch.worst_s, watch.threads_s) > allowed_s:
+                took = (round(watch.worst_s / unit_s(), 1), round(watch.threads_s / unit_s(), 1))
+                too_long[name] = (*took, watch.what)
     assert not too_long

@@ -10,12 +10,22 @@ from typing import Any
 import pytest
 
 from cortex.parsing import relayed
+from cortex.parsing.conversations import Completion
 from cortex.parsing.cost import LARGE_BYTES
+from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
 from cortex.parsing.protocol import ParsedText
 from cortex.wire import openai_chat
 from cortex.wire.dialects import DIALECTS
-from cortex.wire.errors import MAX_ECHO, InvalidValue, MalformedJSON, PreparationLimitExceeded, RateLimitExceeded
+from cortex.wire.errors import (
+    MAX_ECHO,
+    BodyTooLarge,
+    InvalidValue,
+    ItemNotFound,
+    MalformedJSON,
+    PreparationLimitExceeded,
+    RateLimitExceeded,
+)
 from cortex.wire.node import Dialect
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.raw_fields import replace_model
@@ -151,9 +161,70 @@ async def test_flood_of_one_client_does_not_delay_another(parser: BodyParser) ->
     await asyncio.wait(calls)
 
 
-async def test_number_of_waiting_bodies_is_bounded_for_each_client(parser: BodyParser) -> None:
+async def test_burst_of_one_client_is_parsed(parser: BodyParser) -> None:
+    calls = [parser.parse("openai_chat", body(LONG), CLIENT) for _ in range(100)]
+    assert {packed.head.model for packed in await asyncio.gather(*calls)} == {"m"}
+
+
+async def test_number_of_waiting_bodies_is_bounded_for_each_client() -> None:
+    parser = BodyParser(max_waiting_per_client=16)
     calls = [asyncio.create_task(parser.parse("openai_chat", body(LONG), CLIENT)) for _ in range(30)]
     results = await asyncio.gather(*calls, return_exceptions=True)
     rejected = [result for result in results if isinstance(result, BaseException)]
     assert 0 < len(rejected) < len(calls)
     assert all(isinstance(result, RateLimitExceeded) for result in rejected)
+    await parser.close()
+
+
+def stored(letter: str, text: str) -> StoredTexts:
+    """A stored response whose id consists of one letter."""
+    said = {"type": "message", "id": f"msg_{letter * 32}_0", "role": "assistant", "content": "ü" + text}
+    asked = {"type": "message", "id": f"msg_{letter * 32}_in0", "role": "user", "content": "ö" + text}
+    body = {"id": f"resp_{letter * 32}", "status": "completed", "output": [said]}
+    asked_text, body_text = json.dumps([asked], ensure_ascii=False), json.dumps(body, ensure_ascii=False)
+    return StoredTexts(f"resp_{letter * 32}", asked_text, body_text)
+
+
+@pytest.mark.parametrize("text", ["short", LONG], ids=["here", "elsewhere"])
+async def test_conversation_is_completed_with_history_and_references(parser: BodyParser, text: str) -> None:
+    reference = {"type": "item_reference", "id": f"msg_{'b' * 32}_0"}
+    foreign = {"type": "message", "role": "user", "content": "last"}
+    fields = {"model": "m", "input": [reference, foreign], "previous_response_id": "x", "top_p": 0.5}
+    sent = json.dumps(fields).encode()
+    found = await parser.find_references(sent, CLIENT, generates=True)
+    assert found == (True, (f"resp_{'b' * 32}",))
+    completion = Completion(generates=True, in_background=True, stored_as=f"resp_{'c' * 32}", max_body_mb=64)
+    earlier, referred = [stored("a", text)], [stored("b", text)]
+    (whole, envelope, _), own = await parser.complete(sent, earlier, referred, completion, CLIENT)
+    request = json.loads(whole)
+    ids = [item.get("id") for item in request.pop("input")]
+    assert ids == [f"msg_{'a' * 32}_in0", f"msg_{'a' * 32}_0", f"msg_{'b' * 32}_0", None]
+    assert request == {"model": "m", "top_p": 0.5, "stream": True}
+    assert envelope.facts.stream
+    assert json.loads(bytes(envelope.input)) == json.loads(whole)["input"]
+    assert own is not None
+    assert [item["id"] for item in json.loads(own)] == [f"msg_{'b' * 32}_0", f"msg_{'c' * 32}_in1"]
+
+
+@pytest.mark.parametrize("text", ["short", LONG], ids=["here", "elsewhere"])
+async def test_conversation_that_becomes_too_large_or_refers_to_nothing_is_rejected(
+    parser: BodyParser, text: str
+) -> None:
+    completion = Completion(generates=True, in_background=False, stored_as=None, max_body_mb=1)
+    large = [stored(letter, "x" * 300_000) for letter in "ab"]
+    with pytest.raises(BodyTooLarge):
+        await parser.complete(b'{"model":"m","input":"x"}', large, [], completion, CLIENT)
+    sent = {"model": "m", "input": [{"type": "item_reference", "id": f"msg_{'b' * 32}_0"}]}
+    with pytest.raises(ItemNotFound):
+        await parser.complete(json.dumps(sent).encode(), [stored("a", text)], [], completion, CLIENT)
+
+
+@pytest.mark.parametrize("text", ["short", LONG], ids=["here", "elsewhere"])
+async def test_items_of_a_chain_are_listed_in_pages(parser: BodyParser, text: str) -> None:
+    chain = [stored("a", text), stored("b", text)]
+    page = json.loads(await parser.list_items(chain, CLIENT, limit=2, ascending=True, after=None))
+    assert [item["id"] for item in page["data"]] == [f"msg_{'a' * 32}_in0", f"msg_{'a' * 32}_0"]
+    assert page["has_more"]
+    rest = json.loads(await parser.list_items(chain, CLIENT, limit=2, ascending=True, after=page["last_id"]))
+    assert [item["id"] for item in rest["data"]] == [f"msg_{'b' * 32}_in0"]
+    assert not rest["has_more"]

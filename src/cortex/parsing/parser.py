@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -11,10 +11,18 @@ import msgspec
 from cortex.ipc.channel import Unsendable
 from cortex.ipc.pool import PoolLost, WorkerLost, WorkerPool
 from cortex.parsing import protocol
-from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
+from cortex.parsing.conversations import Completed, Completion, Joined, References, join
+from cortex.parsing.cost import LARGE_BYTES, is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.fair_queue import FairQueue, QueueFull
+from cortex.parsing.items import StoredTexts
 from cortex.parsing.protocol import (
+    CompleteConversation,
+    CompletedBody,
+    FindReferences,
+    FoundReferences,
     Job,
+    ListedItems,
+    ListItems,
     Parsed,
     ParsedText,
     ParseRequest,
@@ -35,8 +43,10 @@ from cortex.wire.rejection import Rejected, error_of
 from cortex.wire.requests import GenerateRequest
 
 _NUM_WORKERS = 3
-_MAX_WAITING = 64
-_MAX_WAITING_PER_CLIENT = 16
+_MAX_WAITING = 1024
+_MAX_WAITING_PER_CLIENT = 512
+"""A burst of long prompts, of an agent or of all clients of an open gateway, is no flood: each takes milliseconds. A
+gateway's `max_buffered_mb` bounds what the waiting bodies take."""
 _TIMEOUT_S = 60.0
 _MEMORY_BYTES = 1 << 30
 """A body of 64 MB of text takes less than this, in any script."""
@@ -51,12 +61,14 @@ class BodyParser:
     start with the first large body.
     """
 
-    def __init__(self, memory_bytes: int = _MEMORY_BYTES) -> None:
+    def __init__(
+        self, memory_bytes: int = _MEMORY_BYTES, *, max_waiting_per_client: int = _MAX_WAITING_PER_CLIENT
+    ) -> None:
         """`memory_bytes`: the most that parsing one body may allocate."""
         self._memory_bytes = memory_bytes
         self._pool: WorkerPool[Reply] | None = None
         self._starting = asyncio.Lock()
-        self._queue = FairQueue(_NUM_WORKERS, _MAX_WAITING, _MAX_WAITING_PER_CLIENT)
+        self._queue = FairQueue(_NUM_WORKERS, _MAX_WAITING, max_waiting_per_client)
 
     async def parse(self, dialect: Dialect, body: bytes, client: str, *, strip_billing: bool = False) -> PackedRequest:
         """An inference request, without the billing line of the messages dialect if `strip_billing`."""
@@ -88,6 +100,37 @@ class BodyParser:
         """A request for the tokens of a conversation or of a text."""
         reply = await self._run(ParseTokenize(body), client, is_parsed_elsewhere(body))
         return reply if isinstance(reply, ParsedText) else _packed(reply)
+
+    async def find_references(self, body: bytes, client: str, *, generates: bool) -> References:
+        """What the items of a request of the Responses API refer to."""
+        reply = await self._run(FindReferences(generates, body), client, is_parsed_elsewhere(body))
+        assert isinstance(reply, FoundReferences)
+        return References(reply.are_any, reply.response_ids)
+
+    async def complete(
+        self,
+        body: bytes,
+        earlier: Sequence[StoredTexts],
+        referred: Sequence[StoredTexts],
+        completion: Completion,
+        client: str,
+    ) -> Completed:
+        """A request of the Responses API with the responses that it continues and the items that it refers to."""
+        data, sizes = await _joined(body, (*earlier, *referred))
+        job = CompleteConversation(completion, len(earlier), sizes, data)
+        reply = await self._run(job, client, is_parsed_elsewhere(data))
+        assert isinstance(reply, CompletedBody)
+        envelope = envelope_of(reply.body, reply.facts, reply.spans)
+        return Completed(RelayedBody(reply.body, envelope, False), reply.stored_input)
+
+    async def list_items(
+        self, chain: Sequence[StoredTexts], client: str, *, limit: int, ascending: bool, after: str | None
+    ) -> bytes:
+        """A page of the conversation that the last response of `chain` was made from, as JSON."""
+        data, sizes = await _joined(b"", chain)
+        reply = await self._run(ListItems(limit, ascending, after, sizes, data), client, is_parsed_elsewhere(data))
+        assert isinstance(reply, ListedItems)
+        return reply.body
 
     async def close(self) -> None:
         if self._pool is not None:
@@ -159,6 +202,14 @@ class BodyParser:
                 except OSError as error:
                     raise Overloaded(f"Large requests cannot be parsed now: {error}; try again.") from error
             return self._pool
+
+
+async def _joined(body: bytes, stored: Sequence[StoredTexts]) -> Joined:
+    """On a thread where it is much: copying does not hold the interpreter lock for long."""
+    num_bytes = len(body) + sum(len(response.input) + len(response.body) for response in stored)
+    if num_bytes < LARGE_BYTES or not stored:
+        return join(body, stored)
+    return await asyncio.to_thread(join, body, stored)
 
 
 def _packed(reply: Result) -> PackedRequest:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from cortex.parsing import relayed
+from cortex.parsing import conversations, relayed
+from cortex.parsing.conversations import Completion, Joined, StoredSize
 from cortex.parsing.envelope import Facts
 from cortex.parsing.relayed import Span
 from cortex.wire import openai_chat
@@ -62,6 +63,33 @@ class ParseTokenize(_Message, frozen=True):
     body: bytes
 
 
+class FindReferences(_Message, frozen=True):
+    """A request of the Responses API."""
+
+    generates: bool
+    body: bytes
+
+
+class CompleteConversation(_Message, frozen=True):
+    """A request of the Responses API, joined with stored responses."""
+
+    completion: Completion
+    num_earlier: int
+    """How many of the stored responses it continues; it refers to items of the others."""
+    sizes: tuple[StoredSize, ...]
+    body: bytes
+
+
+class ListItems(_Message, frozen=True):
+    """A chain of stored responses, whose input items are listed."""
+
+    limit: int
+    ascending: bool
+    after: str | None
+    sizes: tuple[StoredSize, ...]
+    body: bytes
+
+
 class Parsed(_Message, frozen=True):
     head: bytes
     """The head of the request as JSON."""
@@ -87,9 +115,35 @@ class ParsedText(_Message, frozen=True):
     text: str
 
 
-Job = ParseRequest | TranslateRequest | RenameModel | ReadRelayed | ParseTokenize
+class FoundReferences(_Message, frozen=True):
+    are_any: bool
+    response_ids: tuple[str, ...]
+
+
+class CompletedBody(_Message, frozen=True):
+    facts: Facts
+    spans: tuple[Span, ...]
+    """As in `ReadRelayedBody`."""
+    stored_input: bytes | None
+    body: bytes
+
+
+class ListedItems(_Message, frozen=True):
+    body: bytes
+
+
+Job = (
+    ParseRequest
+    | TranslateRequest
+    | RenameModel
+    | ReadRelayed
+    | ParseTokenize
+    | FindReferences
+    | CompleteConversation
+    | ListItems
+)
 """The body is the last field of each, so that it can be sent without being copied."""
-Result = Parsed | ParsedText | Renamed | ReadRelayedBody
+Result = Parsed | ParsedText | Renamed | ReadRelayedBody | FoundReferences | CompletedBody | ListedItems
 Reply = Result | Rejected
 
 
@@ -115,6 +169,14 @@ def run(job: Job) -> Result:
             if "messages" in fields:
                 return _packed(openai_chat.parse(body))
             return ParsedText(fields.model(), fields.required_text("prompt" if "prompt" in fields else "text"))
+        case FindReferences(generates, body):
+            return FoundReferences(*conversations.references_in(body, generates=generates))
+        case CompleteConversation(completion, num_earlier, sizes, body):
+            completed, stored_input = conversations.complete(Joined(body, sizes), num_earlier, completion)
+            return CompletedBody(completed.envelope.facts, relayed.spans(completed), stored_input, completed.body)
+        case ListItems(limit, ascending, after, sizes, body):
+            page = conversations.list_items(Joined(body, sizes), limit=limit, ascending=ascending, after=after)
+            return ListedItems(page)
 
 
 def _packed(request: GenerateRequest) -> Parsed:

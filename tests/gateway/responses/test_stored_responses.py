@@ -22,6 +22,7 @@ from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.http.request import Request
 from cortex.http.server.detached import DetachedExchange
+from cortex.parsing.parser import BodyParser
 from cortex.tasks import Supervisor
 from cortex.wire import openai_responses, usage_report
 from cortex.wire.events import AnyEvent, Finish, Start, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop, Usage
@@ -502,7 +503,7 @@ async def test_deletes_a_response_that_is_written_while_it_looks_for_it(tmp_path
     await store.add(NewResponse("resp_1", "", None, "completed", b"[]", b'{"id":"resp_1","status":"completed"}'))
     inference: Any = None
     meter: Any = SimpleNamespace(meter=OpenMeter())
-    routes = StoredResponses(store, BackgroundRuns(inference, store, Supervisor()), meter)
+    routes = StoredResponses(store, BackgroundRuns(inference, store, Supervisor()), meter, BodyParser())
     responses: list[bytes] = []
     sink: Any = SimpleNamespace(on_start=lambda _: None, on_data=responses.append, on_end=lambda: None)
     routes.handle(DetachedExchange(Request(b"DELETE", b"/v1/responses/resp_1", b"", (), b"", ""), sink))

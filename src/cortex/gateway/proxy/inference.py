@@ -20,7 +20,6 @@ from cortex.gateway.proxy.routes import Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
-from cortex.parsing import envelope as envelopes
 from cortex.parsing import relayed
 from cortex.parsing.cost import is_read_elsewhere
 from cortex.parsing.envelope import Envelope
@@ -170,11 +169,6 @@ class Inference:
         """Reject a request that was received."""
         self._reject(received.exchange, received.route, received.id, received.span, error)
         self._record(received.key, received.route, received.id, error, received.envelope)
-
-    def changed(self, received: ReceivedRequest, body: bytes) -> ReceivedRequest:
-        """`received` with another body. Raises the CortexError of a body that cannot be read."""
-        envelope = envelopes.read(body, received.route.dialect, generates=received.route.generates)
-        return msgspec.structs.replace(received, body=body, envelope=envelope)
 
     def _record(
         self, key: KeySection | None, route: Route, id: bytes, error: CortexError, envelope: Envelope | None

@@ -7,8 +7,8 @@ import logging
 from urllib.parse import parse_qs, unquote
 
 from cortex.gateway.proxy.admission import AdmissionController
+from cortex.gateway.proxy.inference import client_of
 from cortex.gateway.proxy.routes import JSON_HEADERS, error_response, json_response
-from cortex.gateway.responses import items
 from cortex.gateway.responses.background import BackgroundRuns, current_body, ended_body, last_event_of
 from cortex.gateway.responses.keeper import head_of
 from cortex.gateway.responses.store import ResponseStore
@@ -16,6 +16,7 @@ from cortex.gateway.responses.tables import StoredResponse
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
+from cortex.parsing.parser import BodyParser
 from cortex.wire import sse
 from cortex.wire.errors import (
     CortexError,
@@ -38,8 +39,15 @@ _MAX_EVENT_NUMBER = 2**53
 class StoredResponses:
     """Serves stored responses to the keys that made them. Owns a task for each request."""
 
-    def __init__(self, store: ResponseStore, background: BackgroundRuns, admission: AdmissionController) -> None:
+    def __init__(
+        self,
+        store: ResponseStore,
+        background: BackgroundRuns,
+        admission: AdmissionController,
+        parser: BodyParser,
+    ) -> None:
         self._store = store
+        self._parser = parser
         self._background = background
         self._admission = admission
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,7 +90,7 @@ class StoredResponses:
                 return _json(await self._body(key_id, id))
             case "input_items":
                 _expect(request, b"GET", b"HEAD")
-                return await self._input_items(request, key_id, id)
+                return await self._input_items(request, client_of(key, request), key_id, id)
             case "cancel":
                 _expect(request, b"POST")
                 return _json(await self._cancel(key_id, id))
@@ -108,16 +116,15 @@ class StoredResponses:
             self._background.forget(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
-    async def _input_items(self, request: Request, key_id: str, id: str) -> Response:
+    async def _input_items(self, request: Request, client: str, key_id: str, id: str) -> Response:
         """All items of the conversation that the response was made from."""
         limit = _number(request, "limit", _DEFAULT_PAGE, least=1, most=_MAX_PAGE)
         order = _query(request, "order") or "desc"
         if order not in ("asc", "desc"):
             raise InvalidValue("order: it must be `asc` or `desc`.", param="order")
-        *earlier, own = await self._store.read_chain(key_id, id) or [await self._read(key_id, id)]
-        conversation = [*items.context(earlier), *items.inputs(own)]
-        after = _query(request, "after")
-        return json_response(items.listing(conversation, limit=limit, ascending=order == "asc", after=after))
+        chain = await self._store.read_chain(key_id, id) or [await self._read(key_id, id)]
+        texts, after = [stored.texts for stored in chain], _query(request, "after")
+        return _json(await self._parser.list_items(texts, client, limit=limit, ascending=order == "asc", after=after))
 
     async def _cancel(self, key_id: str, id: str) -> bytes:
         run = self._background.find(key_id, id)

@@ -17,8 +17,7 @@ from msgspec import Raw
 
 from cortex.gateway.proxy.inference import Inference, ReceivedRequest, client_of
 from cortex.gateway.proxy.routes import JSON_HEADERS
-from cortex.gateway.responses import items
-from cortex.gateway.responses.keeper import head_of, last_event, new_response_id, response_in_event
+from cortex.gateway.responses.keeper import head_of, last_event, response_in_event
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.gateway.responses.whole_events import WholeEvents
@@ -306,9 +305,9 @@ class BackgroundRuns:
         received: ReceivedRequest,
         streamed: ReceivedRequest,
         *,
+        kept: KeptResponse,
         key_id: str,
-        previous_id: str | None,
-        own_items: list[Raw],
+        stored_input: bytes,
     ) -> None:
         """Run `streamed`, which is `received` as a node gets it. The client gets the queued response, or its events.
 
@@ -328,7 +327,7 @@ class BackgroundRuns:
         buffered.num_bytes += num_bytes
         run: BackgroundRun | None = None
         try:
-            run = await self._begin(received, streamed, key_id, previous_id, own_items)
+            run = await self._begin(received, streamed, kept, key_id, stored_input)
         finally:
             self._num_starting -= 1
             if run is None or run.ended_at is not None:
@@ -340,12 +339,11 @@ class BackgroundRuns:
         self,
         received: ReceivedRequest,
         streamed: ReceivedRequest,
+        kept: KeptResponse,
         key_id: str,
-        previous_id: str | None,
-        own_items: list[Raw],
+        stored_input: bytes,
     ) -> BackgroundRun | None:
         """The run; None for a request that was rejected."""
-        kept = KeptResponse(new_response_id(), previous_id, background=True)
         parsed = await self._inference.services.parser.parse(
             "openai_responses", streamed.body, client_of(received.key, received.exchange.request)
         )
@@ -353,12 +351,11 @@ class BackgroundRuns:
         created = int(self._store.clock())
         body = response_body(request, id=kept.id, created=created, model=request.model) | {"status": "queued"}
         queued = msgspec.json.encode(body)
-        stored_input = await asyncio.to_thread(items.with_ids, own_items, kept.id)
         if len(stored_input) + len(queued) > self._store.max_entry_bytes:
             raise InvalidValue(
                 "background: the request is too large to be stored (responses.max_entry_mb).", param="input"
             )
-        await self._store.add(NewResponse(kept.id, key_id, previous_id, "queued", stored_input, queued))
+        await self._store.add(NewResponse(kept.id, key_id, kept.previous_response_id, "queued", stored_input, queued))
         streams, max_bytes = received.envelope.facts.stream, self._store.max_entry_bytes
         run = BackgroundRun(kept, key_id, queued, self._ended, streams=streams, max_bytes=max_bytes)
         run.exchange = DetachedExchange(_without_body(received.exchange.request), run)

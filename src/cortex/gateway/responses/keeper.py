@@ -14,12 +14,12 @@ from functools import partial
 import msgspec
 from msgspec import Raw
 
-from cortex.gateway.responses import items
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse
 from cortex.gateway.responses.whole_events import WholeEvents
 from cortex.http.observer import Outcome
 from cortex.http.request import Headers
+from cortex.parsing import items
 from cortex.wire.headers import NOT_STORED
 from cortex.wire.openai_responses.kept import KeptResponse
 
@@ -40,10 +40,6 @@ class _Event(msgspec.Struct, frozen=True):
 
 _head_decoder = msgspec.json.Decoder(ResponseHead)
 _event_decoder = msgspec.json.Decoder(_Event)
-
-
-def num_input_bytes(input: Raw | list[Raw]) -> int:
-    return sum(memoryview(item).nbytes for item in ([input] if isinstance(input, Raw) else input))
 
 
 def new_response_id() -> str:
@@ -123,10 +119,17 @@ class StoringKeeper:
     headers: Headers = ()
 
     def __init__(
-        self, store: ResponseStore, key_id: str, previous_id: str | None, input: Raw | list[Raw], *, stream: bool
+        self,
+        store: ResponseStore,
+        id: str,
+        key_id: str,
+        previous_id: str | None,
+        input: Raw | bytes,
+        *,
+        stream: bool,
     ) -> None:
-        """`input` is that of the client's request, with items in place of references."""
-        self.kept = KeptResponse(new_response_id(), previous_id)
+        """`input` is that of the client's request; bytes if its references are resolved and its items have ids."""
+        self.kept = KeptResponse(id, previous_id)
         self._store = store
         self._key_id = key_id
         self._input = input
@@ -142,7 +145,7 @@ class StoringKeeper:
             return
         captured = self._capture.captured
         if captured is not None:
-            num_bytes = len(captured) + num_input_bytes(self._input)
+            num_bytes = len(captured) + memoryview(self._input).nbytes
             self._store.save(partial(_built, self.kept, self._key_id, self._input, self._capture), num_bytes)
         elif self._capture.is_too_large:
             self._store.too_large()
@@ -165,11 +168,9 @@ class NotStored:
         """Nothing is kept."""
 
 
-def _built(
-    kept: KeptResponse, key_id: str, input: Raw | list[Raw], capture: StreamCapture | BodyCapture
-) -> NewResponse:
+def _built(kept: KeptResponse, key_id: str, input: Raw | bytes, capture: StreamCapture | BodyCapture) -> NewResponse:
     """Runs on the thread of the store. Raises msgspec.DecodeError when the response is not one."""
     response = capture.response()
-    own_items = items.split(input) if isinstance(input, Raw) else input
+    stored_input = items.with_ids(items.split(input), kept.id) if isinstance(input, Raw) else input
     status = head_of(response).status
-    return NewResponse(kept.id, key_id, kept.previous_response_id, status, items.with_ids(own_items, kept.id), response)
+    return NewResponse(kept.id, key_id, kept.previous_response_id, status, stored_input, response)

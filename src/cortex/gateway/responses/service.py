@@ -28,7 +28,7 @@ class ResponsesService:
         self._background = BackgroundRuns(inference, self._store, tasks)
         self.stateful = StatefulInference(inference, self._store, self._background)
         """Serves `POST /v1/responses` and its token counts."""
-        self.stored = StoredResponses(self._store, self._background, services.admission)
+        self.stored = StoredResponses(self._store, self._background, services.admission, services.parser)
         """Serves `/v1/responses/{id}`."""
 
     def start(self) -> None:

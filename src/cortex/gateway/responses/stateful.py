@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import msgspec
 from msgspec import Raw
 
-from cortex.gateway.proxy.inference import Inference, ReceivedRequest
+from cortex.gateway.proxy.inference import Inference, ReceivedRequest, client_of
 from cortex.gateway.proxy.request import ResponseKeeper
 from cortex.gateway.proxy.routes import Route
-from cortex.gateway.responses import items
 from cortex.gateway.responses.background import BackgroundRuns
-from cortex.gateway.responses.keeper import NotStored, StoringKeeper, num_input_bytes
+from cortex.gateway.responses.keeper import NotStored, StoringKeeper, new_response_id
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import StoredResponse
 from cortex.http.server.exchange import Exchange
-from cortex.parsing.cost import LARGE_BYTES
-from cortex.parsing.envelope import Facts
+from cortex.parsing import items
+from cortex.parsing.conversations import Completed, Completion, References
+from cortex.parsing.envelope import ABSENT, Facts
+from cortex.parsing.items import StoredTexts
 from cortex.wire.errors import (
     BodyTooLarge,
     CortexError,
@@ -32,23 +33,21 @@ from cortex.wire.errors import (
     PreviousResponseNotFound,
     shorten,
 )
-from cortex.wire.raw_fields import replace_fields
+from cortex.wire.openai_responses.kept import KeptResponse
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_MAX_REFERRED_BYTES = 256 * 1024 * 1024
-"""Size of all stored responses that the references of one request may name."""
+_MAX_REFERRED_BYTES = 128 * 1024 * 1024
+"""Size of all stored responses that one request may continue or refer to."""
 
 
-class _Conversation(NamedTuple):
-    """A request with the stored items that it refers to."""
+class _Referred(NamedTuple):
+    """The stored responses that a request refers to."""
 
-    own_items: list[Raw]
-    """Its input, without references."""
-    earlier: list[Raw]
-    """What the responses that it continues have said."""
+    earlier: Sequence[StoredTexts]
+    """Those that it continues, oldest first."""
+    others: Sequence[StoredTexts]
+    """Those with items that it refers to."""
 
 
 class StatefulInference:
@@ -87,12 +86,18 @@ class StatefulInference:
 
     async def _begin_with_state(self, received: ReceivedRequest, facts: Facts) -> None:
         try:
-            conversation = await self._conversation(received, facts)
-            if facts.background and received.route.generates:
-                await self._begin_in_background(received, facts, conversation)
-            else:
-                keeper = self._keeper(received, facts, conversation.own_items)
-                self._inference.serve(await self._completed(received, conversation), keeper)
+            in_background = facts.background and received.route.generates
+            if in_background and facts.store is False:
+                raise InvalidValue("background: it needs a stored response; leave `store` out.", param="background")
+            id = new_response_id() if in_background or self._is_stored(received, facts) else None
+            referred = await self._referred(received, facts)
+            completion = Completion(
+                received.route.generates, in_background, id, self._inference.services.config.max_body_mb
+            )
+            completed = await self._inference.services.parser.complete(
+                received.body, referred.earlier, referred.others, completion, _client(received)
+            )
+            await self._begin_completed(received, facts, id, completed)
         except asyncio.CancelledError:
             received.span.end({}, error="client_disconnected")
             raise
@@ -102,20 +107,26 @@ class StatefulInference:
             log.exception("a request with state failed")
             self._inference.reject(received, CortexError("Internal error of the gateway; its log has the details."))
 
-    async def _begin_in_background(self, received: ReceivedRequest, facts: Facts, conversation: _Conversation) -> None:
-        if facts.store is False:
-            raise InvalidValue("background: it needs a stored response; leave `store` out.", param="background")
-        streamed = await self._completed(received, conversation, background=True)
-        await self._background.begin(
-            received,
-            streamed,
-            key_id=_key_id(received),
-            previous_id=facts.previous_response_id,
-            own_items=conversation.own_items,
-        )
+    async def _begin_completed(
+        self, received: ReceivedRequest, facts: Facts, id: str | None, completed: Completed
+    ) -> None:
+        (body, envelope, _), stored_input = completed
+        whole = msgspec.structs.replace(received, body=body, envelope=envelope)
+        if id is None or stored_input is None or not (facts.background and received.route.generates):
+            self._inference.serve(whole, self._keeper(received, facts, stored_input or ABSENT, id))
+            return
+        kept = KeptResponse(id, facts.previous_response_id, background=True)
+        await self._background.begin(received, whole, kept=kept, key_id=_key_id(received), stored_input=stored_input)
 
-    def _keeper(self, received: ReceivedRequest, facts: Facts, input: Raw | list[Raw]) -> ResponseKeeper | None:
-        """What keeps the response; None when the client or the operator does not want it to be stored."""
+    def _is_stored(self, received: ReceivedRequest, facts: Facts) -> bool:
+        """Whether the client and the operator want the response to be stored."""
+        return received.route.generates and facts.store is not False and self._store.section.store
+
+    def _keeper(
+        self, received: ReceivedRequest, facts: Facts, input: Raw | bytes, id: str | None = None
+    ) -> ResponseKeeper | None:
+        """What keeps the response, as `id` if there is one already; None when the client or the operator does not want
+        it to be stored."""
         section = self._store.section
         if facts.store is False or not received.route.generates:
             return None
@@ -123,18 +134,22 @@ class StatefulInference:
             return NotStored("this gateway stores no responses (responses.store)") if facts.store else None
         if self._store.failure is not None:
             return NotStored("the database of stored responses is not available")
-        if num_input_bytes(input) > self._store.max_entry_bytes:
+        if memoryview(input).nbytes > self._store.max_entry_bytes:
             return NotStored(f"the input is larger than {section.max_entry_mb} MB (responses.max_entry_mb)")
         previous_id, key_id = facts.previous_response_id, _key_id(received)
-        return StoringKeeper(self._store, key_id, previous_id, input, stream=facts.stream)
+        id = id or new_response_id()
+        return StoringKeeper(self._store, id, key_id, previous_id, input, stream=facts.stream)
 
-    async def _conversation(self, received: ReceivedRequest, facts: Facts) -> _Conversation:
-        """The request's items with everything that it refers to. Raises the CortexError of what is not stored."""
-        own_items = await _off_loop(len(received.body), partial(items.split, received.envelope.input))
-        referred = await _off_loop(len(received.body), partial(items.references, own_items))
+    async def _referred(self, received: ReceivedRequest, facts: Facts) -> _Referred:
+        """Everything that a request refers to. Raises the CortexError of what is not stored."""
+        references = References(False, ())
+        if items.REFERENCE in received.body:
+            references = await self._inference.services.parser.find_references(
+                received.body, _client(received), generates=received.route.generates
+            )
         previous_id = facts.previous_response_id
-        if not self._store.section.store and (referred or previous_id is not None or facts.background):
-            param = "input" if referred else "background" if previous_id is None else "previous_response_id"
+        if not self._store.section.store and (references.are_any or previous_id is not None or facts.background):
+            param = "input" if references.are_any else "background" if previous_id is None else "previous_response_id"
             raise InvalidValue(
                 f"{param}: this gateway stores no responses (responses.store); send the whole conversation in 'input'.",
                 param=param,
@@ -144,57 +159,29 @@ class StatefulInference:
         if previous_id is not None:
             earlier = await self._store.read_chain(key_id, previous_id)
             _check_chain(earlier, previous_id)
-        stored: dict[str, StoredResponse] = {}
-        num_bytes = sum(_num_bytes(response) for response in earlier)
-        for item_id in referred.values():
-            place = items.place_of(item_id)
-            if place is not None and place.response_id not in stored:
-                found = await self._store.read(key_id, place.response_id)
-                if found is not None:
-                    stored[found.id] = found
-                    num_bytes += _num_bytes(found)
-                if num_bytes > _MAX_REFERRED_BYTES:
-                    raise BodyTooLarge(
-                        f"The responses that this request refers to have more than {_MAX_REFERRED_BYTES} bytes. Send "
-                        "the items themselves, or start a new conversation."
-                    )
-
-        def build() -> _Conversation:
-            conversation = _Conversation(items.resolve(own_items, referred, stored), items.context(earlier))
-            items.check_count([*conversation.earlier, *conversation.own_items])
-            return conversation
-
-        return await _off_loop(len(received.body) + num_bytes, build)
-
-    async def _completed(
-        self, received: ReceivedRequest, conversation: _Conversation, *, background: bool = False
-    ) -> ReceivedRequest:
-        """The request that a node gets: it has the whole conversation. In the background it is streamed, so that a
-        node that takes long does not look silent."""
-        whole = [*conversation.earlier, *conversation.own_items]
-        num_bytes = len(received.body) + num_input_bytes(whole)
-        limit_mb = self._inference.services.config.max_body_mb
-        if num_bytes > limit_mb * 1024 * 1024:
+        others: list[StoredResponse] = []
+        num_bytes = sum(map(_num_bytes, earlier))
+        for response_id in references.response_ids:
+            found = await self._store.read(key_id, response_id)
+            if found is not None:
+                others.append(found)
+                num_bytes += _num_bytes(found)
+            if num_bytes > _MAX_REFERRED_BYTES:
+                break
+        if num_bytes > _MAX_REFERRED_BYTES:
             raise BodyTooLarge(
-                f"With the responses that it continues the request has {num_bytes} bytes; the limit is {limit_mb} MB "
-                "(gateway.max_body_mb). Start a new conversation."
+                f"The responses that this request refers to have more than {_MAX_REFERRED_BYTES} bytes. Send "
+                "the items themselves, or start a new conversation."
             )
-
-        def build() -> ReceivedRequest:
-            values = {"input": whole, **({"stream": True} if background else {})}
-            body = replace_fields(received.body, values, without=("previous_response_id", "background"))
-            return self._inference.changed(received, body)
-
-        return await _off_loop(num_bytes, build)
-
-
-async def _off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """The result of `work` on `num_bytes`; on a thread if they are many, so that streams are not delayed."""
-    return work() if num_bytes < LARGE_BYTES else await asyncio.to_thread(work)
+        return _Referred([stored.texts for stored in earlier], [stored.texts for stored in others])
 
 
 def _num_bytes(stored: StoredResponse) -> int:
     return len(stored.input) + len(stored.body)
+
+
+def _client(received: ReceivedRequest) -> str:
+    return client_of(received.key, received.exchange.request)
 
 
 def _key_id(received: ReceivedRequest) -> str:

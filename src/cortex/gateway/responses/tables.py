@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from cortex.gateway.database import Execute
+from cortex.parsing.items import StoredTexts
 
 UNFINISHED = ("queued", "in_progress")
 
@@ -106,6 +107,10 @@ class StoredResponse(NamedTuple):
     @property
     def is_finished(self) -> bool:
         return self.status not in UNFINISHED
+
+    @property
+    def texts(self) -> StoredTexts:
+        return StoredTexts(self.id, self.input, self.body)
 
 
 def add(execute: Execute, response: NewResponse, now_s: float, retention_s: float) -> None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from cortex.gateway.responses.tables import StoredResponse
 from cortex.wire.errors import InvalidValue, ItemNotFound, shorten
 
 REFERENCE = b'"item_reference"'
@@ -41,6 +40,16 @@ _raw_object = msgspec.json.Decoder(dict[str, Raw])
 _head = msgspec.json.Decoder(_Head)
 _text = msgspec.json.Decoder(str)
 _output = msgspec.json.Decoder(_Output)
+
+
+class StoredTexts(NamedTuple):
+    """A stored response, as JSON."""
+
+    id: str
+    input: str | bytes | memoryview
+    """The input items of its request, an array."""
+    body: str | bytes | memoryview
+    """The response object."""
 
 
 class Place(NamedTuple):
@@ -87,7 +96,7 @@ def place_of(item_id: str) -> Place | None:
     return None
 
 
-def resolve(items: Sequence[Raw], referred: Mapping[int, str], stored: Mapping[str, StoredResponse]) -> list[Raw]:
+def resolve(items: Sequence[Raw], referred: Mapping[int, str], stored: Mapping[str, StoredTexts]) -> list[Raw]:
     """`items` with the stored items in place of references. `stored` has the responses that `place_of` names.
 
     Reads each stored response and each item of it at most once, however many references there are. Raises
@@ -127,17 +136,17 @@ def _not_found(item_id: str, at: int) -> ItemNotFound:
     )
 
 
-def inputs(response: StoredResponse) -> list[Raw]:
+def inputs(response: StoredTexts) -> list[Raw]:
     """The input items of the request that led to a stored response."""
     return _raw_items.decode(response.input)
 
 
-def outputs(response: StoredResponse) -> list[Raw]:
+def outputs(response: StoredTexts) -> list[Raw]:
     """The output items of a stored response."""
     return _output.decode(response.body).output
 
 
-def context(chain: Iterable[StoredResponse]) -> list[Raw]:
+def context(chain: Iterable[StoredTexts]) -> list[Raw]:
     """The whole conversation of a chain of responses: what was said in each request, and the response to it. Raises
     InvalidValue when it has more than `MAX_ITEMS`."""
     found: list[Raw] = []

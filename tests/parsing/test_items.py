@@ -8,24 +8,24 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from cortex.gateway.responses import items
-from cortex.gateway.responses.tables import StoredResponse
+from cortex.parsing import items
+from cortex.parsing.items import StoredTexts
 from cortex.wire.errors import InvalidValue, ItemNotFound
 
 STEM = "ab" * 16
 
 
-def stored(num_items: int) -> StoredResponse:
+def stored(num_items: int) -> StoredTexts:
     output = [{"type": "message", "id": f"msg_{STEM}_{number}"} for number in range(num_items)]
     body = msgspec.json.encode({"id": f"resp_{STEM}", "status": "completed", "output": output}).decode()
-    return StoredResponse(f"resp_{STEM}", None, "completed", None, "[]", body)
+    return StoredTexts(f"resp_{STEM}", "[]", body)
 
 
 def test_decodes_a_stored_response_once_for_all_references_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[StoredResponse] = []
+    read: list[StoredTexts] = []
     outputs = items.outputs
 
-    def counted(response: StoredResponse) -> list[Raw]:
+    def counted(response: StoredTexts) -> list[Raw]:
         read.append(response)
         return outputs(response)
 

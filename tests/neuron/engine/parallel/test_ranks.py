@@ -116,7 +116,8 @@ def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect
 
     with ThreadPoolExecutor(2) as threads:
         second = threads.submit(join, 1)
-        time.sleep(0.1)
+        while not steps_begun and not second.done():
+            time.sleep(0.01)
         first = threads.submit(join, 0)
         for group in (first.result(60), second.result(60)):
             group.close()

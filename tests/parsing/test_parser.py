@@ -161,12 +161,19 @@ async def test_flood_of_one_client_does_not_delay_another(parser: BodyParser) ->
     await asyncio.wait(calls)
 
 
-async def test_number_of_waiting_bodies_is_bounded_for_each_client(parser: BodyParser) -> None:
+async def test_burst_of_one_client_is_parsed(parser: BodyParser) -> None:
+    calls = [parser.parse("openai_chat", body(LONG), CLIENT) for _ in range(100)]
+    assert {packed.head.model for packed in await asyncio.gather(*calls)} == {"m"}
+
+
+async def test_number_of_waiting_bodies_is_bounded_for_each_client() -> None:
+    parser = BodyParser(max_waiting_per_client=16)
     calls = [asyncio.create_task(parser.parse("openai_chat", body(LONG), CLIENT)) for _ in range(30)]
     results = await asyncio.gather(*calls, return_exceptions=True)
     rejected = [result for result in results if isinstance(result, BaseException)]
     assert 0 < len(rejected) < len(calls)
     assert all(isinstance(result, RateLimitExceeded) for result in rejected)
+    await parser.close()
 
 
 def stored(letter: str, text: str) -> StoredTexts:

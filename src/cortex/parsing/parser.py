@@ -43,8 +43,10 @@ from cortex.wire.rejection import Rejected, error_of
 from cortex.wire.requests import GenerateRequest
 
 _NUM_WORKERS = 3
-_MAX_WAITING = 64
-_MAX_WAITING_PER_CLIENT = 16
+_MAX_WAITING = 1024
+_MAX_WAITING_PER_CLIENT = 512
+"""A burst of long prompts, of an agent or of all clients of an open gateway, is no flood: each takes milliseconds. A
+gateway's `max_buffered_mb` bounds what the waiting bodies take."""
 _TIMEOUT_S = 60.0
 _MEMORY_BYTES = 1 << 30
 """A body of 64 MB of text takes less than this, in any script."""
@@ -59,12 +61,14 @@ class BodyParser:
     start with the first large body.
     """
 
-    def __init__(self, memory_bytes: int = _MEMORY_BYTES) -> None:
+    def __init__(
+        self, memory_bytes: int = _MEMORY_BYTES, *, max_waiting_per_client: int = _MAX_WAITING_PER_CLIENT
+    ) -> None:
         """`memory_bytes`: the most that parsing one body may allocate."""
         self._memory_bytes = memory_bytes
         self._pool: WorkerPool[Reply] | None = None
         self._starting = asyncio.Lock()
-        self._queue = FairQueue(_NUM_WORKERS, _MAX_WAITING, _MAX_WAITING_PER_CLIENT)
+        self._queue = FairQueue(_NUM_WORKERS, _MAX_WAITING, max_waiting_per_client)
 
     async def parse(self, dialect: Dialect, body: bytes, client: str, *, strip_billing: bool = False) -> PackedRequest:
         """An inference request, without the billing line of the messages dialect if `strip_billing`."""

@@ -41,6 +41,7 @@ async def test_replicas_serve_side_by_side_and_a_lost_one_comes_back(tmp_path: P
         for stream in streams:
             await anext(stream)
         first, second = (supervisor.process_id for supervisor in node.devices.supervisors.values())
+        assert first is not None
         os.kill(first, signal.SIGKILL)
         with pytest.raises(Recovering):
             async for _ in streams[0]:

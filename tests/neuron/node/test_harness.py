@@ -10,7 +10,7 @@ from cortex.wire.node import LoadRequest, ModelState
 
 
 @pytest.mark.parametrize("harness", HARNESSES)
-async def test_loads_under_every_name_of_the_engine(tmp_path: Path, harness) -> None:
+async def test_loads_under_every_name_of_the_engine(tmp_path: Path, harness: str) -> None:
     source = str(write_model(tmp_path / "model"))
     async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}) as node:
         assert harness in node.discovery.harnesses

@@ -11,7 +11,7 @@ from cortex.neuron.node.sleep_budget import Room, SleepBudget, SleepingModel, ca
 from cortex.wire.node import Device
 
 
-def sleeping(model_id, host_bytes, idle_s, can_be_unloaded=True):
+def sleeping(model_id: str, host_bytes: int, idle_s: float, can_be_unloaded: bool = True) -> SleepingModel:
     return SleepingModel(model_id, host_bytes, idle_s, can_be_unloaded)
 
 
@@ -33,7 +33,7 @@ A, B, C = sleeping("a", 40, 10.0), sleeping("b", 30, 99.0), sleeping("c", 20, 50
     ],
 )
 def test_unloads_the_longest_idle_first_and_only_as_many_as_needed(
-    need: int, budget: int, sleeping_models, room
+    need: int, budget: int, sleeping_models: list[SleepingModel], room: Room
 ) -> None:
     assert make_room(need, budget, sleeping_models) == room
 
@@ -44,7 +44,7 @@ sleeping_models = st.lists(
 
 
 @given(st.integers(1, 200), st.integers(0, 400), sleeping_models)
-def test_what_is_left_fits_and_nothing_is_unloaded_otherwise(need, budget, held) -> None:
+def test_what_is_left_fits_and_nothing_is_unloaded_otherwise(need: int, budget: int, held: list[SleepingModel]) -> None:
     room = make_room(need, budget, held)
     left = [each for each in held if each.model_id not in room.to_unload]
     total = sum(each.host_bytes for each in left)
@@ -65,18 +65,18 @@ GPU = Device(index=0, kind="cuda", name="gpu", total_bytes=100)
     [(None, CPU, 0, 0), (None, GPU, 0, 500), (None, GPU, 600, 800), (3, CPU, 0, 3 << 20), (0, GPU, 0, 0)],
 )
 def test_budget_is_the_configured_one_or_a_share_of_free_host_memory(
-    sleep_mb: int | None, device, held: int, budget: int
+    sleep_mb: int | None, device: Device, held: int, budget: int
 ) -> None:
     assert sleep_budget_bytes(sleep_mb, [device], HostMemory(4000, 1000), held) == budget
     assert can_sleep(sleep_mb, [device]) is (budget > 0)
 
 
 async def test_two_models_at_once_do_not_get_the_same_room() -> None:
-    held = []
+    held: list[SleepingModel] = []
     budget = SleepBudget(lambda _: 10, lambda: list(held), lambda _: asyncio.sleep(0))
     admitted = []
 
-    async def sleep(model_id) -> None:
+    async def sleep(model_id: str) -> None:
         async with budget.reserve(10) as has_room:
             await asyncio.sleep(0)
             if has_room:

@@ -1,7 +1,7 @@
 import pynvml
 import pytest
 
-from cortex.neuron.worker import discovery
+from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices, visible_devices
 from cortex.wire.node import Device
 
@@ -26,15 +26,15 @@ GPUS = (gpu(0), gpu(1), gpu(2))
         ("0,9,1", [0]),
     ],
 )
-def test_cuda_visible_devices_selects_and_orders_gpus(setting: str | None, expected) -> None:
+def test_cuda_visible_devices_selects_and_orders_gpus(setting: str | None, expected: list[int]) -> None:
     assert [device.index for device in visible_devices(GPUS, setting)] == expected
 
 
-def fail_init(monkeypatch, code) -> None:
+def fail_init(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def init() -> None:
         raise pynvml.NVMLError(code)
 
-    monkeypatch.setattr(discovery.pynvml, "nvmlInit", init)
+    monkeypatch.setattr(pynvml, "nvmlInit", init)
 
 
 def test_cpu_is_the_only_device_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,20 +50,20 @@ def test_reports_a_driver_library_mismatch_as_a_problem(monkeypatch: pytest.Monk
     fail_init(monkeypatch, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
     inventory = discover({})
     assert [device.kind for device in inventory.devices] == ["cpu"]
-    assert "reboot" in inventory.driver_problem
+    assert "reboot" in (inventory.driver_problem or "")
 
 
 def test_reports_an_unknown_nvml_error_as_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_init(monkeypatch, pynvml.NVML_ERROR_UNKNOWN)
-    assert "nvidia-smi" in discover({}).driver_problem
+    assert "nvidia-smi" in (discover({}).driver_problem or "")
 
 
 class FakeMemory:
     total, free = 24 << 30, 20 << 30
 
 
-def fake_one_gpu(monkeypatch) -> None:
-    def unsupported(*_) -> None:
+def fake_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     for name, value in {
@@ -80,7 +80,7 @@ def fake_one_gpu(monkeypatch) -> None:
         "nvmlDeviceGetName": lambda handle: b"NVIDIA GeForce RTX 3060",
         "nvmlDeviceGetUUID": lambda handle: "GPU-1",
     }.items():
-        monkeypatch.setattr(discovery.pynvml, name, value)
+        monkeypatch.setattr(pynvml, name, value)
 
 
 def test_gpu_with_missing_sensors_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_falls_back_to_the_cpu_and_says_why_when_all_gpus_are_hidden(monkeypatch
     fake_one_gpu(monkeypatch)
     inventory = discover({"CUDA_VISIBLE_DEVICES": ""})
     assert inventory.devices[0].kind == "cpu"
-    assert "CUDA_VISIBLE_DEVICES" in inventory.driver_problem
+    assert "CUDA_VISIBLE_DEVICES" in (inventory.driver_problem or "")
 
 
 def test_no_readings_when_the_driver_stops_responding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,29 +108,29 @@ def test_no_readings_when_the_driver_stops_responding(monkeypatch: pytest.Monkey
 def test_skips_a_failed_gpu_with_a_reason_and_keeps_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_one_gpu(monkeypatch)
 
-    def handle(index):
+    def handle(index: int) -> int:
         if index == 1:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return index
 
-    monkeypatch.setattr(discovery.pynvml, "nvmlDeviceGetCount", lambda: 3)
-    monkeypatch.setattr(discovery.pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 3)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
     inventory = discover({})
     assert [device.index for device in inventory.devices] == [0, 2]
-    assert "GPU 1 is not used" in inventory.driver_problem
+    assert "GPU 1 is not used" in (inventory.driver_problem or "")
     assert set(read_devices(GPUS)) == {0, 2}
 
 
 def test_gpu_without_own_memory_reports_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_one_gpu(monkeypatch)
 
-    def unsupported(handle) -> None:
+    def unsupported(handle: int) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    monkeypatch.setattr(discovery.pynvml, "nvmlDeviceGetMemoryInfo", unsupported)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", unsupported)
     (device,) = discover({}).devices
     assert device.kind == "cuda"
-    assert device.total_bytes == discovery.read_host_memory().total_bytes
+    assert device.total_bytes == read_host_memory().total_bytes
 
 
 def test_divides_the_cpu_into_devices_that_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:

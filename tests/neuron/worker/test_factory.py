@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ import pytest
 
 from cortex.ipc.channel import encode_frame
 from cortex.ipc.packets import PacketSocket
-from cortex.neuron.worker.factory import WorkerFactory
+from cortex.neuron.worker.factory import WorkerFactory, WorkerHandle
 from cortex.neuron.worker.fork_server import ForkServer
 from cortex.neuron.worker.protocol import DeviceAddress, Exit, Exited, Fork, ForkServerEvent, Warm
 from cortex.neuron.worker.worker import EXIT_FAULTED
@@ -28,7 +29,7 @@ WAIT_S = 30.0
 
 
 @contextlib.asynccontextmanager
-async def worker_factory(engine="faulty_engine:load"):
+async def worker_factory(engine: str = "faulty_engine:load") -> AsyncIterator[WorkerFactory]:
     worker_factory = WorkerFactory(engine)
     try:
         yield worker_factory
@@ -36,7 +37,7 @@ async def worker_factory(engine="faulty_engine:load"):
         await worker_factory.close()
 
 
-async def forked(worker_factory, device=CPU):
+async def forked(worker_factory: WorkerFactory, device: DeviceAddress = CPU) -> tuple[WorkerHandle, socket.socket]:
     """A worker and this side's end of its channel."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -47,14 +48,19 @@ async def forked(worker_factory, device=CPU):
     return handle, ours
 
 
-def alive(process_id):
+def process_of(handle: WorkerHandle) -> int:
+    assert handle.process_id is not None
+    return handle.process_id
+
+
+def alive(process_id: int) -> bool:
     # A zombie is dead: the process that inherited it may take its time to reap it.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return status(process_id, "State") != "Z"
     return False
 
 
-def status(process_id, field):
+def status(process_id: int, field: str) -> str:
     lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
     return next(line.split()[1] for line in lines if line.startswith(f"{field}:"))
 
@@ -62,11 +68,11 @@ def status(process_id, field):
 async def test_workers_come_from_one_process_and_report_their_exit() -> None:
     async with worker_factory() as made:
         (one, channel), (two, other_channel) = await forked(made), await forked(made)
-        assert status(one.process_id, "PPid") == status(two.process_id, "PPid")
-        assert os.getsid(one.process_id) == one.process_id
+        assert status(process_of(one), "PPid") == status(process_of(two), "PPid")
+        assert os.getsid(process_of(one)) == one.process_id
         channel.sendall(encode_frame([Exit()]))
         assert await asyncio.wait_for(one.exited, WAIT_S) == 0
-        os.kill(two.process_id, signal.SIGSEGV)
+        os.kill(process_of(two), signal.SIGSEGV)
         assert await asyncio.wait_for(two.exited, WAIT_S) == -signal.SIGSEGV
         two.kill()  # too late, and ignored
     channel.close()
@@ -83,7 +89,7 @@ async def test_worker_holds_no_descriptor_of_another_worker() -> None:
         first_channel.settimeout(WAIT_S)
         while first_channel.recv(4096):
             pass
-        assert alive(second.process_id)
+        assert alive(process_of(second))
         second_channel.close()
         assert await asyncio.wait_for(second.exited, WAIT_S) == 0
         first_channel.close()
@@ -92,14 +98,14 @@ async def test_worker_holds_no_descriptor_of_another_worker() -> None:
 async def test_workers_die_with_the_fork_server_which_is_replaced() -> None:
     async with worker_factory() as made:
         worker, channel = await forked(made)
-        os.kill(int(status(worker.process_id, "PPid")), signal.SIGKILL)
+        os.kill(int(status(process_of(worker), "PPid")), signal.SIGKILL)
         assert await asyncio.wait_for(worker.exited, WAIT_S) == -signal.SIGKILL
         deadline_s = time.monotonic() + 3
-        while alive(worker.process_id) and time.monotonic() < deadline_s:
+        while alive(process_of(worker)) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
-        assert not alive(worker.process_id)
+        assert not alive(process_of(worker))
         again, other_channel = await forked(made)
-        assert alive(again.process_id)
+        assert alive(process_of(again))
         channel.close()
         other_channel.close()
 
@@ -162,7 +168,7 @@ def test_failed_fork_is_reported_and_the_fork_server_continues(monkeypatch: pyte
 
     monkeypatch.setattr(os, "fork", fork)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    daemon = PacketSocket(ours, ForkServerEvent)
+    daemon: PacketSocket[ForkServerEvent] = PacketSocket(ours, ForkServerEvent)
     with ours, theirs:
         channel, other = socket.socketpair()
         with channel:

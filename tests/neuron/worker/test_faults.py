@@ -1,5 +1,4 @@
 import errno
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ class OutOfMemoryError(RuntimeError):
 class AcceleratorError(RuntimeError):
     """Named like torch's, with the number of the CUDA error since torch 2.9."""
 
-    def __init__(self, message, error_code=None) -> None:
+    def __init__(self, message: str, error_code: int | None = None) -> None:
         super().__init__(message)
         if error_code is not None:
             self.error_code = error_code
@@ -67,7 +66,9 @@ ADVICE = (
         (EngineError("the stop string 'CUDA out of memory' is not allowed"), FaultKind.BUG),
     ],
 )
-def test_classifies_an_error_by_type_and_number_and_untyped_ones_by_message(error, kind) -> None:
+def test_classifies_an_error_by_type_and_number_and_untyped_ones_by_message(
+    error: BaseException, kind: FaultKind
+) -> None:
     assert classify(error) is kind
 
 
@@ -77,7 +78,7 @@ def test_torch_allocation_failure_on_a_cpu_is_out_of_memory() -> None:
     assert classify(raised.value) is FaultKind.OUT_OF_MEMORY
 
 
-def _raised(outer, inner, *, explicit):
+def _raised(outer: Exception, inner: Exception, *, explicit: bool) -> Exception:
     try:
         try:
             raise inner
@@ -137,7 +138,9 @@ def test_ignores_suppressed_context() -> None:
         (FaultKind.BUG, {"old": True}, "ended already", []),
     ],
 )
-def test_chooses_the_requests_that_a_failed_step_ends(kind, live: dict[str, Any], blamed: str | None, victims) -> None:
+def test_chooses_the_requests_that_a_failed_step_ends(
+    kind: FaultKind, live: dict[str, bool], blamed: str | None, victims: list[str]
+) -> None:
     assert choose_victims(kind, live, blamed) == victims
 
 

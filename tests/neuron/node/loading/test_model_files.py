@@ -54,10 +54,13 @@ async def test_pulled_model_is_on_disk_listed_and_loads(real_files: Any, tmp_pat
         assert node.files.pull(REQUEST).state == "running"
         assert await ended(node) == "done", node.files.pull_status(MODEL)
         (status,) = node.health().pulls
+        assert status.progress is not None
         assert (status.progress.stage, status.progress.done_bytes) == ("download", num_bytes)
         assert node.model(MODEL).state is ModelState.COLD, "a pull does not load"
         assert node.model(MODEL).disk_bytes == num_bytes
-        assert node.health().disk.models_bytes == num_bytes
+        disk = node.health().disk
+        assert disk is not None
+        assert disk.models_bytes == num_bytes
         hub.files.clear()
         assert (await node.load(LoadRequest(model_id=MODEL), wait=True)).state is ModelState.READY
 
@@ -104,7 +107,7 @@ async def test_failed_pull_reports_the_reason(real_files: Any, tmp_path: Path) -
     async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
         node.files.pull(REQUEST)
         assert await ended(node) == "failed"
-        assert MODEL in node.files.pull_status(MODEL).reason
+        assert MODEL in (node.files.pull_status(MODEL).reason or "")
         assert node.files.pull_status(MODEL).code == "source_not_found"
         assert node.models() == (), "a name that the hub does not know is not listed"
         with pytest.raises(ModelNotFound):

@@ -19,7 +19,7 @@ PARALLEL := --numprocesses auto --maxprocesses 8
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint types suite kernels hostile clients format bench docs locks clean
+.PHONY: help setup up test lint types suite kernels hostile clients distribution format bench docs locks clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 10 | sed 's/^/  make /'

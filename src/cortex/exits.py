@@ -18,7 +18,7 @@ class ExitCode(IntEnum):
     UNREACHABLE = 4
     """The gateway, a node or the network did not respond."""
     NOT_FOUND = 5
-    """No such model."""
+    """No such model or key, or no usage recorded."""
     DENIED = 6
     """The API key is missing, invalid or not allowed to do this."""
     NO_ROOM = 7

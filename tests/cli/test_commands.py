@@ -434,6 +434,7 @@ def test_doctor_checks_names_and_addresses_against_each_other(invoke: Invoke, tm
     )
     (tmp_path / "models.toml").write_text(
         '[[models]]\nid = "big"\npinned_on = ["beast", "baest"]\n'
+        '[[models]]\nid = "wide"\nnodes = ["beast", "benjy"]\nmin_devices = 2\n'
         '[aliases]\ngood = "big"\nlost = "bgi"\ntwice = "good"\n'
     )
     findings = json.loads(invoke("doctor", "--json", "--config", str(config)).stdout)
@@ -441,6 +442,7 @@ def test_doctor_checks_names_and_addresses_against_each_other(invoke: Invoke, tm
     assert all(finding["remedy"] for finding in findings if finding["verdict"] != "fine")
     assert {what: verdict for what, verdict in found.items() if verdict != "fine"} == {
         "pinned_on of big names baest, and there is no such node": "problem",
+        "nodes of wide names benjy, and there is no such node": "problem",
         "alias lost stands for bgi, which is not in the catalogue": "note",
         "alias twice stands for good, which is an alias itself": "problem",
         "127.0.0.1:9 is the address of gateway.listen and gateway.metrics_listen": "problem",

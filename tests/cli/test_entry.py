@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +43,12 @@ def test_entry_point_runs_the_command_line(program: str) -> None:
     assert done.returncode == 0
     assert done.stdout.startswith(f"Usage: {program}")
     assert "-h, --help" in done.stdout
+
+
+def test_notice_about_the_configuration_is_printed_once(tmp_path: Path) -> None:
+    (tmp_path / "cortex.toml").write_text('models_config = "models.toml"\n')
+    arguments = ["cortex", "doctor", "--config", "cortex.toml"]
+    code = f"import sys; sys.argv = {arguments!r}; from cortex.cli.entry import cortex; cortex()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    notice = "models_config in cortex.toml line 1 is now called `gateway.models`: rename it"
+    assert done.stderr.count(notice) == 1, done.stderr

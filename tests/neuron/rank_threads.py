@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.parallel.ranks import Follower, load_engine
@@ -23,7 +24,7 @@ class QueueLink:
     def follow_others(self) -> None:
         pass
 
-    def turn(self):
+    def turn(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def announce(self, plan: StepPlan | None) -> None:
@@ -34,7 +35,7 @@ class QueueLink:
 class RankThreads:
     """`specs`: what each rank loads, without its place. Followers that fail keep their error in `errors`."""
 
-    def __init__(self, specs: Sequence[LoadSpec], directory) -> None:
+    def __init__(self, specs: Sequence[LoadSpec], directory: Path) -> None:
         self.link = QueueLink(len(specs) - 1)
         self.followers: dict[int, Follower] = {}
         self.errors: dict[int, Exception] = {}

@@ -261,7 +261,9 @@ def test_renamed_key_works_and_warns(
 ) -> None:
     config = loads(Config, text, file=Path("cortex.toml"), env_prefix="CORTEX_", env=env)
     assert config.timeouts.idle_s == 5.0
-    assert [record.getMessage() for record in caplog.records] == [f"{location} is now called `idle_s`: rename it"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{location} is now called `timeouts.idle_s`: rename it"
+    ]
 
 
 @pytest.mark.parametrize(

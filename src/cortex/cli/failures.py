@@ -7,6 +7,7 @@ with `--verbose`.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import traceback
@@ -24,7 +25,7 @@ VERBOSE_KEY = "cortex.verbose"
 
 EXIT_CODES_HELP = """\b
 Exit codes: 0 done, 1 failed, 2 invalid command line, 3 invalid configuration, 4 no response from gateway, node or
-network, 5 no such model, 6 key rejected, 7 no room (port, disk, memory), 130 interrupted.
+network, 5 no such model or key, 6 key rejected, 7 no room (port, disk, memory), 130 interrupted.
 """
 
 
@@ -85,9 +86,26 @@ def is_verbose() -> bool:
     return bool(context and context.meta.get(VERBOSE_KEY))
 
 
+class _OncePerMessage(logging.Filter):
+    """Lets each message pass once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self._seen
+        self._seen.add(message)
+        return is_new
+
+
 def run(command: click.Command) -> None:
     """Run a program's command line and exit with its code. Never returns."""
     arguments = sys.argv[1:]
+    if logging.lastResort is not None:
+        # It prints the warnings of commands without a log of their own, which may read one configuration several times.
+        logging.lastResort.addFilter(_OncePerMessage())
     try:
         result = command.main(args=arguments, prog_name=command.name, standalone_mode=False)
         # Without standalone mode the result is what the command returned, or the code of `Context.exit`.

@@ -88,7 +88,8 @@ def _section(table: inspect.StructType, data: dict[str, Any], source: Source, pa
         if name != key:
             if name in data:
                 raise source.error(f"two names for one key: {dotted(here)}", here, f"keep only `{name}`, its new name")
-            log.warning("%s%s is now called `%s`: rename it", dotted(here), source.location(here), name)
+            target = dotted((*path, name))
+            log.warning("%s%s is now called `%s`: rename it", dotted(here), source.location(here), target)
         values[name] = convert(fields[name].type, value, source, here)
     for name, info in fields.items():
         if info.required and name not in values:

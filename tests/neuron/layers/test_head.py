@@ -10,7 +10,7 @@ from cortex.neuron.layers.parameters import Parameters
 VOCAB, HIDDEN = 300, 64
 
 
-def make(dtype):
+def make(dtype: torch.dtype) -> tuple[Head, RMSNorm, torch.Tensor]:
     parameters = Parameters(torch.device("cpu"), dtype)
     head, norm = Head(parameters, VOCAB, HIDDEN, "head", None), RMSNorm(parameters, HIDDEN, 1e-6, "norm")
     # The rows of the matrix share a large component, so the logits are large compared to their differences.
@@ -19,7 +19,7 @@ def make(dtype):
     return head, norm, head.weight.float().mean(0)
 
 
-def exact(head, norm, hidden):
+def exact(head: Head, norm: RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
     return norm(hidden.float()) @ head.weight.float().t()
 
 

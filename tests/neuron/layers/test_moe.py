@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import transformers
@@ -14,10 +16,11 @@ from cortex.neuron.layers.parameters import Parameters
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS, TOP_K = 40, 24, 6, 3
+Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(params=[24, 48, 40, 10], ids="shared {}".format)
-def block(request: pytest.FixtureRequest):
+def block(request: pytest.FixtureRequest) -> Qwen3NextSparseMoeBlock:
     torch.manual_seed(0)
     config = transformers.Qwen3NextConfig(
         hidden_size=HIDDEN,
@@ -32,19 +35,19 @@ def block(request: pytest.FixtureRequest):
     return block
 
 
-def layer_like(block, device=CPU):
+def layer_like(block: Qwen3NextSparseMoeBlock, device: torch.device = CPU) -> tuple[MoE, RMSNorm, Parameters]:
     shared = block.shared_expert.down_proj.weight.shape[1]
     parameters = Parameters(device, torch.float32)
     layer = MoE(parameters, MoEConfig(HIDDEN, INNER, EXPERTS, TOP_K, True, shared), "mlp")
     return layer, RMSNorm(parameters, HIDDEN, 1e-6, "norm"), parameters
 
 
-def stacked(block):
+def stacked(block: Qwen3NextSparseMoeBlock) -> Tensors:
     """The tensors of a checkpoint that stores all experts stacked."""
     return {"norm": torch.rand(HIDDEN), **{f"mlp.{name}": tensor for name, tensor in block.state_dict().items()}}
 
 
-def separate(block):
+def separate(block: Qwen3NextSparseMoeBlock) -> Tensors:
     """The tensors of a checkpoint that stores the matrices of each expert separately."""
     tensors = stacked(block)
     gate_up, down = tensors.pop("mlp.experts.gate_up_proj"), tensors.pop("mlp.experts.down_proj")
@@ -55,7 +58,7 @@ def separate(block):
     return tensors
 
 
-def fill(parameters, tensors) -> None:
+def fill(parameters: Parameters, tensors: Tensors) -> None:
     for binding in parameters.bindings_from(tensors):
         tensor = tensors[binding.source]
         binding.destination.copy_(binding.transform(tensor) if binding.transform else tensor)
@@ -64,7 +67,9 @@ def fill(parameters, tensors) -> None:
 @pytest.mark.parametrize("stored", [stacked, separate])
 @pytest.mark.parametrize("tokens", [1, 2, 50])
 @torch.inference_mode()
-def test_output_matches_the_reference_block_for_every_storage_form(stored, tokens: int, block) -> None:
+def test_output_matches_the_reference_block_for_every_storage_form(
+    stored: Callable[[Qwen3NextSparseMoeBlock], Tensors], tokens: int, block: Qwen3NextSparseMoeBlock
+) -> None:
     layer, norm, parameters = layer_like(block)
     fill(parameters, stored(block))
     hidden = torch.randn(tokens, HIDDEN)
@@ -72,13 +77,13 @@ def test_output_matches_the_reference_block_for_every_storage_form(stored, token
     torch.testing.assert_close(layer(hidden, norm), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_bindings_use_every_tensor_of_a_checkpoint_and_no_other(block) -> None:
+def test_bindings_use_every_tensor_of_a_checkpoint_and_no_other(block: Qwen3NextSparseMoeBlock) -> None:
     _, _, parameters = layer_like(block)
     for tensors in (stacked(block), separate(block)):
         assert {binding.source for binding in parameters.bindings_from(tensors)} == set(tensors)
 
 
-def test_meta_device_gives_the_same_size(block) -> None:
+def test_meta_device_gives_the_same_size(block: Qwen3NextSparseMoeBlock) -> None:
     _, _, sized = layer_like(block, torch.device("meta"))
     _, _, parameters = layer_like(block)
     assert sized.num_bytes == parameters.num_bytes

@@ -9,7 +9,7 @@ import torch
 
 from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.packing import empty_matrix, unpacked
+from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, unpacked
 from cortex.neuron.layers.embedding import Embedding, Head
 from cortex.neuron.layers.linear import GatedLinear, Linear
 from cortex.neuron.layers.norm import RMSNorm
@@ -29,10 +29,11 @@ def fill(parameters: Parameters) -> dict[str, torch.Tensor]:
     dense: dict[str, torch.Tensor] = {}
     for binding in parameters.bindings:
         binding.destination.normal_()
-    for binding in parameters.packed_bindings:
-        rows = slice(binding.first_row, binding.first_row + binding.num_rows)
-        binding.matrix.put_numbers(binding.first_row, torch.randn(binding.num_rows, binding.matrix.inputs))
-        dense[binding.source] = unpacked(binding.matrix)[rows]
+    for packed in parameters.packed_bindings:
+        assert isinstance(packed.matrix, PackedMatrix)
+        rows = slice(packed.first_row, packed.first_row + packed.num_rows)
+        packed.matrix.put_numbers(packed.first_row, torch.randn(packed.num_rows, packed.matrix.inputs))
+        dense[packed.source] = unpacked(packed.matrix)[rows]
     return dense
 
 

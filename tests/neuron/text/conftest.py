@@ -95,6 +95,13 @@ def id_of(tokenizer: TextTokenizer, text: str | bytes) -> int | None:
     return next((i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == spelled), None)
 
 
+def known_id(tokenizer: TextTokenizer, text: str | bytes) -> int:
+    """As `id_of`, for a text that is a token."""
+    found = id_of(tokenizer, text)
+    assert found is not None
+    return found
+
+
 def write_model(path: Path, backend: Tokenizer, family: str | None, **files: Any) -> Path:
     """A model's text files; `files` adds or replaces JSON files by their stem."""
     backend.save(str(path / "tokenizer.json"))

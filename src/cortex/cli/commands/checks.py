@@ -92,7 +92,7 @@ def references(path: Path | None) -> Iterator[Finding]:
         return  # reported by `config`
     names = {section.name for section in settings.neurons}
     for spec in catalogue.models:
-        for key, wanted in (("pinned_on", spec.pinned_on), ("only_on", spec.only_on)):
+        for key, wanted in (("pinned_on", spec.pinned_on), ("only_on", spec.only_on), ("nodes", spec.nodes)):
             for name in sorted(set(wanted) - names):
                 what = f"{key} of {spec.id} names {name}, and there is no such node"
                 yield Finding("config", Severity.PROBLEM, what, f"correct `{key}`, or add the node under [[neurons]]")

@@ -22,7 +22,7 @@ from cortex.wire.errors import InvalidValue
 from cortex.wire.events import TextDelta, ToolCallDelta, ToolCallStart
 from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Text, Thinking, Tool, ToolChoice
 
-from ..conftest import id_of, load_text, write_model
+from ..conftest import id_of, known_id, load_text, write_model
 
 PADDED_VOCABULARY = 512
 """More logits than tokens, as models have."""
@@ -308,9 +308,8 @@ def test_masks_are_written_into_torch_tensors(matchers: Matcher, make_model: Any
 def test_finished_output_allows_only_end_tokens(matchers: Matcher, make_model: Any) -> None:
     model = make_model("chatml")
     state = matchers.compile(model.grammar(request(output=OutputFormat(kind="choice", choices=("a",)))))
-    assert not state.is_finished
-    assert not state.is_accepting
-    state.accept(id_of(model.tokenizer, "a"))
+    assert (state.is_finished, state.is_accepting) == (False, False)
+    state.accept(known_id(model.tokenizer, "a"))
     assert state.is_accepting
     row = numpy.zeros(matchers.mask_words, dtype=numpy.int32)
     state.fill_mask(row)
@@ -322,7 +321,7 @@ def test_rejects_a_token_outside_the_mask(matchers: Matcher, make_model: Any) ->
     model = make_model("chatml")
     state = matchers.compile(model.grammar(request(output=OutputFormat(kind="json_object"))))
     with pytest.raises(GrammarRejected, match="does not fit"):
-        state.accept(id_of(model.tokenizer, "a"))
+        state.accept(known_id(model.tokenizer, "a"))
     with pytest.raises(GrammarRejected, match="does not compile"):
         matchers.compile("start: nothing_here")
 
@@ -397,7 +396,7 @@ def test_enforces_what_frameworks_send_without_the_keywords_that_no_grammar_expr
     """As pydantic writes sets, paths and unions. A property may have the name of such a keyword."""
     pet = {"type": "object", "properties": {"kind": {"const": "pet"}}, "required": ["kind"]}
     car = {"type": "object", "properties": {"kind": {"const": "car"}}, "required": ["kind"]}
-    schema = {
+    schema: dict[str, Any] = {
         "type": "object",
         "properties": {
             "not": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2},
@@ -428,7 +427,8 @@ def test_enforces_what_frameworks_send_without_the_keywords_that_no_grammar_expr
 
 def test_compiling_a_grammar_again_gives_an_independent_state(matchers: Matcher, backend: Tokenizer) -> None:
     grammar = 'start: "ab" | "ba"'
-    a, b = backend.token_to_id("a"), backend.token_to_id("b")
+    vocabulary = backend.get_vocab()
+    a, b = vocabulary["a"], vocabulary["b"]
     first, second = matchers.compile(grammar), matchers.compile(grammar)
     first.accept(a)
     second.accept(b)

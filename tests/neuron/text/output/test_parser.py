@@ -104,7 +104,18 @@ LLAMA_CALL = call("get_weather", city="Zürich {")
 
 Q, H, L, P = ToolSyntax.QWEN_XML, ToolSyntax.HERMES_JSON, ToolSyntax.LLAMA_JSON, ToolSyntax.PLAIN_JSON
 
-CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
+Case = tuple[str, ToolSyntax | None, dict[str, bool], Told]
+
+
+def only_text(text: str, syntax: ToolSyntax) -> Case:
+    return text, syntax, {}, [("text", text)]
+
+
+def cut_off(text: str, syntax: ToolSyntax, name: str, arguments: str) -> Case:
+    return text, syntax, {}, [("cut off", name, arguments)]
+
+
+CASES: list[Case] = [
     # reasoning
     ("<think>\nhm\n\nso\n</think>\n\nHi\n", None, {"thinks": True}, [("thought", "hm\n\nso"), ("text", "Hi\n")]),
     ("hm\n</think>\n\nHi", None, {"opened": True}, [("thought", "hm"), ("text", "Hi")]),
@@ -127,7 +138,7 @@ CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
     ('<tool_call>{"name": "stop", "arguments": {"a": "x\ny"}}</tool_call>', H, {}, [call("stop", a="x\ny")]),
     ('<tool_call>{"name": "stop", "arguments": {}}', H, {}, [call("stop")]),
     *(
-        (text, H, {}, [("text", text)])
+        only_text(text, H)
         for text in (
             '<tool_call>{"name": "stop", "arguments": [1]}</tool_call>',
             '<tool_call>{"arguments": {}}</tool_call> and more',
@@ -181,7 +192,7 @@ CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
         [call("get_weather", city="  a </parameter> b\n</tool_call>\n", where={"x": [1]}, metric=True)],
     ),
     *(
-        (text, Q, {}, [("text", text)])
+        only_text(text, Q)
         for text in (
             "<tool_call>\n<function=get_weather>\n<parameter=ci",
             "<tool_call>\n<function=get_weather>\nZürich</function></tool_call>",
@@ -213,7 +224,7 @@ CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
     (f" {LLAMA}\n{LLAMA}", P, {}, [LLAMA_CALL, LLAMA_CALL]),
     ('{"type": "function", "function": {"name": "stop", "arguments": {}}}', P, {}, [call("stop")]),
     *(
-        (text, syntax, {}, [("text", text)])
+        only_text(text, syntax)
         for syntax in (L, P)
         for text in (
             '{"temperature": 3}',
@@ -224,7 +235,7 @@ CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
             "{",
         )
     ),
-    *(('{"name": "stop", "parameters": {"a": 1', syntax, {}, [("cut off", "stop", '{"a": 1')]) for syntax in (L, P)),
+    *(cut_off('{"name": "stop", "parameters": {"a": 1', syntax, "stop", '{"a": 1') for syntax in (L, P)),
     ("<|python_tag|>print(1)", L, {}, [("text", "<|python_tag|>print(1)")]),
     (f"{LLAMA}; and so on", L, {}, [LLAMA_CALL, ("text", "; and so on")]),
 ]

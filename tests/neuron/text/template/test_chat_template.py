@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ TOOLS = (
     Tool(name="get_weather", description="The weather & more", parameters=WEATHER),
     Tool(name="stop", parameters={}),
 )
-REFERENCE_TOOLS = [
+REFERENCE_TOOLS: list[dict[Any, Any] | Callable[..., Any]] = [
     {
         "type": "function",
         "function": {"name": "get_weather", "description": "The weather & more", "parameters": WEATHER},
@@ -136,7 +137,7 @@ def test_conversation_renders_like_the_reference(
         tools=TOOLS if with_tools else (),
         thinking=Thinking(enabled=thinking),
     )
-    switch = {} if thinking is None else {"enable_thinking": thinking}
+    switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     tools = REFERENCE_TOOLS if with_tools else None
     theirs = reference(backend, family)
     expected = theirs.apply_chat_template(plain, tools=tools, tokenize=False, add_generation_prompt=True, **switch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def control_tokens(model: TextModel, ids: tuple[int, ...]) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=["llama3", "qwen3", "qwen_xml", "hermes", "rewriting"])
-def model(request: pytest.FixtureRequest, make_model: Any) -> TextModel:
+def model(request: pytest.FixtureRequest, make_model: Callable[[str], TextModel]) -> TextModel:
     if request.param != "rewriting":
         return make_model(request.param)
     ordinary = make_model("chatml")

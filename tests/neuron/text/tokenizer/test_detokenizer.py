@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
 
-from ..conftest import id_of
+from ..conftest import known_id
 
 
 @settings(max_examples=200, deadline=None)
@@ -28,7 +28,7 @@ def test_pushes_and_flush_join_to_the_whole_text_for_every_split(make_model: Any
 
 def test_character_is_emitted_whole(make_model: Any) -> None:
     tokenizer = make_model("chatml").tokenizer
-    ids = [id_of(tokenizer, bytes([byte])) for byte in "😀".encode()]
+    ids = [known_id(tokenizer, bytes([byte])) for byte in "😀".encode()]
     detokenizer = Detokenizer(tokenizer)
     assert [detokenizer.push([i]) for i in ids] == ["", "", "", "😀"]
     assert detokenizer.flush() == ""
@@ -37,7 +37,7 @@ def test_character_is_emitted_whole(make_model: Any) -> None:
 def test_incomplete_character_is_replaced_at_the_end(make_model: Any) -> None:
     tokenizer = make_model("chatml").tokenizer
     detokenizer = Detokenizer(tokenizer)
-    assert detokenizer.push([id_of(tokenizer, b"\xf0"), id_of(tokenizer, b"\x9f")]) == ""
+    assert detokenizer.push([known_id(tokenizer, b"\xf0"), known_id(tokenizer, b"\x9f")]) == ""
     assert detokenizer.flush() == "\ufffd"
 
 

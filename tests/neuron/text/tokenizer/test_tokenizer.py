@@ -96,10 +96,11 @@ def sentencepiece() -> dict[str, Any]:
     model.normalizer = normalizers.Replace(" ", SPACE)
     trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, limit_alphabet=60)
     model.train_from_iterator([text.replace("\n", " ") for text in CORPUS[:2] * 4], trainer)
-    learned = sorted(model.get_vocab(), key=model.token_to_id)
+    vocabulary = model.get_vocab()
+    learned = sorted(vocabulary, key=vocabulary.__getitem__)
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     merged = sorted(piece for piece in learned if len(piece) > 1)
-    merged.sort(key=model.token_to_id)
+    merged.sort(key=vocabulary.__getitem__)
     single = [piece for piece in learned if len(piece) == 1]
     tokens = pieces + merged + single
     scores = [0.0] * len(pieces) + [-float(i) for i in range(len(merged))] + [-1e6 - i for i in range(len(single))]

@@ -31,6 +31,7 @@ from cortex.wire.node import (
     Discovery,
     FilesRequest,
     Health,
+    HubRepository,
     LoadRequest,
     ModelLoad,
     ModelState,
@@ -137,6 +138,9 @@ class ScriptedFiles:
 
     async def delete(self, request: FilesRequest) -> DeletedFiles:
         raise ModelInUse(f"{request.model_id} is in memory")
+
+    async def offer(self, source: str) -> HubRepository:
+        raise ModelNotFound(f"no repository {source}")
 
 
 @dataclass
@@ -269,7 +273,7 @@ class ScriptedNode:
             finish: Any = None
             if is_last:
                 finish = "stop" if token in request.stop_token_ids else "length"
-            logprobs = ()
+            logprobs: tuple[TokenLogprobs, ...] = ()
             if (top := request.sampling.top_logprobs) is not None:
                 logprobs = (TokenLogprobs(-0.5, (token, 0)[:top], (-0.5, -1.0)[:top]),)
             yield [StepOutput(request.id, (token,), logprobs, script.cached if position == 0 else None, finish)]

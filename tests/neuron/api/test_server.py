@@ -137,6 +137,11 @@ async def model(http: ClientSession) -> dict[str, Any]:
         return status
 
 
+async def health(http: ClientSession) -> str:
+    async with http.get("/health") as response:
+        return str((await response.json())["status"])
+
+
 async def completion_tokens(http: ClientSession) -> float:
     """Of all models, as counted by the node."""
     async with http.get("/metrics") as response:
@@ -223,7 +228,9 @@ async def test_request_loads_the_model_disconnect_frees_it_and_sigterm_drains(
         while not (await model(http))["load"]["running"]:
             await asyncio.sleep(0.01)
     daemon.process.send_signal(signal.SIGTERM)
-    await asyncio.sleep(0.2)
+    async with asyncio.timeout(WAIT_S):
+        while await health(http) != "draining":
+            await asyncio.sleep(0.01)
     async with http.post("/v1/chat/completions", json=chat()) as response:
         assert response.status == 503
         assert (await response.json())["error"]["code"] == "shutting_down"

@@ -202,7 +202,8 @@ def _tiled(source: str, tensor: Tensor, config: Any) -> Tensor:
 
     def tile(part: Tensor, dim: int, width: int) -> Tensor:
         split = (config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads, width)
-        return part.unflatten(dim, split).transpose(dim, dim + 1).flatten(dim, dim + 2)
+        heads: Tensor = part.unflatten(dim, split)
+        return heads.transpose(dim, dim + 1).flatten(dim, dim + 2)
 
     if "in_proj_qkv." in source or "conv1d" in source:
         return torch.cat((tensor[: 2 * key_size], tile(tensor[2 * key_size :], 0, width)))

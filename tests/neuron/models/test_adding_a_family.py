@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.models import registry
+from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.sizes import WeightStorage
 
 WALK_THROUGH = Path(__file__).parents[3] / "docs" / "adding-a-model.md"
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 PROMPT = (5, 90, 3, 17, 44, 2, 61, 8, 33, 70) * 5
 
 
@@ -46,7 +49,7 @@ def test_family_of_the_walk_through_matches_the_reference_library(window: int | 
         num_key_value_heads=2,
         max_position_embeddings=128,
         sliding_window=window,
-        attn_implementation="eager",
+        **EAGER,
     )
     reference = transformers.MistralForCausalLM(config).eval()
     for parameter in reference.parameters():
@@ -73,5 +76,5 @@ def _outputs(engine: Engine) -> Iterator[tuple[int, ...]]:
 
 
 def test_unregistered_family_is_rejected() -> None:
-    with pytest.raises(registry.UnsupportedModel, match="'mistral' is not supported"):
+    with pytest.raises(UnsupportedModel, match="'mistral' is not supported"):
         registry.read_architecture({"model_type": "mistral"})

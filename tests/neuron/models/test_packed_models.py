@@ -46,7 +46,8 @@ def rounded(checkpoint: Checkpoint, layouts: Mapping[str, Layout], path: Path) -
     """The checkpoint in dense form with the numbers that packed matrices have."""
     tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
     for name, layout in layouts.items():
-        matrix = empty_matrix(layout, *checkpoint.stored(name).shape, CPU)
+        outputs, inputs = checkpoint.stored(name).shape
+        matrix = empty_matrix(layout, outputs, inputs, CPU)
         placement = PackedPlacement(name, matrix, 0, matrix.outputs)
         load_into(checkpoint, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
         tensors[name] = unpacked(matrix)

@@ -100,10 +100,11 @@ def reference_of(family: str, name: str) -> Any:
     """A reference model whose every parameter matters: the library initialises norms and biases to one or zero."""
     torch.manual_seed(0)
     sizes = SIZES | (LLAMA if family == "llama" else QWEN3)[name]
-    config_class, model_class = {
+    classes: dict[str, tuple[Any, Any]] = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    }[family]
+    }
+    config_class, model_class = classes[family]
     reference = model_class(config_class(**sizes, attn_implementation="eager")).eval()
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.15)
@@ -111,7 +112,8 @@ def reference_of(family: str, name: str) -> Any:
 
 
 def spec(path: Path, **changes: Any) -> LoadSpec:
-    return LoadSpec(str(path), **({"dtype": "float32", "context_tokens": 128, "max_num_seqs": 4} | changes))
+    options: dict[str, Any] = {"dtype": "float32", "context_tokens": 128, "max_num_seqs": 4}
+    return LoadSpec(str(path), **(options | changes))
 
 
 def load(path: Path) -> Decoder:

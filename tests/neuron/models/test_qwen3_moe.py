@@ -16,11 +16,12 @@ from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.layers.configs import MoEConfig
+from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_moe import Qwen3Moe
 
 CPU = torch.device("cpu")
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -33,7 +34,7 @@ SIZES = {
     "moe_intermediate_size": 24,
     "max_position_embeddings": 512,
 }
-CHECKPOINTS = {
+CHECKPOINTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "renormalised": {"norm_topk_prob": True},
     "many experts": {"num_experts": 33, "num_experts_per_tok": 7, "norm_topk_prob": True},
@@ -46,21 +47,21 @@ CHECKPOINTS = {
 }
 
 
-def randomised(**changes):
+def randomised(**changes: Any) -> Any:
     """A reference model whose every parameter matters: the library initialises norms and biases to zero or one."""
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(**(SIZES | changes), attn_implementation="eager")
+    config = transformers.Qwen3MoeConfig(**(SIZES | changes | {"attn_implementation": "eager"}))
     reference = transformers.Qwen3MoeForCausalLM(config).eval()
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.15)
     return reference
 
 
-def spec(path):
+def spec(path: Path) -> LoadSpec:
     return LoadSpec(str(path), dtype="float32", context_tokens=256, max_num_seqs=4, prefill_chunk_tokens=48)
 
 
-def logits_of(model, tokens):
+def logits_of(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     """The logits of every position, as one prefill."""
     count = len(tokens)
     batch = Batch(
@@ -77,10 +78,10 @@ def logits_of(model, tokens):
     return model.logits(model(batch))
 
 
-def greedily(path, prompts, max_tokens):
+def greedily(path: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     """The engine's response to all prompts together."""
     engine = Engine.load(spec(path), CPU, lambda *_: None, lambda: False)
-    said = {}
+    said: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):
         said[str(number)] = []
         engine.submit(EngineRequest(str(number), tuple(prompt), max_tokens, SamplingParams(temperature=0.0)))
@@ -91,11 +92,12 @@ def greedily(path, prompts, max_tokens):
     return list(said.values())
 
 
-def continued(reference, prompt, max_tokens):
+def continued(reference: Any, prompt: list[int], max_tokens: int) -> list[int]:
     ids = reference.generate(
         torch.tensor([prompt]), max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False
     )
-    return ids[0, len(prompt) :].tolist()
+    continuation: list[int] = ids[0, len(prompt) :].tolist()
+    return continuation
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -159,7 +161,7 @@ def test_stacked_experts_and_published_spelling_load_the_same(tmp_path: Path) ->
         ({"mlp_only_layers": None, "decoder_sparse_step": 3}, [False, False, True, False]),
     ],
 )
-def test_config_selects_the_layers_with_experts(changes: dict[str, Any], sparse) -> None:
+def test_config_selects_the_layers_with_experts(changes: dict[str, Any], sparse: list[bool]) -> None:
     config = SIZES | {"num_hidden_layers": 4} | changes
     blocks = [layer.feed_forward for layer in Qwen3Moe(config).layers]
     assert [isinstance(block, MoEConfig) for block in blocks] == sparse

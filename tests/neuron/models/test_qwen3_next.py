@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.loading import LoadedModel, load_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.batch import Batch, PrefillRow
@@ -17,7 +18,7 @@ from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_next import Qwen3Next
 
 CPU = torch.device("cpu")
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -34,7 +35,7 @@ SIZES = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
 }
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
@@ -50,29 +51,29 @@ VISION = {
 }
 
 
-def qwen3_next(**changes):
+def qwen3_next(**changes: Any) -> transformers.PreTrainedModel:
     return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**(SIZES | EXPERTS | changes)))
 
 
-def qwen3_5_text(**changes):
+def qwen3_5_text(**changes: Any) -> transformers.PreTrainedModel:
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**(SIZES | changes)))
 
 
-def qwen3_5_moe_text(**changes):
+def qwen3_5_moe_text(**changes: Any) -> transformers.PreTrainedModel:
     return transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**(SIZES | EXPERTS | changes)))
 
 
-def qwen3_5(**changes):
+def qwen3_5(**changes: Any) -> transformers.PreTrainedModel:
     config = transformers.Qwen3_5Config(text_config=SIZES | changes, vision_config=VISION)
     return transformers.Qwen3_5ForConditionalGeneration(config)
 
 
-def qwen3_5_moe(**changes):
+def qwen3_5_moe(**changes: Any) -> transformers.PreTrainedModel:
     config = transformers.Qwen3_5MoeConfig(text_config=SIZES | EXPERTS | changes, vision_config=VISION)
     return transformers.Qwen3_5MoeForConditionalGeneration(config)
 
 
-CHECKPOINTS = {
+CHECKPOINTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "next": qwen3_next,
     "next, one dense layer": lambda: qwen3_next(mlp_only_layers=[1]),
     "next, as many key as value heads": lambda: qwen3_next(linear_num_key_heads=6, linear_conv_kernel_dim=2),
@@ -85,21 +86,22 @@ CHECKPOINTS = {
 }
 
 
-def randomised(build):
+def randomised(build: Callable[[], transformers.PreTrainedModel]) -> transformers.PreTrainedModel:
     """A reference model whose every parameter matters: the library initialises norms and biases to zero or one."""
     torch.manual_seed(0)
-    reference = build().eval()
+    reference = build()
+    reference.eval()
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.12)
     return reference
 
 
-def load(reference, path, **saving):
+def load(reference: transformers.PreTrainedModel, path: Path, **saving: Any) -> LoadedModel:
     reference.save_pretrained(path, **saving)
     return load_model(LoadSpec(str(path), dtype="float32", max_num_seqs=3), CPU, lambda *_: None, lambda: False)
 
 
-def logits_of(loaded, tokens, cuts, row=0):
+def logits_of(loaded: LoadedModel, tokens: torch.Tensor, cuts: list[int], row: int = 0) -> torch.Tensor:
     """The logits of every position, computed in steps of `cuts` tokens each, then one by one."""
     model, pages = loaded.model, torch.arange(1, 17, dtype=torch.int32)
     table = torch.zeros(4, 16, dtype=torch.int32)
@@ -140,7 +142,8 @@ def test_every_logit_matches_the_reference_library(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["next", "next, tied", "3.5 text", "3.5 multimodal, experts"])
 @torch.inference_mode()
 def test_sharded_files_in_half_precision_match(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    halved = randomised(CHECKPOINTS[name]).to(dtype)
+    halved: Any = randomised(CHECKPOINTS[name])  # the library has no usable types for `to`
+    halved = halved.to(dtype)
     loaded = load(halved, tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     reference = type(halved).from_pretrained(tmp_path, dtype=torch.float32)

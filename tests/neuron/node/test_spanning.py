@@ -165,9 +165,16 @@ async def test_what_cannot_span_nodes_is_rejected_with_the_reason_and_leaves_not
 
 
 async def test_unload_during_the_load_leaves_nothing(nodes) -> None:
-    for delay_s in (0.0, 0.05, 0.3):
+    phases = (
+        lambda: True,
+        lambda: nodes.ends,  # the nodes are connected
+        lambda: any(share.devices for share in nodes.second.health().shares),  # the part is being loaded
+    )
+    for reached in phases:
+        nodes.ends.clear()
         loading = asyncio.create_task(load(nodes.first, "two"))
-        await asyncio.sleep(delay_s)
+        await asyncio.sleep(0)
+        await until(reached)
         assert (await nodes.first.unload(UnloadRequest(model_id="two"))).state is ModelState.COLD
         with pytest.raises(LoadFailed):
             await loading

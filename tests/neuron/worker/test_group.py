@@ -162,6 +162,20 @@ async def test_load_without_a_directory_for_the_ranks_releases_devices_and_other
     assert (closed, claims.conflicts(spans=True)) == (["share"], {})
 
 
+async def test_lost_replica_is_not_loaded_again_where_a_model_that_spans_nodes_is(
+    supervisors: list[FakeSupervisor], lost: list[str]
+) -> None:
+    claims = DeviceClaims()
+    spanning = claims.new("large", (4,), spans=True)
+    group = WorkerGroup(supervisors, (), claims.new("m", (1, 4, 6), spans=False))
+    spanning.take()
+    with pytest.raises(LoadRejected, match="a part of large"):
+        await loaded(group, lost)
+    assert supervisors[0].spec is None
+    spanning.release()
+    await loaded(group, lost)
+
+
 async def test_cancelled_load_leaves_nothing(group: WorkerGroup, calls: list[str], lost: list[str]) -> None:
     load = asyncio.create_task(loaded(group, lost))
     await asyncio.sleep(0)

@@ -40,6 +40,13 @@ class DeviceClaim:
     spans: bool
     _taken: list[DeviceClaim]
 
+    def conflict(self) -> str | None:
+        """Why the model must not be loaded on these devices now; None: it may."""
+        for other in self._taken:
+            if other is not self and other.devices & self.devices and (self.spans or other.spans):
+                return f"its devices have a part of {other.model_id}, and a model that spans nodes shares none"
+        return None
+
     def take(self) -> None:
         if self not in self._taken:
             self._taken.append(self)

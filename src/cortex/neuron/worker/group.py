@@ -105,6 +105,8 @@ class WorkerGroup:
 
         Raises LoadRejected or WorkerLost.
         """
+        if (conflict := self._claim.conflict()) is not None:  # a lost replica has its devices no longer
+            raise LoadRejected(FaultKind.REQUEST, conflict)
         self._claim.take()
         loads: list[asyncio.Task[Resident]] = []
         try:

@@ -39,10 +39,10 @@ class LeaderLink:
         """
         self.follow_others = follow_others
         self._rank = rank
-        self._locks = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in rank.device_locks]
         self._followers: list[socket.socket] = []
-        self._listener = _listener(rank)
+        self._listener = _listener(rank)  # first: where the port is taken, nothing is open yet
         self._listener.settimeout(ACCEPT_S)
+        self._locks = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in rank.device_locks]
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

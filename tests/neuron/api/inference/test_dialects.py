@@ -8,6 +8,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from anthropic.types import TextBlock
+from openai.types.chat import ChatCompletionMessageCustomToolCall
+from openai.types.responses import ResponseCustomToolCall
 
 from cortex.wire.sse import Parser
 
@@ -65,10 +68,11 @@ async def test_custom_tool_gets_free_text_in_responses(api: Any, openai_client: 
     for response in (whole, streamed):
         (item,) = response.output
         assert item.type == "custom_tool_call"
+        assert isinstance(item, ResponseCustomToolCall)
         assert (item.name, item.input) == ("patch", text)
         assert [tool.type for tool in response.tools] == ["custom"]
     history = [{"role": "user", "content": "hi"}, whole.output[0].model_dump(exclude_none=True)]
-    history.append({"type": "custom_tool_call_output", "call_id": whole.output[0].call_id, "output": "done"})  # type: ignore[union-attr]
+    history.append({"type": "custom_tool_call_output", "call_id": whole.output[0].call_id, "output": "done"})
     await openai_client.responses.create(**{**request, "input": history})
     assert "zwei" in api.node.text_model.decode(api.node.submitted[-1].prompt)
 
@@ -77,7 +81,10 @@ async def test_custom_tool_gets_free_text_in_chat(api: Any, openai_client: opena
     api.node.script.text = '<tool_call>\n{"name": "patch", "arguments": {"input": "a\\nb"}}\n</tool_call>'
     tools: Any = [{"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}}]
     reply = await openai_client.chat.completions.create(model="org/tiny", messages=SAID, tools=tools)
-    (call,) = reply.choices[0].message.tool_calls or ()
+    calls = reply.choices[0].message.tool_calls
+    assert calls is not None
+    (call,) = calls
+    assert isinstance(call, ChatCompletionMessageCustomToolCall)
     assert call.type == "custom"
     assert call.custom.input == "a\nb"
     chunks = await openai_client.chat.completions.create(model="org/tiny", messages=SAID, tools=tools, stream=True)
@@ -157,7 +164,9 @@ async def test_messages_think_only_if_asked_to(
         streamed = await stream.get_final_message()
     for message in (whole, streamed):
         assert [block.type for block in message.content] == kinds
-        assert message.content[-1].text == "I look."
+        last = message.content[-1]
+        assert isinstance(last, TextBlock)
+        assert last.text == "I look."
         assert message.usage.output_tokens == len(api.node.script.text) + 1
     prompt = api.node.text_model.decode(api.node.submitted[0].prompt)
     assert prompt.endswith("<think>\n") is (switch is True)

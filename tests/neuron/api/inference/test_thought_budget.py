@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import anthropic
 import pytest
+from anthropic.types import TextBlock, ThinkingBlock
 
+from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.inference.thought_budget import submit
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.text.model import TextModel
@@ -73,11 +75,9 @@ async def run(
 ) -> tuple[str, str | None]:
     job = EngineRequest("r", (1, 2), max_tokens)
     rendered = Rendered("<think>\n", (1, 2), (), starts_in_reasoning=True)
-    outputs = [
-        output
-        async for batch in submit(engine, engine.text, generate_request, rendered, job, grammar)
-        for output in batch  # type: ignore[arg-type]
-    ]
+    backend = cast(Backend, engine)  # `submit` uses nothing else of it
+    stream = submit(backend, engine.text, generate_request, rendered, job, grammar)
+    outputs = [output async for batch in stream for output in batch]
     return engine.text.decode(itertools.chain(*(output.tokens for output in outputs))), outputs[-1].finish
 
 
@@ -134,7 +134,10 @@ async def test_anthropic_sdk_gets_reasoning_within_budget_and_an_answer(api: Any
     ) as stream:
         message = await stream.get_final_message()
     assert [block.type for block in message.content] == ["thinking", "text"]
-    assert message.content[0].thinking == THOUGHT[:10]
-    assert message.content[1].text.startswith(THOUGHT[:20])
+    thought, answer = message.content
+    assert isinstance(thought, ThinkingBlock)
+    assert isinstance(answer, TextBlock)
+    assert thought.thinking == THOUGHT[:10]
+    assert answer.text.startswith(THOUGHT[:20])
     assert message.usage.output_tokens == 60
     assert message.stop_reason == "max_tokens"

@@ -65,6 +65,8 @@ class Limits(Section, frozen=True):
     max_connections_per_client: Count = 2048
     """Of them from one address (IPv6: one /64 network); a further one is rejected with 429. It also bounds the
     requests of one gateway."""
+    head_timeout_s: Seconds = 10.0
+    """A request head must arrive within this time, or is rejected with 408; so must a TLS handshake."""
     prefill_chunk_tokens: Count | None = None
     """Maximum prompt tokens in one step; a smaller value keeps running streams smoother. Absent: by device."""
     max_prompt_tokens: Count | None = None

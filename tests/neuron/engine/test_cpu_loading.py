@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -67,11 +68,11 @@ def write_model(path: Path, matrices: str, embedding: str) -> None:
         "llama.attention.layer_norm_rms_epsilon": 1e-6,
     }
     table = data = b""
-    for name, (kind, shape) in shapes.items():
+    for name, (kind, size) in shapes.items():
         data += b"\0" * (-len(data) % 32)
-        table += _string(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        table += _string(name) + struct.pack("<I", len(size)) + struct.pack(f"<{len(size)}Q", *reversed(size))
         table += struct.pack("<IQ", TYPES[kind][0], len(data))
-        data += blocks(kind, shape[0], shape[1] if len(shape) > 1 else 1, generator)
+        data += blocks(kind, size[0], size[1] if len(size) > 1 else 1, generator)
     header = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(keys))
     header += b"".join(_string(key) + _value(value) for key, value in keys.items()) + table
     path.write_bytes(header + b"\0" * (-len(header) % 32) + data)
@@ -87,7 +88,7 @@ def _value(value: float | str) -> bytes:
     return struct.pack("<II", 4, value) if isinstance(value, int) else struct.pack("<If", 6, value)
 
 
-def load(path: Path, dtype: str = "auto") -> LoadedModel:
+def load(path: Path, dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto") -> LoadedModel:
     return load_model(LoadSpec(str(path), dtype=dtype), CPU, lambda *_: None, lambda: False)
 
 

@@ -63,7 +63,8 @@ def make_engine(checkpoint: Path) -> Iterator[EngineMaker]:
         return engine
 
     def make(*, late: bool = False, pages: int | None = None, **changes: Any) -> Engine:
-        spec = LoadSpec(str(checkpoint), **({"dtype": "float32", "max_num_seqs": 6} | changes))
+        options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 6}
+        spec = LoadSpec(str(checkpoint), **(options | changes))
         engine = load(spec, late)
         if pages is not None:
             page_bytes = engine.info.kv_bytes // (engine.info.num_pages + 1)
@@ -590,7 +591,8 @@ def prompt_logprobs_of(checkpoint: Path, prompt: tuple[int, ...]) -> torch.Tenso
     """[prompt - 1, vocab]: the reference's log-probabilities at every place after the first."""
     reference = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.no_grad():
-        return reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        logits: torch.Tensor = reference(torch.tensor([prompt])).logits[0, :-1]
+    return logits.log_softmax(-1)
 
 
 @pytest.mark.parametrize("late", [False, True])

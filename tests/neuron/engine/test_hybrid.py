@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ CONFIG = {
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def make_engine(**spec: int) -> Engine:
+def make_engine(**spec: Any) -> Engine:
     def fill(parameters: Parameters) -> None:
         generator = torch.Generator().manual_seed(0)
         for binding in parameters.bindings:

@@ -68,7 +68,9 @@ def test_released_pages_with_a_digest_stay_cached_and_others_are_blank() -> None
     pool = PagePool(4, 2)
     chain = digests((1, 2))
     (named,) = committed(pool, *chain)
-    (anonymous,) = pool.allocate(1) or ()
+    allocated = pool.allocate(1)
+    assert allocated is not None
+    (anonymous,) = allocated
     pool.release([named, anonymous])
     assert (pool.num_idle, pool.num_free, pool.num_held) == (1, 3, 0)
     assert pool.match(chain) == [named]

@@ -20,6 +20,7 @@ from cortex.neuron.engine import loading
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StageSpec
+from cortex.neuron.layers.mlp import MLP
 from cortex.neuron.layers.parameters import PackingOffer
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.packing import packed_layouts
@@ -111,7 +112,9 @@ def test_published_model_agrees_with_the_reference_on_its_numbers(
         expected = reference(tokens[None]).logits[0]
     error = ((logits - expected).norm() / expected.norm()).item()
     assert error < 0.02 if is_packed else error < 0.005  # scales are rounded to bfloat16; FP8 goes to eight-bit groups
-    assert any(layer.mlp.down.packed is not None for layer in model.layers) == is_packed
+    dense = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MLP)]
+    assert len(dense) == len(model.layers)
+    assert any(mlp.down.packed is not None for mlp in dense) == is_packed
 
 
 def test_preflight_counts_the_quantised_bytes_and_rejects_another_quantisation(published: tuple[Path, Any]) -> None:

@@ -33,8 +33,8 @@ class FoldingDevice:
         self.last_tokens: dict[int, int] = {}
 
     def launch(self, plan: StepPlan) -> list[int]:
-        for slot, row in plan.restores:
-            self.slots[row] = self.slots[slot]
+        for saved, restored in plan.restores:
+            self.slots[restored] = self.slots[saved]
         drawn = []
         for row in plan.rows:
             past = self.slots[row.row] if row.start else ()
@@ -45,8 +45,8 @@ class FoldingDevice:
             if row.draws:
                 self.last_tokens[row.row] = next_token(past)
                 drawn.append(self.last_tokens[row.row])
-        for row, slot in plan.saves:
-            self.slots[slot] = self.slots[row]
+        for source, slot in plan.saves:
+            self.slots[slot] = self.slots[source]
         return drawn
 
     def fail(self, plan: StepPlan) -> None:

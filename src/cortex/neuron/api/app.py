@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.client_connection import end_of_head
 from cortex.neuron.api.control import Control
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.routes import Inference
@@ -62,7 +63,7 @@ def build(
     async def expose(_: web.Request) -> web.Response:
         return web.Response(body=metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    app = web.Application(middlewares=[_handle, _checked(access)], client_max_size=max_body_bytes)
+    app = web.Application(middlewares=[end_of_head, _handle, _checked(access)], client_max_size=max_body_bytes)
     app.on_response_prepare.append(_stamp)
     app.on_cleanup.append(close)
     app.add_routes([web.post(path, inference.handler(name)) for path, name in ROUTES.items()])

@@ -10,18 +10,12 @@ import ssl
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
-
 from cortex.http.connection_counts import ConnectionCounts
-from cortex.http.head import date_line, encode_head, status_line
 from cortex.http.server.accepting import accepted_from
-from cortex.wire import error_encoding
-from cortex.wire.errors import CortexError, Family
+from cortex.neuron.api.raw_response import raw_error
+from cortex.wire.errors import CortexError
 
 log = logging.getLogger(__name__)
-
-_HANDSHAKE_S = 10.0
-"""How long a client may take for the TLS handshake."""
 
 Connect = Callable[[Callable[[], None]], asyncio.Protocol]
 """Makes the protocol of a connection, which calls its argument when the connection is lost."""
@@ -31,12 +25,20 @@ class Listener:
     """Accepts on a bound socket until `close`."""
 
     def __init__(
-        self, listening: socket.socket, connect: Connect, counts: ConnectionCounts, tls: ssl.SSLContext | None
+        self,
+        listening: socket.socket,
+        connect: Connect,
+        counts: ConnectionCounts,
+        tls: ssl.SSLContext | None,
+        *,
+        handshake_s: float,
     ) -> None:
+        """A client may take `handshake_s` for the TLS handshake."""
         self.socket = listening
         self._connect = connect
         self._counts = counts
         self._tls = tls
+        self._handshake_s = handshake_s
         self._loop = asyncio.get_running_loop()
         self._beginning: set[asyncio.Task[None]] = set()
         self._accepting = self._loop.create_task(self._accept_from(listening), name="accept connections")
@@ -63,7 +65,7 @@ class Listener:
             partial(self._connect, connection.lost),
             accepted,
             ssl=self._tls,
-            ssl_handshake_timeout=_HANDSHAKE_S if self._tls is not None else None,
+            ssl_handshake_timeout=self._handshake_s if self._tls is not None else None,
         )
 
     def _began(self, connection: _Counted, accepted: socket.socket, task: asyncio.Task[None]) -> None:
@@ -81,10 +83,7 @@ class Listener:
         log.debug("connection rejected: %s", error.message)
         with accepted, contextlib.suppress(OSError):
             if self._tls is None:
-                body = msgspec.json.encode(error_encoding.envelope(error, Family.OPENAI))
-                framing = date_line() + b"content-length: %d\r\nconnection: close\r\n" % len(body)
-                headers = ((b"content-type", b"application/json"),)
-                accepted.send(encode_head(status_line(error.status), headers, framing) + body)
+                accepted.send(raw_error(error))
 
 
 class _Counted:

@@ -7,16 +7,15 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
 
 from cortex.http.connection_counts import ConnectionCounts
-from cortex.neuron.api import app, responses
+from cortex.neuron.api import app
 from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
+from cortex.neuron.api.client_connection import ClientConnection
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.listener import Listener
 from cortex.neuron.api.log_context import common_fields
@@ -28,7 +27,6 @@ from cortex.settings import Listen, SettingsError, stamp
 from cortex.tasks import Supervisor
 from cortex.telemetry import Tracer, logs, open_tracer
 from cortex.tls import CHECK_FILES_S, ServerCertificate
-from cortex.wire.errors import CortexError, HeadersTooLarge, MalformedHTTP
 from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)
@@ -40,45 +38,6 @@ _FLUSH_S = 2.0
 
 class CannotListen(Exception):
     """The address cannot be bound; the message says what to do."""
-
-
-class ClientConnection(web.RequestHandler):
-    """aiohttp's handler, but its own errors are JSON too: no plain-text error leaves this program."""
-
-    __slots__ = ("_on_lost",)
-
-    def __init__(self, server: web.Server, on_lost: Callable[[], None]) -> None:
-        """`on_lost` is called when the connection has ended."""
-        super().__init__(server, loop=asyncio.get_running_loop(), access_log=None)  # type: ignore[arg-type] # None turns it off
-        self._on_lost = on_lost
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        super().connection_lost(exc)
-        self._on_lost()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if status >= 500:
-            super().handle_error(request, status, exc, message)  # logs, and raises if a response has been started
-        else:  # what clients send is not worth a traceback each
-            log.debug("rejected a malformed request from %s: %s", request.remote, exc)
-            if request.writer.output_size > 0:
-                raise ConnectionError("a response has been started already")
-        error: CortexError
-        if isinstance(exc, LineTooLong):
-            error = HeadersTooLarge("The request line or a header is too long; send less.")
-        elif status < 500:
-            error = MalformedHTTP("The request is not valid HTTP/1.1; check the client.")
-        else:
-            error = CortexError(responses.INTERNAL_ERROR)
-        response = responses.error(error, request)
-        response.force_close()
-        return response
 
 
 def bind(address: Listen) -> socket.socket:
@@ -164,7 +123,8 @@ def accept(
     limits = limits or Limits()
     counts = ConnectionCounts(limits.max_connections, limits.max_connections_per_client)
     tls = certificate.context if certificate is not None else None
-    return Listener(listener, partial(ClientConnection, server), counts, tls)
+    connect = partial(ClientConnection, server, limits.head_timeout_s)
+    return Listener(listener, connect, counts, tls, handshake_s=limits.head_timeout_s)
 
 
 async def serve(

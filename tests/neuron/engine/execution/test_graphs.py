@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, SIZES, GraphSizes
+from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, SIZES, GraphSizes, Outputs
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.memory.sequences import KVCache
 from cortex.neuron.engine.pages import PagePool
@@ -36,12 +37,12 @@ CONTEXT = 48
 class ReplayOnCpu:
     """Captures like a GPU: a replay computes the step again, into the outputs of its capture."""
 
-    def __init__(self, room=100) -> None:
-        self.sizes = []
+    def __init__(self, room: int = 100) -> None:
+        self.sizes: list[int] = []
         self.replays = 0
         self._room = room
 
-    def __call__(self, step):
+    def __call__(self, step: Callable[[], Outputs]) -> tuple[_Replay, Outputs]:
         outputs = step()
         if len(outputs[0]) > self._room:
             raise torch.OutOfMemoryError("no room for this graph")
@@ -50,7 +51,7 @@ class ReplayOnCpu:
 
 
 class _Replay:
-    def __init__(self, capture, step, outputs) -> None:
+    def __init__(self, capture: ReplayOnCpu, step: Callable[[], Outputs], outputs: Outputs) -> None:
         self._capture, self._step, self._outputs = capture, step, outputs
 
     def replay(self) -> None:
@@ -62,17 +63,22 @@ class _Replay:
 class Bench:
     """A runner and a scheduler over a tiny model with random weights."""
 
-    def __init__(self, capture) -> None:
+    def __init__(self, capture: ReplayOnCpu | None) -> None:
         torch.manual_seed(0)
         model = Decoder(Llama(CONFIG), Parameters(CPU, torch.float32), CONTEXT)
         for binding in model.parameters.bindings:
             torch.nn.init.normal_(binding.destination, std=0.3)
         KVCache(model.attentions, 40, 8, torch.float32, CPU)
-        self.capture = capture
+        self._capture = capture
         self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, 64, capture=capture)
         self.scheduler = Scheduler(PagePool(40, 8), SchedulerLimits(MAX_ROWS, 64, 64, CONTEXT))
 
-    def respond(self, prompts, max_tokens, temperature=0.0):
+    @property
+    def capture(self) -> ReplayOnCpu:
+        assert self._capture is not None
+        return self._capture
+
+    def respond(self, prompts: list[tuple[int, ...]], max_tokens: int, temperature: float = 0.0) -> list[list[int]]:
         sequences = [
             self.scheduler.submit(
                 EngineRequest(str(number), prompt, max_tokens, SamplingParams(temperature=temperature, seed=number))
@@ -91,7 +97,7 @@ class Bench:
         return [sequence.tokens[len(sequence.request.prompt) :] for sequence in sequences]
 
 
-PROMPTS = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3)]
+PROMPTS: list[tuple[int, ...]] = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3)]
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 16, 100, 256, 300])

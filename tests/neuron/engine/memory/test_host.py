@@ -9,7 +9,7 @@ from cortex.neuron.engine.memory.device import device_memory
 from cortex.neuron.engine.memory.host import HostMemory, anonymous_bytes, read_host_memory
 
 
-def host(root, files):
+def host(root: Path, files: dict[str, str]) -> HostMemory:
     for name, text in {"proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 800 kB\n", **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

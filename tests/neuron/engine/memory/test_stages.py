@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 
 from cortex.neuron.engine.memory.plan import ModelSizes, penalty_bytes
-from cortex.neuron.engine.memory.stages import CacheSize, LayerSizes, divide_layers, divide_model, layer_sizes
+from cortex.neuron.engine.memory.stages import (
+    CacheSize,
+    LayerSizes,
+    StagePlan,
+    divide_layers,
+    divide_model,
+    layer_sizes,
+)
 from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
@@ -33,9 +41,11 @@ NOTHING = CacheSize(0)
         (60, 13 * GB, (12 * GB, 24 * GB), None),  # the first device has no room for embedding and head
     ],
 )
-def test_layers_are_divided_in_proportion_to_memory(num_layers: int, first_bytes: int, capacities, expected) -> None:
+def test_layers_are_divided_in_proportion_to_memory(
+    num_layers: int, first_bytes: int, capacities: tuple[int, ...], expected: tuple[int, ...] | None
+) -> None:
     plans = divide_layers([LAYER] * num_layers, first_bytes, capacities, NOTHING, NOTHING)
-    assert (plans and tuple(len(plan.layers) for plan in plans)) == expected
+    assert (None if plans is None else tuple(len(plan.layers) for plan in plans)) == expected
 
 
 def test_cache_is_as_large_as_the_tightest_stage_allows() -> None:
@@ -54,7 +64,7 @@ def test_recurrent_layers_count_with_their_states() -> None:
     assert [(plan.layers, plan.num_bytes) for plan in plans] == [(range(1), 50), (range(1, 4), 90)]
 
 
-def all_divisions(num_layers: int, num_stages: int):
+def all_divisions(num_layers: int, num_stages: int) -> Iterator[list[range]]:
     for cuts in combinations(range(1, num_layers), num_stages - 1):
         bounds = (0, *cuts, num_layers)
         yield [range(*pair) for pair in pairwise(bounds)]
@@ -72,13 +82,13 @@ def test_no_other_division_has_a_larger_cache_or_a_less_full_device(seed: int) -
     capacities = [pick.randint(50, 900) for _ in range(num_stages)]
     least, most = CacheSize(2, 2), CacheSize(pick.randint(2, 100), pick.randint(2, 20))
 
-    def used(division, cache):
+    def used(division: list[range], cache: CacheSize) -> list[int]:
         return [
             sum(cache.bytes_of(layers[index]) for index in stage) + (0 if stage.start else first_bytes)
             for stage in division
         ]
 
-    def fits(cache):
+    def fits(cache: CacheSize) -> list[list[range]]:
         return [
             division
             for division in all_divisions(len(layers), num_stages)
@@ -96,7 +106,7 @@ def test_no_other_division_has_a_larger_cache_or_a_less_full_device(seed: int) -
     cache = least.towards(most, largest)
     assert [plan.num_bytes for plan in plans] == used(chosen, cache)
 
-    def fullest(division):
+    def fullest(division: list[range]) -> float:
         return max(a / b for a, b in zip(used(division, cache), capacities, strict=True))
 
     assert fullest(chosen) <= min(map(fullest, fits(cache))) + 1 / 50  # shares are tried in steps, in whole bytes
@@ -120,7 +130,9 @@ CONFIG = {
 }
 
 
-def divided(capacities, storage=None, **changes):
+def divided(
+    capacities: tuple[int, ...], storage: WeightStorage | None = None, **changes: Any
+) -> tuple[StagePlan, ...] | None:
     architecture = read_architecture(CONFIG | changes)
     storage = storage or WeightStorage(2)
     return divide_model(
@@ -157,10 +169,12 @@ def test_stages_of_a_model_fit_with_penalties_on_the_first() -> None:
 
 
 def test_tied_embedding_and_quantised_weights_leave_more_layers_to_the_first_stage() -> None:
-    capacities, dense = (2_500_000, 2_500_000), {"model_type": "qwen3", "vocab_size": 4000, "num_hidden_layers": 24}
+    capacities = (2_500_000, 2_500_000)
+    dense: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 4000, "num_hidden_layers": 24}
     packing = {"model.embed_tokens.weight": layouts.Q4, "lm_head.weight": layouts.Q4}
 
-    def first(plans) -> int:
+    def first(plans: tuple[StagePlan, ...] | None) -> int:
+        assert plans is not None
         return len(plans[0].layers)
 
     plain = first(divided(capacities, **dense))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from cortex.neuron.engine.request import LoadSpec, RankSpec
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 
 CPU = torch.device("cpu")
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 97,  # odd: the ranks have different shares
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -26,9 +27,14 @@ SIZES = {
     "head_dim": 16,
     "max_position_embeddings": 128,
 }
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
-SHARED = {"shared_expert_intermediate_size": 40}
-DELTA = {
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 40}
+DELTA: dict[str, Any] = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 12,
@@ -41,7 +47,7 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED = {"tie_word_embeddings": True}
 
 
-def build(model: str, config: str, **sizes):
+def build(model: str, config: str, **sizes: Any) -> Any:
     torch.manual_seed(0)
     reference = getattr(transformers, model)(getattr(transformers, config)(**(SIZES | sizes))).eval()
     for parameter in reference.parameters():
@@ -60,7 +66,9 @@ FAMILIES = {
 
 
 @torch.inference_mode()
-def logits_of(path, rank: RankSpec | None = None, dtype: str = "float32") -> torch.Tensor:
+def logits_of(
+    path: Path, rank: RankSpec | None = None, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+) -> torch.Tensor:
     """A prompt in two chunks, then two single tokens: the logits of every position."""
     spec = LoadSpec(str(path), dtype=dtype, max_num_seqs=2, rank=rank)
     group = None if rank is None else TorchGroup.join(rank, CPU, lambda: None)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, Samp
 
 from ...rank_threads import QueueLink, RankThreads, run, tokens_of
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -40,7 +41,7 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory):
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with attention and recurrent layers."""
     torch.manual_seed(0)
     model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES))
@@ -51,14 +52,14 @@ def path(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-def specs(path) -> list[LoadSpec]:
+def specs(path: Path) -> list[LoadSpec]:
     """The ranks are offered different amounts of memory: they must agree on one plan."""
     whole = LoadSpec(str(path), dtype="float32", max_num_seqs=4)
     return [replace(whole, memory_bytes=(200 + 20 * rank) << 10) for rank in range(2)]
 
 
 @pytest.fixture
-def pair(path, tmp_path: Path) -> Iterator[RankThreads]:
+def pair(path: Path, tmp_path: Path) -> Iterator[RankThreads]:
     pair = RankThreads(specs(path), tmp_path)
     yield pair
     pair.close()
@@ -75,7 +76,7 @@ def requests() -> list[EngineRequest]:
     ]
 
 
-def test_divided_model_draws_the_same_tokens_as_one_device(pair: RankThreads, path) -> None:
+def test_divided_model_draws_the_same_tokens_as_one_device(pair: RankThreads, path: Path) -> None:
     whole = Engine.load(LoadSpec(str(path), dtype="float32", max_num_seqs=4), "cpu", lambda *_: None, lambda: False)
     expected = run(whole, *requests())
     whole.close()
@@ -133,7 +134,7 @@ def test_leader_sleeps_and_wakes_after_and_before_the_others(pair: RankThreads) 
     assert tokens_of(run(pair.leader, requests()[0])["greedy"]) == before
 
 
-def test_step_fails_for_good_when_a_rank_is_gone(path, tmp_path: Path) -> None:
+def test_step_fails_for_good_when_a_rank_is_gone(path: Path, tmp_path: Path) -> None:
     pair = RankThreads(specs(path), tmp_path)
     pair.end_followers()
     pair.leader.submit(requests()[0])
@@ -142,7 +143,7 @@ def test_step_fails_for_good_when_a_rank_is_gone(path, tmp_path: Path) -> None:
     pair.leader.close()
 
 
-def test_rank_that_waits_for_others_can_be_cancelled(path, tmp_path: Path) -> None:
+def test_rank_that_waits_for_others_can_be_cancelled(path: Path, tmp_path: Path) -> None:
     spec = LoadSpec(str(path), dtype="float32", rank=RankSpec(0, 2, str(tmp_path)))
     polls: list[str] = []
     with pytest.raises(LoadCancelled):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ import transformers
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken
-from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StageSpec
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StageSpec, StepOutput
 
 from ...rank_threads import RankThreads, run, tokens_of
 
 VOCAB = 97
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -28,9 +29,14 @@ SIZES = {
     "max_position_embeddings": 256,
     "eos_token_id": None,
 }
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
-SHARED = {"shared_expert_intermediate_size": 40}
-DELTA = {
+EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 40}
+DELTA: dict[str, Any] = {
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 3,
     "linear_key_head_dim": 12,
@@ -39,7 +45,7 @@ DELTA = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
 }
-FAMILIES = {
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS),
@@ -52,7 +58,7 @@ DIVISIONS = [(3, 2), (1, 4), (2, 1, 2)]
 has no recurrent layer."""
 
 
-def write_family(family: str, folder) -> str:
+def write_family(family: str, folder: Path) -> str:
     model, config, sizes = FAMILIES[family]
     torch.manual_seed(0)
     reference = getattr(transformers, model)(getattr(transformers, config)(**(SIZES | sizes))).eval()
@@ -66,7 +72,9 @@ def whole_spec(path: str) -> LoadSpec:
     return LoadSpec(path, dtype="float32", max_num_seqs=4)
 
 
-def load_stages(path: str, layers: tuple[int, ...], directory, memory_bytes: tuple[int, ...] | None = None):
+def load_stages(
+    path: str, layers: tuple[int, ...], directory: Path, memory_bytes: tuple[int, ...] | None = None
+) -> RankThreads:
     directory.mkdir()
     starts = [sum(layers[:rank]) for rank in range(len(layers))]
     limits = memory_bytes or [None] * len(layers)
@@ -91,7 +99,7 @@ def requests() -> list[EngineRequest]:
     ]
 
 
-def distributions(outputs) -> torch.Tensor:
+def distributions(outputs: list[StepOutput]) -> torch.Tensor:
     """Log-probabilities at every drawn and every scored position: [positions, vocabulary]"""
     entries = [entry for output in outputs for entry in (*output.prompt_logprobs, *output.logprobs)]
     rows = torch.empty(len(entries), VOCAB)
@@ -100,7 +108,7 @@ def distributions(outputs) -> torch.Tensor:
     return rows
 
 
-def assert_same(found, expected) -> None:
+def assert_same(found: dict[str, list[StepOutput]], expected: dict[str, list[StepOutput]]) -> None:
     for name, outputs in expected.items():
         assert tokens_of(found[name]) == tokens_of(outputs), name
         assert (distributions(found[name]) - distributions(outputs)).abs().max() < 1e-4, name

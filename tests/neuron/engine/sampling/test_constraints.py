@@ -1,6 +1,9 @@
 """Output of a random model under a grammar: without the mask it would be noise."""
 
 import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.engine.sampling.sampler import Sampler
+from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
 from cortex.neuron.text.grammar.matcher import MatchState
 
 END = 256
@@ -23,7 +26,7 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory):
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tokenizer]:
     """A random Llama whose vocabulary is every byte and an end token."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
@@ -49,17 +52,20 @@ def model(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
-def engine(model):
+def engine(model: tuple[Path, Tokenizer]) -> Iterator[Engine]:
     spec = LoadSpec(str(model[0]), dtype="float32", max_num_seqs=4)
     engine = Engine.load(spec, torch.device("cpu"), lambda *_: None, lambda: False)
     yield engine
     engine.close()
 
 
-def run(engine, *requests, errors=None):
+def run(
+    engine: Engine, *requests: EngineRequest, errors: dict[str, str] | None = None
+) -> tuple[dict[str, list[int]], dict[str, str | None]]:
     for request in requests:
         engine.submit(request)
-    tokens, finish = {}, {}
+    tokens: dict[str, list[int]] = {}
+    finish: dict[str, str | None] = {}
     while engine.has_work:
         for output in engine.step():
             tokens.setdefault(output.request_id, []).extend(output.tokens)
@@ -69,17 +75,18 @@ def run(engine, *requests, errors=None):
     return tokens, finish
 
 
-def request(name, grammar, **sampling):
+def request(name: str, grammar: str | None, **sampling: Any) -> EngineRequest:
     return EngineRequest(name, (10, 11, 12), 200, SamplingParams(**sampling), stop_token_ids=(END,), grammar=grammar)
 
 
-def json_grammar():
+def json_grammar() -> str:
     import llguidance
 
-    return llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
+    grammar: str = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
+    return grammar
 
 
-def test_output_under_a_schema_always_conforms(engine, model) -> None:
+def test_output_under_a_schema_always_conforms(engine: Engine, model: tuple[Path, Tokenizer]) -> None:
     requests = [request(str(seed), json_grammar(), temperature=2.0, seed=seed) for seed in range(12)]
     tokens, finish = run(engine, *requests)
     for name, ids in tokens.items():
@@ -89,30 +96,39 @@ def test_output_under_a_schema_always_conforms(engine, model) -> None:
         assert finish[name] == "stop"
 
 
-def test_unconstrained_request_is_unchanged_beside_a_constrained_one(engine) -> None:
+def test_unconstrained_request_is_unchanged_beside_a_constrained_one(engine: Engine) -> None:
     free = request("free", None, temperature=1.0, seed=5)
     alone, _ = run(engine, free)
     together, _ = run(engine, free, request("bound", json_grammar(), temperature=1.0, seed=6))
     assert together["free"] == alone["free"]
 
 
-def test_rejects_a_grammar_that_does_not_compile_without_holding_memory(engine) -> None:
+def test_rejects_a_grammar_that_does_not_compile_without_holding_memory(engine: Engine) -> None:
     with pytest.raises(RequestError, match="grammar"):
         engine.submit(request("bad", "start: nonsense ("))
     assert not engine.has_work
     engine.check_integrity()
 
 
-def test_token_outside_the_grammar_ends_its_request_with_a_short_error(engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_outside_the_grammar_ends_its_request_with_a_short_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = Sampler.draw
 
-    def without_mask(sampler, logits, rows, positions, draws, mask=None):
+    def without_mask(
+        sampler: Sampler,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        draws: Sequence[Draw],
+        mask: torch.Tensor | None = None,
+    ) -> Drawn:
         return draw(sampler, logits, rows, positions, draws)
 
     free = request("free", None, temperature=1.0, seed=5)
     alone, _ = run(engine, free)
     monkeypatch.setattr(Sampler, "draw", without_mask)
-    errors = {}
+    errors: dict[str, str] = {}
     tokens, finish = run(engine, free, request("bound", json_grammar(), temperature=2.0, seed=6), errors=errors)
     assert finish["bound"] == "error"
     assert "does not fit the grammar" in errors["bound"]
@@ -123,16 +139,16 @@ def test_token_outside_the_grammar_ends_its_request_with_a_short_error(engine, m
 
 @pytest.mark.parametrize("method", ["fill_mask", "accept"])
 def test_error_in_the_grammar_library_ends_only_its_own_request(
-    engine, monkeypatch: pytest.MonkeyPatch, method: str
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     free = request("free", None, temperature=1.0, seed=5)
     alone, _ = run(engine, free)
 
-    def failing(*_) -> None:
+    def failing(*_: object) -> None:
         raise OverflowError("out of range integral type conversion attempted")
 
     monkeypatch.setattr(MatchState, method, failing)
-    errors = {}
+    errors: dict[str, str] = {}
     tokens, finish = run(engine, free, request("bound", json_grammar(), temperature=1.0, seed=6), errors=errors)
     assert finish["bound"] == "error"
     assert errors["bound"] == "the grammar could not be followed (OverflowError); simplify it and try again"

@@ -60,7 +60,8 @@ def kept_tokens(logits: Tensor, params: SamplingParams) -> dict[int, float]:
     if params.top_k:
         order = order[: params.top_k]
     weights = {token: math.exp(scaled[token] - scaled[order[0]]) for token in order}
-    total, before, kept = sum(weights.values()), 0.0, []
+    kept: list[int] = []
+    total, before = sum(weights.values()), 0.0
     for token in order:
         if kept and before >= params.top_p * total:
             break

@@ -1,9 +1,13 @@
 """Kernels run on a GPU, or on the CPU under Triton's interpreter (`TRITON_INTERPRET=1`, as `make test` does)."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from cortex.neuron.kernels.jit import INTERPRETED
+
+AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @pytest.fixture
@@ -29,7 +33,7 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 @pytest.fixture
-def assert_close(dtype: torch.dtype):
+def assert_close(dtype: torch.dtype) -> AssertClose:
     limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
 
     def check(out: torch.Tensor, reference: torch.Tensor) -> None:

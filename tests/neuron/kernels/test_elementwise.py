@@ -1,5 +1,8 @@
+from collections.abc import Callable
+
 import pytest
 import torch
+from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.attention.rotate import Rotation, rotate_and_store, rotate_and_store_by
 from cortex.neuron.kernels.attention.rules import AttentionRules
@@ -8,7 +11,9 @@ from cortex.neuron.kernels.silu import silu_mul, silu_mul_reference
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 4096), (3, 7, 128), (2, 33)])
-def test_rms_norm_matches_its_reference(shape, device: torch.device, dtype: torch.dtype, assert_close) -> None:
+def test_rms_norm_matches_its_reference(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+) -> None:
     x = torch.randn(shape, device=device, dtype=dtype)
     weight = torch.randn(shape[-1], device=device, dtype=dtype)
     assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x.float(), weight.float(), 1e-6))
@@ -16,7 +21,7 @@ def test_rms_norm_matches_its_reference(shape, device: torch.device, dtype: torc
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 2048), (3, 7, 128), (2, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_small_rms_norm_on_a_cpu_matches_the_reference(shape, dtype: torch.dtype) -> None:
+def test_small_rms_norm_on_a_cpu_matches_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = (torch.randn(shape) * 3 + 1).to(dtype)
     weight = torch.randn(shape[-1])
     expected = rms_norm_reference(x.float(), weight, 1e-6)
@@ -27,7 +32,7 @@ def test_small_rms_norm_on_a_cpu_matches_the_reference(shape, dtype: torch.dtype
 
 @pytest.mark.parametrize(("tokens", "size"), [(1, 1536), (5, 100), (33, 2050)])
 def test_silu_mul_matches_its_reference(
-    tokens: int, size: int, device: torch.device, dtype: torch.dtype, assert_close
+    tokens: int, size: int, device: torch.device, dtype: torch.dtype, assert_close: AssertClose
 ) -> None:
     x = torch.randn(tokens, 2 * size, device=device, dtype=dtype)
     assert_close(silu_mul(x), silu_mul_reference(x.float()))
@@ -46,7 +51,7 @@ def test_rotate_and_store_matches_its_reference(
     normed: bool,
     device: torch.device,
     dtype: torch.dtype,
-    assert_close,
+    assert_close: AssertClose,
 ) -> None:
     projected = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device, dtype=dtype)
     q, k, v = projected.split([heads, kv_heads, kv_heads], dim=1)
@@ -55,13 +60,22 @@ def test_rotate_and_store_matches_its_reference(
     slots = torch.randperm(8 * 16, device=device)[:tokens]
     rope = torch.randn(500, rotated, device=device)
 
-    def run(function, kind):
-        rules = AttentionRules(1.0, rope, *(None if scale is None else scale.to(kind) for scale in scales), eps=1e-6)
+    def run(function: Callable[..., torch.Tensor], kind: torch.dtype) -> tuple[torch.Tensor, ...]:
+        q_scale, k_scale = (None if scale is None else scale.to(kind) for scale in scales)
+        rules = AttentionRules(1.0, rope, q_scale, k_scale, eps=1e-6)
         pages = [torch.zeros(8, 16, kv_heads, dim, device=device, dtype=kind) for _ in range(2)]
         out = function(q.to(kind), k.to(kind), v.to(kind), rules, positions, slots, *pages)
         return out, *pages
 
-    def reference(q, k, v, rules, positions, slots, *pages):
+    def reference(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rules: AttentionRules,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        *pages: torch.Tensor,
+    ) -> torch.Tensor:
         return rotate_and_store_by(Rotation.at(positions, rope, q.dtype), q, k, v, rules, slots, *pages)
 
     expected = run(reference, torch.float32)

@@ -30,7 +30,9 @@ DEVICES = {"consumer": SMALLEST, "a100": A100, "hopper": HOPPER}
         ("consumer", 256, 4, (32, 16, 4)),
     ],
 )
-def test_prefill_uses_the_largest_tiles_that_fit(device: str, dim: int, element_bytes: int, tiles) -> None:
+def test_prefill_uses_the_largest_tiles_that_fit(
+    device: str, dim: int, element_bytes: int, tiles: tuple[int, int, int]
+) -> None:
     assert fitting_tiles(dim, element_bytes, DEVICES[device]) == tiles
 
 

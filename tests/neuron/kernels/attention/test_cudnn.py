@@ -1,13 +1,17 @@
 """Whole prompts through cuDNN's attention; without a GPU, through torch's own."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.neuron.kernels.attention.test_paged import PAGE_TOKENS, make_batch
+from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.attention import cudnn
 from cortex.neuron.kernels.attention.cudnn import Geometry, planned_length, planned_lengths
 from cortex.neuron.kernels.attention.paged import attention, attention_reference
 from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.batch import Batch
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
 
@@ -37,7 +41,7 @@ def test_lengths_end_at_the_longest_prompt() -> None:
 
 
 @pytest.fixture
-def prepared(device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def prepared(device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Geometry:
     """Prompts of 16 tokens and more use cuDNN; plans for up to 160 tokens are built."""
     monkeypatch.setattr(cudnn, "SHORTEST", 16)
     monkeypatch.setattr(cudnn, "plans", cudnn.Plans())
@@ -47,7 +51,14 @@ def prepared(device: torch.device, dtype: torch.dtype, monkeypatch: pytest.Monke
     return geometry
 
 
-def run(batch, num_pages, device, dtype, function, window=None):
+def run(
+    batch: Batch,
+    num_pages: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    function: Callable[..., torch.Tensor],
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
     projected = torch.randn(len(batch.positions), HEADS + 2 * KV_HEADS, DIM).to(device, dtype)
     pages = torch.randn(2, num_pages, PAGE_TOKENS, KV_HEADS, DIM).to(device, dtype)
@@ -63,12 +74,12 @@ def run(batch, num_pages, device, dtype, function, window=None):
     [([], [(0, 128)]), ([], [(0, 77)]), ([5, 90], [(0, 33)]), ([3], [(0, 150), (0, 16), (0, 65)])],
 )
 def test_whole_prompts_match_the_reference(
-    decode_lengths,
-    prefills,
+    decode_lengths: list[int],
+    prefills: list[tuple[int, int]],
     device: torch.device,
     dtype: torch.dtype,
-    assert_close,
-    prepared,
+    assert_close: AssertClose,
+    prepared: Geometry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch, num_pages = make_batch(decode_lengths, prefills, device)
@@ -79,12 +90,14 @@ def test_whole_prompts_match_the_reference(
     assert_close(kept, expected_kept)
 
 
-def test_gather_pads_with_zeros_where_pages_hold_nan(device: torch.device, dtype: torch.dtype, prepared) -> None:
+def test_gather_pads_with_zeros_where_pages_hold_nan(
+    device: torch.device, dtype: torch.dtype, prepared: Geometry
+) -> None:
     table = torch.tensor([2, 1], dtype=torch.int32, device=device)
     pages = torch.full((2, 3, PAGE_TOKENS, KV_HEADS, DIM), float("nan"), device=device, dtype=dtype)
     pages[:, 2] = 1.0
     pages[:, 1, :5] = 2.0
-    keys, values = cudnn.gather(table, PAGE_TOKENS + 5, 64, *pages, pages.dtype)
+    keys, values = cudnn.gather(table, PAGE_TOKENS + 5, 64, pages[0], pages[1], pages.dtype)
     for gathered in (keys, values):
         assert (gathered[:PAGE_TOKENS] == 1.0).all()
         assert (gathered[PAGE_TOKENS : PAGE_TOKENS + 5] == 2.0).all()
@@ -102,7 +115,12 @@ def test_gather_pads_with_zeros_where_pages_hold_nan(device: torch.device, dtype
     ],
 )
 def test_uses_our_own_kernel_where_cudnn_does_not_apply(
-    prefills, window: int | None, why: str, device: torch.device, dtype: torch.dtype, prepared
+    prefills: list[tuple[int, int]],
+    window: int | None,
+    why: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    prepared: Geometry,
 ) -> None:
     batch, _ = make_batch([], prefills, device)
     q = torch.empty(len(batch.positions), HEADS, DIM, device=device, dtype=dtype)
@@ -110,7 +128,7 @@ def test_uses_our_own_kernel_where_cudnn_does_not_apply(
     assert not cudnn.takes(q, KV_HEADS, rules, batch), why
 
 
-def test_plan_applies_only_to_its_geometry(device: torch.device, dtype: torch.dtype, prepared) -> None:
+def test_plan_applies_only_to_its_geometry(device: torch.device, dtype: torch.dtype, prepared: Geometry) -> None:
     batch, _ = make_batch([], [(0, 64)], device)
     rules = AttentionRules(DIM**-0.5, torch.empty(0))
     assert cudnn.takes(torch.empty(64, HEADS, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
@@ -125,9 +143,9 @@ def test_plan_applies_only_to_its_geometry(device: torch.device, dtype: torch.dt
     ],
 )
 def test_distinguishes_unsupported_geometry_from_device_fault(
-    message: str, raised, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    message: str, raised: type[Exception], device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_, **__) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError(message)
 
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", fail)

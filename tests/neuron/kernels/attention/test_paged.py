@@ -1,5 +1,8 @@
+from collections.abc import Callable
+
 import pytest
 import torch
+from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.attention.paged import attention, attention_reference
 from cortex.neuron.kernels.attention.rules import AttentionRules
@@ -9,7 +12,7 @@ from cortex.neuron.kernels.jit import INTERPRETED
 PAGE_TOKENS = 32
 
 
-def make_batch(decode_lengths, prefills, device):
+def make_batch(decode_lengths: list[int], prefills: list[tuple[int, int]], device: torch.device) -> tuple[Batch, int]:
     """`prefills`: (start, count) of each prefill row. Pages are assigned at random; page 0 is unused."""
     lengths = [*decode_lengths, *(start + count for start, count in prefills)]
     max_pages = -(-max(lengths) // PAGE_TOKENS)
@@ -63,11 +66,11 @@ def test_attention_and_stored_kv_match_the_reference(
     rotated: int,
     normed: bool,
     window: int | None,
-    decode_lengths,
-    prefills,
+    decode_lengths: list[int],
+    prefills: list[tuple[int, int]],
     device: torch.device,
     dtype: torch.dtype,
-    assert_close,
+    assert_close: AssertClose,
 ) -> None:
     batch, num_pages = make_batch(decode_lengths, prefills, device)
     tokens = len(batch.positions)
@@ -77,10 +80,9 @@ def test_attention_and_stored_kv_match_the_reference(
     angles = torch.randn(max(batch.lengths), rotated // 2, device=device)
     rope = torch.cat((angles.cos(), angles.sin()), dim=1)
 
-    def run(function, kind):
-        rules = AttentionRules(
-            dim**-0.5, rope, *(None if scale is None else scale.to(kind) for scale in scales), 1e-6, window
-        )
+    def run(function: Callable[..., torch.Tensor], kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        q_scale, k_scale = (None if scale is None else scale.to(kind) for scale in scales)
+        rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window)
         q, k, v = projected.to(kind).split([heads, kv_heads, kv_heads], dim=1)
         kept = pages.to(kind, copy=True)
         return function(q, k, v, rules, batch, *kept), kept
@@ -112,7 +114,7 @@ def eight_bits(pages: torch.Tensor) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("prefills", [[], [(0, 70), (40, 9)]], ids=["decode", "prefill"])
 def test_pages_in_eight_bits_give_what_their_rounded_numbers_give(
-    device: torch.device, dtype: torch.dtype, prefills, assert_close
+    device: torch.device, dtype: torch.dtype, prefills: list[tuple[int, int]], assert_close: AssertClose
 ) -> None:
     if INTERPRETED:
         pytest.skip("the interpreter has no 8-bit floating-point numbers")
@@ -125,7 +127,7 @@ def test_pages_in_eight_bits_give_what_their_rounded_numbers_give(
     kept = eight_bits(pages)
     out = attention(q, k, v, rules, batch, *kept)
     rounded = eight_bits(pages).to(torch.float32)
-    small = [eight_bits(part).to(torch.float32) for part in (k, v)]
-    expected = attention_reference(q.float(), *small, rules, batch, *rounded)
+    small_k, small_v = (eight_bits(part).to(torch.float32) for part in (k, v))
+    expected = attention_reference(q.float(), small_k, small_v, rules, batch, *rounded)
     assert_close(out, expected)
     assert_close(kept.to(torch.float32), rounded)

@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
 from cortex.neuron.kernels.delta.gated_delta import gated_delta, gated_delta_reference
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 
 
-def make_batch(decode_positions, prefills, device):
+def make_batch(decode_positions: list[int], prefills: list[tuple[int, int]], device: torch.device) -> Batch:
     """`prefills`: (start, count) of each prefill row. Rows get random slots; two slots stay unused."""
     lengths = [*(position + 1 for position in decode_positions), *(start + count for start, count in prefills)]
     decodes = len(decode_positions)
@@ -37,7 +38,15 @@ def make_batch(decode_positions, prefills, device):
     )
 
 
-def make_rules(key_heads, value_heads, key_dim, value_dim, taps, device, dtype):
+def make_rules(
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    taps: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> DeltaRules:
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     return DeltaRules(
         key_heads=key_heads,
@@ -52,18 +61,25 @@ def make_rules(key_heads, value_heads, key_dim, value_dim, taps, device, dtype):
     )
 
 
-def in_float32(rules):
+def in_float32(rules: DeltaRules) -> DeltaRules:
     return dataclasses.replace(rules, conv_weight=rules.conv_weight.float(), norm_weight=rules.norm_weight.float())
 
 
-def make_state(rules, slots, layers, device, dtype):
+def make_state(rules: DeltaRules, slots: int, layers: int, device: torch.device, dtype: torch.dtype) -> DeltaState:
     """The view of one layer into states that interleave layers."""
     recent = torch.randn(slots, layers, *rules.conv_weight.shape, device=device, dtype=dtype)
     memory = torch.randn(slots, layers, rules.value_heads, rules.key_dim, rules.value_dim, device=device)
     return DeltaState(recent[:, 1], memory[:, 1])
 
 
-def compare(rules, batch, projected, assert_close, device, dtype) -> None:
+def compare(
+    rules: DeltaRules,
+    batch: Batch,
+    projected: torch.Tensor,
+    assert_close: AssertClose,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
     state = make_state(rules, len(batch.rows) + 2, 3, device, dtype)
     exact_state = DeltaState(state.recent.to(torch.float32, copy=True), state.memory.clone())
     untouched = sorted(set(range(len(state.memory))) - set(batch.rows.tolist()))
@@ -96,11 +112,11 @@ def test_output_and_state_of_a_step_match_the_reference(
     key_dim: int,
     value_dim: int,
     taps: int,
-    decode_positions,
-    prefills,
+    decode_positions: list[int],
+    prefills: list[tuple[int, int]],
     device: torch.device,
     dtype: torch.dtype,
-    assert_close,
+    assert_close: AssertClose,
 ) -> None:
     batch = make_batch(decode_positions, prefills, device)
     rules = make_rules(key_heads, value_heads, key_dim, value_dim, taps, device, dtype)
@@ -109,7 +125,7 @@ def test_output_and_state_of_a_step_match_the_reference(
 
 
 def test_prompt_of_one_repeated_token_matches_the_reference(
-    device: torch.device, dtype: torch.dtype, assert_close
+    device: torch.device, dtype: torch.dtype, assert_close: AssertClose
 ) -> None:
     """Equal keys and almost no decay: the worst case of the triangular systems.
 
@@ -130,7 +146,7 @@ def test_prompt_of_one_repeated_token_matches_the_reference(
 
 @pytest.mark.gpu
 def test_every_replay_of_a_captured_step_advances_the_state(
-    device: torch.device, dtype: torch.dtype, assert_close
+    device: torch.device, dtype: torch.dtype, assert_close: AssertClose
 ) -> None:
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")

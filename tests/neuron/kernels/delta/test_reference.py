@@ -10,7 +10,9 @@ from cortex.neuron.kernels.delta.gated_delta import delta_chunked, delta_recurre
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 
 
-def make_rules(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4):
+def make_rules(
+    key_heads: int = 2, value_heads: int = 4, key_dim: int = 8, value_dim: int = 6, taps: int = 4
+) -> DeltaRules:
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     return DeltaRules(
         key_heads=key_heads,
@@ -25,14 +27,14 @@ def make_rules(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4):
     )
 
 
-def garbage_state(rules, slots):
+def garbage_state(rules: DeltaRules, slots: int) -> DeltaState:
     """Slots filled with NaN: the old contents of a slot must not matter."""
     taps, channels = rules.conv_weight.shape
     recent = torch.full((slots, taps, channels), torch.nan)
     return DeltaState(recent, torch.full((slots, rules.value_heads, rules.key_dim, rules.value_dim), torch.nan))
 
 
-def step(rules, state, pieces):
+def step(rules: DeltaRules, state: DeltaState, pieces: list[tuple[int, int, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
     """One step of `pieces`: (row, first position, projected tokens), singles first."""
     decodes = sum(len(tokens) == 1 for _, _, tokens in pieces)
     offset, prefills = decodes, []
@@ -51,10 +53,11 @@ def step(rules, state, pieces):
         prefills=tuple(prefills),
     )
     out = gated_delta_reference(torch.cat([tokens for _, _, tokens in pieces]), rules, batch, state)
-    return out.split([len(tokens) for _, _, tokens in pieces])
+    split: tuple[torch.Tensor, ...] = out.split([len(tokens) for _, _, tokens in pieces])
+    return split
 
 
-def assert_same(*inputs) -> None:
+def assert_same(*inputs: torch.Tensor) -> None:
     *_, memory = inputs
     chunked, chunked_memory = delta_chunked(*inputs)
     recurrent = delta_recurrent(*inputs)  # updates the memory in place
@@ -83,13 +86,16 @@ def test_chunked_equals_recurrent_when_all_tokens_are_equal() -> None:
     seed=st.integers(0, 1000),
     taps=st.sampled_from([2, 4]),
 )
-def test_any_split_into_steps_beside_other_rows_equals_the_whole_sequence(cuts, seed, taps) -> None:
+def test_any_split_into_steps_beside_other_rows_equals_the_whole_sequence(
+    cuts: list[list[int]], seed: int, taps: int
+) -> None:
     torch.manual_seed(seed)
     rules = make_rules(taps=taps)
     sequences = [torch.randn(sum(parts), rules.projected_size) for parts in cuts]
     whole_state, state = (garbage_state(rules, len(cuts)) for _ in range(2))
     whole = [step(rules, whole_state, [(row, 0, tokens)])[0] for row, tokens in enumerate(sequences)]
-    outputs, done = [[] for _ in cuts], [0] * len(cuts)
+    outputs: list[list[torch.Tensor]] = [[] for _ in cuts]
+    done = [0] * len(cuts)
     for turn in range(max(map(len, cuts))):
         pieces = [
             (row, done[row], sequences[row][done[row] : done[row] + parts[turn]])

@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import (
@@ -25,12 +26,18 @@ TILES = [Tiling(16, 16, 16, 4), Tiling(32, 64, 32, 4)]
 @pytest.mark.parametrize("shape", [(64, 32, 6, 0), (40, 25, 7, 1)])
 @pytest.mark.parametrize(("tokens", "bias"), [(5, 0.0), (41, 0.0), (41, 9.0)])
 def test_products_and_sum_match_their_references(
-    tile, shape, tokens: int, bias: float, device: torch.device, dtype: torch.dtype, assert_close
+    tile: Tiling,
+    shape: tuple[int, int, int, int],
+    tokens: int,
+    bias: float,
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close: AssertClose,
 ) -> None:
     """`bias` routes every token to the same expert, which then has several tiles while others have none."""
     hidden, inner, routed, shared = shape
 
-    def random(*size):
+    def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, device=device, dtype=dtype)
 
     router = random(routed + bool(shared), hidden)
@@ -51,7 +58,7 @@ def test_products_and_sum_match_their_references(
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.sampled_from([16, 32, 128]))
-def test_grid_covers_every_possible_tile(counts, tile) -> None:
+def test_grid_covers_every_possible_tile(counts: list[int], tile: int) -> None:
     needed = sum(-(-count // tile) for count in counts)
     assert needed <= max_tiles(sum(counts), len(counts), tile)
 

@@ -1,38 +1,45 @@
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
+from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture_grouped, mixture_of_rows, mixture_reference
 from cortex.neuron.kernels.moe.routing import choose_reference
 
 EPS = 1e-6
+Mixture = Callable[..., torch.Tensor]
 
 
-def random_experts(shape, device, dtype, **choice):
+def random_experts(
+    shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype, *, top_k: int, renormalise: bool
+) -> Experts:
     """`shape`: hidden, inner, routed experts, shared experts."""
     hidden, inner, routed, shared = shape
 
-    def random(*size):
-        return torch.randn(*size, device=device, dtype=dtype) * size[-1] ** -0.5
+    def random(*size: int) -> torch.Tensor:
+        scale: float = size[-1] ** -0.5
+        return torch.randn(*size, device=device, dtype=dtype) * scale
 
     return Experts(
         random(routed + bool(shared), hidden) * 3,
         random(routed + shared, 2 * inner, hidden),
         random(routed + shared, hidden, inner),
         num_shared=shared,
-        **choice,
+        top_k=top_k,
+        renormalise=renormalise,
     )
 
 
-def exact(experts):
+def exact(experts: Experts) -> Experts:
     """The same experts in float32."""
-    tensors = (tensor.float() for tensor in (experts.router, experts.gate_up, experts.down))
-    return Experts(*tensors, experts.top_k, experts.renormalise, experts.num_shared)
+    router, gate_up, down = (tensor.float() for tensor in (experts.router, experts.gate_up, experts.down))
+    return Experts(router, gate_up, down, experts.top_k, experts.renormalise, experts.num_shared)
 
 
-def rows_with_clear_routing(count, norm, experts):
+def rows_with_clear_routing(count: int, norm: torch.Tensor, experts: Experts) -> torch.Tensor:
     """Random rows whose routing does not depend on rounding: a clear margin after the last selected expert."""
     hidden = torch.randn(20 * count, len(norm), device=norm.device, dtype=norm.dtype)
     x = torch.nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], norm.float(), EPS)
@@ -43,7 +50,7 @@ def rows_with_clear_routing(count, norm, experts):
     return hidden[:count]
 
 
-def mixture_by_definition(hidden, norm, experts):
+def mixture_by_definition(hidden: torch.Tensor, norm: torch.Tensor, experts: Experts) -> torch.Tensor:
     """Token by token, expert by expert, by definition."""
     x = torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], norm, EPS)
     out = hidden.clone()
@@ -61,9 +68,9 @@ SHAPES = [(64, 32, 8, 0), (36, 20, 5, 0), (20, 17, 12, 2), (33, 24, 1, 1)]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_reference_matches_the_definition(shape, renormalise: bool, tokens: int) -> None:
+def test_reference_matches_the_definition(shape: tuple[int, int, int, int], renormalise: bool, tokens: int) -> None:
     torch.manual_seed(0)
-    experts = random_experts(shape, "cpu", torch.float32, top_k=min(3, shape[2]), renormalise=renormalise)
+    experts = random_experts(shape, torch.device("cpu"), torch.float32, top_k=min(3, shape[2]), renormalise=renormalise)
     hidden, norm = torch.randn(tokens, shape[0]), torch.randn(shape[0])
     torch.testing.assert_close(
         mixture_reference(hidden, norm, EPS, experts), mixture_by_definition(hidden, norm, experts)
@@ -73,7 +80,13 @@ def test_reference_matches_the_definition(shape, renormalise: bool, tokens: int)
 @pytest.mark.parametrize(("shape", "top_k"), [((20, 10, 8, 0), 3), ((24, 17, 12, 2), 5), ((33, 24, 1, 1), 1)])
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 2), (mixture_grouped, 37)])
 def test_small_and_large_batches_match_the_reference(
-    run, tokens: int, shape, top_k: int, device: torch.device, dtype: torch.dtype, assert_close
+    run: Mixture,
+    tokens: int,
+    shape: tuple[int, int, int, int],
+    top_k: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close: AssertClose,
 ) -> None:
     experts = random_experts(shape, device, dtype, top_k=top_k, renormalise=True)
     norm = torch.randn(shape[0], device=device, dtype=dtype)
@@ -82,7 +95,7 @@ def test_small_and_large_batches_match_the_reference(
     assert_close(run(hidden, norm, EPS, experts), reference)
 
 
-def held(experts, first, count):
+def held(experts: Experts, first: int, count: int) -> Experts:
     """What a rank of a divided model has of `experts`: some routed ones, and all shared ones."""
     parts = (slice(first, first + count), slice(experts.num_routed, experts.num_experts))
     gate_up, down = (torch.cat([stack[part] for part in parts]) for stack in (experts.gate_up, experts.down))
@@ -92,7 +105,7 @@ def held(experts, first, count):
 @pytest.mark.parametrize("shared", [0, 2])
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 2), (mixture_grouped, 37), (mixture_reference, 5)])
 def test_parts_of_a_divided_mixture_add_up_to_the_whole(
-    run, tokens: int, shared: int, device: torch.device, dtype: torch.dtype, assert_close
+    run: Mixture, tokens: int, shared: int, device: torch.device, dtype: torch.dtype, assert_close: AssertClose
 ) -> None:
     experts = random_experts((24, 17, 7, shared), device, dtype, top_k=3, renormalise=True)
     norm = torch.randn(24, device=device, dtype=dtype)
@@ -108,7 +121,7 @@ def test_parts_of_a_divided_mixture_add_up_to_the_whole(
 
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 3), (mixture_grouped, 20)])
 def test_nan_row_does_not_affect_other_rows(
-    run, tokens: int, device: torch.device, dtype: torch.dtype, assert_close
+    run: Mixture, tokens: int, device: torch.device, dtype: torch.dtype, assert_close: AssertClose
 ) -> None:
     experts = random_experts((16, 8, 6, 1), device, dtype, top_k=2, renormalise=True)
     norm = torch.ones(16, device=device, dtype=dtype)
@@ -122,7 +135,9 @@ def test_nan_row_does_not_affect_other_rows(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 1), (mixture_of_rows, 8), (mixture_grouped, 300)])
-def test_captured_graph_replays_give_equal_results(run, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+def test_captured_graph_replays_give_equal_results(
+    run: Mixture, tokens: int, device: torch.device, dtype: torch.dtype
+) -> None:
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
     experts = random_experts((512, 256, 32, 1), device, dtype, top_k=4, renormalise=True)

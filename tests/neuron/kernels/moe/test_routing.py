@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.routing import (
@@ -14,7 +15,9 @@ COUNTS = [(8, 2, 0), (128, 8, 0), (5, 5, 0), (20, 4, 3), (1, 1, 1)]
 """Routed experts, experts per token, shared experts."""
 
 
-def make_experts(routed, top_k, shared, renormalise, device, hidden=48):
+def make_experts(
+    routed: int, top_k: int, shared: int, renormalise: bool, device: torch.device, hidden: int = 48
+) -> Experts:
     router = torch.randn(routed + bool(shared), hidden, device=device)
     unused = torch.empty(routed + shared, 2, hidden, device=device)
     return Experts(router, unused, unused.mT[..., :1], top_k, renormalise, shared)
@@ -23,7 +26,7 @@ def make_experts(routed, top_k, shared, renormalise, device, hidden=48):
 @pytest.mark.parametrize(("routed", "top_k", "shared"), COUNTS)
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_small_batch_choice_matches_the_reference(
-    routed: int, top_k: int, shared: int, renormalise: bool, device: torch.device, assert_close
+    routed: int, top_k: int, shared: int, renormalise: bool, device: torch.device, assert_close: AssertClose
 ) -> None:
     experts = make_experts(routed, top_k, shared, renormalise, device)
     hidden, norm = torch.randn(3, 48, device=device), torch.rand(48, device=device) * 0.3
@@ -37,7 +40,7 @@ def test_small_batch_choice_matches_the_reference(
 @pytest.mark.parametrize(("routed", "top_k", "shared"), COUNTS)
 @pytest.mark.parametrize("tokens", [1, 21])
 def test_pair_lists_match_the_reference(
-    routed: int, top_k: int, shared: int, tokens: int, device: torch.device, assert_close
+    routed: int, top_k: int, shared: int, tokens: int, device: torch.device, assert_close: AssertClose
 ) -> None:
     experts = make_experts(routed, top_k, shared, True, device)
     logits = torch.randn(tokens, len(experts.router), device=device)
@@ -49,7 +52,7 @@ def test_pair_lists_match_the_reference(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 7.0])
-def test_chooses_distinct_valid_experts_for_degenerate_scores(bad, device: torch.device) -> None:
+def test_chooses_distinct_valid_experts_for_degenerate_scores(bad: float, device: torch.device) -> None:
     experts = make_experts(11, 4, 1, True, device)
     lists = list_pairs(torch.full((3, 12), bad, device=device), experts)
     assert lists.counts.sum() == 3 * experts.slots
@@ -58,8 +61,8 @@ def test_chooses_distinct_valid_experts_for_degenerate_scores(bad, device: torch
 
 def test_weights_sum_to_one_only_with_renormalisation() -> None:
     logits = torch.randn(4, 6)
-    kept = choose_reference(logits, make_experts(6, 2, 0, False, "cpu"))
-    scaled = choose_reference(logits, make_experts(6, 2, 0, True, "cpu"))
+    kept = choose_reference(logits, make_experts(6, 2, 0, False, torch.device("cpu")))
+    scaled = choose_reference(logits, make_experts(6, 2, 0, True, torch.device("cpu")))
     assert (kept.weights.sum(1) < 1).all()
     torch.testing.assert_close(scaled.weights.sum(1), torch.ones(4))
     torch.testing.assert_close(scaled.weights[:, 0] / scaled.weights[:, 1], kept.weights[:, 0] / kept.weights[:, 1])

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.routing import ExpertChoice
@@ -11,11 +12,13 @@ from cortex.neuron.kernels.moe.rows import (
 )
 
 
-def random_case(rows, shape, device, dtype):
+def random_case(
+    rows: int, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
+) -> tuple[Experts, ExpertChoice, torch.Tensor, torch.Tensor]:
     """Experts, a choice, the rows, and the values between the two products."""
     hidden, inner, count, slots = shape
 
-    def random(*size):
+    def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, device=device, dtype=dtype)
 
     gate_up, down = random(count, 2 * inner, hidden) * hidden**-0.5, random(count, hidden, inner) * inner**-0.5
@@ -25,7 +28,7 @@ def random_case(rows, shape, device, dtype):
     return experts, choice, random(rows, hidden), random(rows, slots, inner)
 
 
-def exact(experts):
+def exact(experts: Experts) -> Experts:
     return Experts(experts.router.float(), experts.gate_up.float(), experts.down.float(), experts.top_k, True)
 
 
@@ -33,7 +36,7 @@ def exact(experts):
 @pytest.mark.parametrize("shape", [(64, 12, 6, 2), (33, 7, 5, 5), (2100, 3, 2, 1)])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_first_product_matches_its_reference(
-    rows: int, shape, device: torch.device, dtype: torch.dtype, assert_close
+    rows: int, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype, assert_close: AssertClose
 ) -> None:
     experts, choice, x, _ = random_case(rows, shape, device, dtype)
     norm = torch.randn(shape[0], device=device, dtype=dtype)
@@ -44,7 +47,7 @@ def test_first_product_matches_its_reference(
 @pytest.mark.parametrize("shape", [(20, 12, 6, 2), (9, 40, 5, 5), (4, 1100, 8, 6)])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_second_product_and_sum_match_their_reference(
-    rows: int, shape, device: torch.device, dtype: torch.dtype, assert_close
+    rows: int, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype, assert_close: AssertClose
 ) -> None:
     experts, choice, residual, inner = random_case(rows, shape, device, dtype)
     reference = contract_rows_reference(inner.float(), choice, residual.float(), exact(experts))

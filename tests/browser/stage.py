@@ -27,6 +27,7 @@ from cortex.wire.node import (
     DiskUse,
     Health,
     ModelLoad,
+    ModelShare,
     ModelState,
     ModelStatus,
     Progress,
@@ -53,6 +54,9 @@ class DirectedNode(FakeNeuron):
     foreign_bytes: int = 0
     places: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The devices of each model; the first one where absent."""
+    parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """What a model has on each of them, in bytes; equal parts where absent."""
+    shares: tuple[ModelShare, ...] = ()
     kv: dict[str, int] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -78,6 +82,7 @@ class DirectedNode(FakeNeuron):
         return msgspec.structs.replace(
             status,
             devices=self.places.get(model, (0,)) if is_placed else (),
+            device_bytes=self.parts.get(model, ()),
             kv_bytes=self.kv.get(model) if status.state is ModelState.READY else None,
             quant="Q4_K_M" if "gguf" in model.lower() else "BF16",
             progress=self.progress.get(model) if status.state is ModelState.LOADING else None,
@@ -100,7 +105,7 @@ class DirectedNode(FakeNeuron):
             for index in range(len(self.device_names))
         )
         health = super().health()
-        return msgspec.structs.replace(health, devices=devices, disk=self.disk or health.disk)
+        return msgspec.structs.replace(health, devices=devices, disk=self.disk or health.disk, shares=self.shares)
 
     def _used_bytes(self, device: int) -> int:
         gone = (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)

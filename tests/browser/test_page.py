@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cortex.wire.node import ModelLoad, ModelState, Progress
+from cortex.wire.node import ModelLoad, ModelShare, ModelState, Progress
 
 from ..gateway.fake_neuron import GB, opened_gate
 from .stage import REPLY, DirectedNode, Stage
@@ -76,6 +76,33 @@ def test_model_over_two_devices_is_on_both_bars(page: Page, wide: DirectedNode) 
     part = "wide-model weights (1/2 of it) 8.0 GiB, wide-model KV cache (1/2 of it) 2.0 GiB"
     assert [part in str(label) for label in labels] == [True, True]
     assert two.get_by_role("listitem").filter(has_text="wide-model").count() == 1
+
+
+def test_unequal_parts_of_a_model_have_their_own_sizes(page: Page, wide: DirectedNode) -> None:
+    wide.parts = {"wide-model": (12 * GB, 8 * GB)}
+    try:
+        page.goto("#/fleet")
+        two = card(page, "wide")
+        two.get_by_text("12.0 GiB + 8.0 GiB").wait_for()
+        labels = [str(bar.get_attribute("aria-label")) for bar in two.locator(".bar").all()]
+        assert "wide-model weights (a part of it) 9.6 GiB, wide-model KV cache (a part of it) 2.4 GiB" in labels[0]
+        assert "wide-model weights (a part of it) 6.4 GiB, wide-model KV cache (a part of it) 1.6 GiB" in labels[1]
+    finally:
+        wide.parts = {}
+
+
+def test_part_of_a_model_that_another_node_serves_is_on_the_bar_and_in_the_list(page: Page, node: DirectedNode) -> None:
+    node.shares = (ModelShare(model_id="spanning", lead="wide", state="ready", devices=(0,), num_bytes=3 * GB),)
+    try:
+        page.goto("#/fleet")
+        beast = card(page, "beast")
+        row = beast.get_by_role("listitem").filter(has_text="spanning")
+        row.get_by_text("part of wide's").wait_for()
+        row.get_by_text("3.0 GiB").wait_for()
+        label = str(beast.locator(".bar").get_attribute("aria-label"))
+        assert "spanning (a part of it, wide serves it) 3.0 GiB" in label
+    finally:
+        node.shares = ()
 
 
 def test_catalogue_pin_is_marked_and_sleep_is_offered_only_where_possible(page: Page, wide: DirectedNode) -> None:

@@ -262,6 +262,14 @@ def test_status_shows_devices_models_and_waiting_requests(gateway: CannedGateway
     assert "2 waiting for large" in outcome.stdout
 
 
+def test_status_shows_the_part_that_a_node_has_of_a_model(gateway: CannedGateway, invoke: Invoke) -> None:
+    share = {"model_id": "wide", "lead": "beast", "state": "ready", "devices": [0], "num_bytes": 3 << 30}
+    gateway.responses["GET", "/fleet/status"] = fleet(shares=[share], cold_models=["other", "wide"])
+    shown = invoke("status").stdout
+    assert "part of wide, which beast serves: ready, 3.0 GiB" in shown
+    assert "can load: other\n" in shown
+
+
 def test_status_shows_why_a_node_is_down_and_exits_with_1(gateway: CannedGateway, invoke: Invoke) -> None:
     gateway.responses["GET", "/fleet/status"] = fleet(up=False, problem="connection refused")
     outcome = invoke("status")

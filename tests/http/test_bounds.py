@@ -123,7 +123,7 @@ async def test_drops_a_client_that_pipelines_and_never_reads(harness: Harness) -
     ids=["length", "chunked", "upgrade"],
 )
 async def test_rejects_a_stranger_before_the_body_is_buffered(harness: Harness, head: bytes) -> None:
-    server, port = await harness.server(count_body, admit_head=reject_strangers, linger_s=0.2)
+    server, port = await harness.server(count_body, admit_head=reject_strangers)
     reader, writer = await harness.client(port, head)
     answer, body = await harness.read_message(reader)
     assert answer.startswith(b"HTTP/1.1 401 ")
@@ -135,14 +135,14 @@ async def test_rejects_a_stranger_before_the_body_is_buffered(harness: Harness, 
 
 
 async def test_rejects_a_stranger_whose_body_comes_along_with_the_head(harness: Harness) -> None:
-    server, port = await harness.server(count_body, admit_head=reject_strangers, linger_s=0.2)
+    server, port = await harness.server(count_body, admit_head=reject_strangers)
     reader, _ = await harness.client(port, post(60_000) + bytes(60_000))
     assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 401 ")
     assert server.buffered.num_bytes == 0
 
 
 async def test_rejects_a_stranger_instead_of_asking_for_the_body(harness: Harness) -> None:
-    _, port = await harness.server(count_body, admit_head=reject_strangers, linger_s=0.1)
+    _, port = await harness.server(count_body, admit_head=reject_strangers)
     answer = await harness.ask(port, post(5, b"Expect: 100-continue"))
     assert answer.startswith(b"HTTP/1.1 401 ")
     assert b"100 Continue" not in answer
@@ -158,7 +158,7 @@ async def test_asks_for_the_body_of_a_request_whose_head_is_admitted(harness: Ha
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 async def test_rejects_a_body_over_what_the_head_was_admitted_for(harness: Harness, framing: str) -> None:
-    server, port = await harness.server(count_body, admit_head=lambda request: 10_000, linger_s=0.2)
+    server, port = await harness.server(count_body, admit_head=lambda request: 10_000)
     for num_bytes, status in ((10_000, b"200"), (10_001, b"413")):
         body = bytes(num_bytes)
         request = (
@@ -190,7 +190,7 @@ async def test_admits_every_head_on_a_connection(harness: Harness) -> None:
 
 async def test_rejects_a_body_over_the_buffer_of_all_connections(harness: Harness) -> None:
     exchanges: list[Exchange] = []
-    server, port = await harness.server(exchanges.append, buffered_bytes=1_000_000, linger_s=0.2)
+    server, port = await harness.server(exchanges.append, buffered_bytes=1_000_000)
     first, _ = await harness.client(port, post(600_000) + bytes(600_000))
     await harness.eventually(lambda: len(exchanges) == 1)
     assert server.buffered.num_bytes == 600_000
@@ -208,7 +208,7 @@ async def test_rejects_a_body_over_the_buffer_of_all_connections(harness: Harnes
 
 
 async def test_concurrent_bodies_stay_within_the_buffer(harness: Harness) -> None:
-    server, port = await harness.server(count_body, buffered_bytes=1_000_000, linger_s=0.1)
+    server, port = await harness.server(count_body, buffered_bytes=1_000_000)
     most = 0
     writers = [(await harness.client(port, post(400_000)))[1] for _ in range(10)]
     for _ in range(20):
@@ -288,7 +288,7 @@ async def test_closes_an_idle_connection_that_sends_empty_lines(harness: Harness
 
 
 async def test_times_out_a_body_below_the_minimum_rate(harness: Harness) -> None:
-    _, port = await harness.server(count_body, body_s=0.2, body_bytes_per_s=1000, linger_s=0.1)
+    _, port = await harness.server(count_body, body_s=0.2, body_bytes_per_s=1000)
     reader, writer = await harness.client(port, post(1000))
     answer = asyncio.create_task(harness.read_message(reader))
     for _ in range(200):  # each byte comes well before a silence of `body_s`
@@ -305,7 +305,7 @@ async def test_times_out_a_body_below_the_minimum_rate(harness: Harness) -> None
 
 async def test_logs_a_malformed_request_in_one_debug_line(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="cortex")
-    _, port = await harness.server(count_body, linger_s=0.1)
+    _, port = await harness.server(count_body)
     for request in (b"\x16\x03\x01\xff", b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", b"GET /\r\n\r\n"):
         caplog.clear()
         assert (await harness.ask(port, request)).startswith(b"HTTP/1.1 400 ")

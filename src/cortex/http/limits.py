@@ -10,7 +10,7 @@ class ClientLimits:
     """Bounds on client connections. The shared ticker checks times, so they are exact to one tick."""
 
     num_connections: int = 8192
-    """Connections open at once. Unix sockets, which our own programs use, do not count."""
+    """Connections open at once."""
     num_connections_per_client: int = 1024
     """Connections open at once from one address; an IPv6 /64 network counts as one."""
     buffered_bytes: int = 1024 * 1024 * 1024

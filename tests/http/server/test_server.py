@@ -242,7 +242,7 @@ async def test_sends_no_continue_inside_another_response(harness: Harness) -> No
     ids=["length", "length, expecting", "one chunk", "many chunks"],
 )
 async def test_client_can_read_the_rejection_of_an_oversized_body(harness: Harness, request_bytes: bytes) -> None:
-    _, port = await harness.server(echo, body_bytes=100_000, linger_s=0.3)
+    _, port = await harness.server(echo, body_bytes=100_000)
     reader, writer = await harness.client(port)
     for start in range(0, len(request_bytes), 65536):  # a client that sends everything before it reads
         writer.write(request_bytes[start : start + 65536])
@@ -271,19 +271,32 @@ async def test_serves_a_body_of_exactly_the_limit(harness: Harness) -> None:
     ids=["target", "one header", "many headers", "unfinished header"],
 )
 async def test_rejects_an_oversized_head(harness: Harness, request_bytes: bytes) -> None:
-    _, port = await harness.server(echo, linger_s=0.2)
+    _, port = await harness.server(echo)
     answer = await harness.ask(port, request_bytes)
     assert answer.startswith(b"HTTP/1.1 431 ")
 
 
 async def test_rejects_endless_chunk_extensions(harness: Harness) -> None:
-    _, port = await harness.server(echo, linger_s=0.2)
+    _, port = await harness.server(echo)
     reader, writer = await harness.client(port, CHUNKED + b"1;")
     for _ in range(10):
         writer.write(b"x" * 60_000)
         await asyncio.sleep(0.005)
     head, _ = await harness.read_message(reader)
     assert head.startswith(b"HTTP/1.1 400 ")
+
+
+async def test_closes_the_connection_of_a_rejected_client_that_goes_on_sending(harness: Harness) -> None:
+    server, port = await harness.server(echo, linger_s=0.1)
+    _, writer = await harness.client(port, b"nonsense\r\n\r\n")
+
+    def is_closed() -> bool:
+        if not writer.transport.is_closing():
+            writer.write(b"x")
+        return writer.transport.is_closing()
+
+    await harness.eventually(is_closed)
+    await harness.eventually(lambda: server.num_connections == 0)
 
 
 async def test_times_out_slow_heads_and_bodies_with_an_error(harness: Harness) -> None:

@@ -71,7 +71,10 @@ async def test_connection_whose_head_does_not_arrive_is_closed_and_makes_room(
     if not is_dripping and num_requests:
         writer.write(HEAD[:10])
     dripping = asyncio.create_task(drip(writer)) if is_dripping else None
-    assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+    try:
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+    except ConnectionResetError:
+        assert is_dripping, "a byte that arrives after the close may overtake the response"
     if dripping is not None:
         dripping.cancel()
     writer.close()

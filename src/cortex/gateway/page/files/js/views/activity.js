@@ -89,7 +89,8 @@ function Requests({ operator }) {
 }
 
 const statusKind = (row) => (row.status >= 400 || row.error ? "bad" : row.outcome === "complete" ? "good" : "warn");
-const statusText = (row) => (row.status >= 400 || row.outcome === "complete" ? String(row.status) : row.outcome);
+const statusText = (row) => (row.status >= 400 || row.outcome === "complete" ? String(row.status) : words(row.outcome));
+const words = (outcome) => outcome.replaceAll("_", " ");
 
 function Row({ row, operator, onChoose }) {
   return html`
@@ -115,7 +116,7 @@ function Detail({ row, onClose, onForgotten }) {
   const { value, error } = useLoaded((signal) => get(`fleet/activity/${encodeURIComponent(row.id)}`, { signal }), [row.id]);
   const full = value ?? row;
   const facts = [
-    ["Time", dayAndClock(full.time)], ["Status", `${full.status}, ${full.outcome}`], ["Model", full.model], ["Node", full.node], ["Why this node", full.reason],
+    ["Time", dayAndClock(full.time)], ["Status", `${full.status}, ${words(full.outcome)}`], ["Model", full.model], ["Node", full.node], ["Why this node", full.reason],
     ["Key", full.key], ["Path", full.path], ["Attempts", full.attempts > 1 && full.attempts], ["In the queue", full.queue_s >= 0.001 && seconds(full.queue_s)], ["Waiting for a load", full.load_s >= 0.001 && seconds(full.load_s)],
     ["First token after", seconds(full.ttft_s)], ["Total", seconds(full.duration_s)], ["Tokens per second", rate(full.tokens_per_s)],
     ["Prompt tokens", `${count(full.prompt_tokens)}, of them ${count(full.cached_tokens)} from the prefix cache`],

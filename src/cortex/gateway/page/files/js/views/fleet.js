@@ -94,7 +94,7 @@ function NodeCard({ name, onOrder }) {
       </header>
       ${here.problem && html`<p class="problem">${here.problem}</p>`}
       ${here.ceiling_bytes != null && html`<p class="dim">Models may take ${bytes(here.ceiling_bytes)} of this node (memory_mb).</p>`}
-      ${here.devices.map((device) => html`<${Device} key=${device.index} device=${device} index=${here.devices.length > 1 ? `${device.index} · ` : ""} models=${here.models} up=${here.up} />`)}
+      ${here.devices.map((device) => html`<${Device} key=${device.index} device=${device} index=${here.devices.length > 1 ? `${device.index} · ` : ""} here=${here} />`)}
       ${asleep.length > 0 && html`
         <div class="host"><span class="dim">Asleep in host memory</span>
           ${asleep.map((model) => html`<span key=${model.id} class="chip hue-${hue(model.id)}"><i></i>${model.id} · ${bytes(model.host_bytes)}</span>`)}
@@ -102,16 +102,19 @@ function NodeCard({ name, onOrder }) {
       ${models.length > 0 && html`<ul class="models">
         ${models.map((model) => html`<${ModelRow} key=${model.id} here=${here} model=${model} onOrder=${onOrder} />`)}
       </ul>`}
+      ${here.shares.length > 0 && html`<ul class="models">
+        ${here.shares.map((share) => html`<${ShareRow} key=${share.model_id} share=${share} />`)}
+      </ul>`}
       ${here.models.length > SHOWN_MODELS && html`
         <button class="ghost small" onClick=${() => setAll(!all)}>${all ? "Show fewer" : `Show all ${here.models.length} models`}</button>`}
-      ${here.up && here.models.length === 0 && html`<p class="dim">No model is loaded here.</p>`}
+      ${here.up && here.models.length + here.shares.length === 0 && html`<p class="dim">No model is loaded here.</p>`}
       <${ColdModels} here=${here} onOrder=${onOrder} />
     </article>`;
 }
 
 function ColdModels({ here, onOrder }) {
   const [open, setOpen] = useState(false);
-  const names = here.cold_models;
+  const names = here.cold_models.filter((id) => !here.shares.some((share) => share.model_id === id));
   if (!names.length) return null;
   return html`
     <details class="cold" onToggle=${(event) => setOpen(event.target.open)}>
@@ -124,8 +127,8 @@ function ColdModels({ here, onOrder }) {
 }
 
 /** One device as a stacked bar: every model's weights and KV cache, other programs, free memory. */
-function Device({ device, index, models, up }) {
-  const parts = segments(device, models);
+function Device({ device, index, here }) {
+  const parts = segments(device, here);
   const used = device.total_bytes - device.free_bytes;
   const label = parts.map((part) => `${part.label} ${bytes(part.size)}`).join(", ");
   return html`
@@ -139,7 +142,7 @@ function Device({ device, index, models, up }) {
           <span>${bytes(used)} / ${bytes(device.total_bytes)}</span>
         </span>
       </div>
-      <div class="bar ${up ? "" : "stale"}" role="img" aria-label=${`${device.name}: ${label}`}>
+      <div class="bar ${here.up ? "" : "stale"}" role="img" aria-label=${`${device.name}: ${label}`}>
         ${parts.map((part) => html`
           <span key=${part.key} class=${part.kind} title=${`${part.label}: ${bytes(part.size)}`}
             style=${{ width: `${((100 * part.size) / device.total_bytes).toFixed(2)}%` }}></span>`)}
@@ -147,17 +150,33 @@ function Device({ device, index, models, up }) {
     </div>`;
 }
 
-function segments(device, models) {
+/** What a model has on each of its devices, in bytes. */
+function sizes(model) {
+  const total = model.measured_bytes ?? model.estimate_bytes ?? 0;
+  const { devices, device_bytes: measured } = model;
+  return measured.length === devices.length ? measured : devices.map(() => total / devices.length);
+}
+
+const isEven = (values) => values.every((value) => value === values[0]);
+
+function segments(device, { models, shares }) {
   const parts = [];
   for (const model of models) {
-    if (!ON_DEVICE.has(model.state) || !model.devices.includes(device.index)) continue;
-    const size = (model.measured_bytes ?? model.estimate_bytes ?? 0) / model.devices.length;
-    const kv = Math.min(size, (model.kv_bytes ?? 0) / model.devices.length);
+    const at = model.devices.indexOf(device.index);
+    if (!ON_DEVICE.has(model.state) || at < 0) continue;
+    const all = sizes(model);
+    const size = all[at];
+    const kv = Math.min(size, ((model.kv_bytes ?? 0) * size) / (sum(all, (each) => each) || 1));
     const colour = `hue-${hue(model.id)} ${model.state === "ready" ? "" : "changing"}`;
-    const share = model.devices.length > 1 ? ` (1/${model.devices.length} of it)` : "";
+    const share = all.length < 2 ? "" : isEven(all) ? ` (1/${all.length} of it)` : " (a part of it)";
     const what = model.kv_bytes == null ? model.id : `${model.id} weights`;
     parts.push({ key: model.id, kind: colour, size: size - kv, label: what + share });
     if (kv) parts.push({ key: `${model.id} kv`, kind: `${colour} kv`, size: kv, label: `${model.id} KV cache${share}` });
+  }
+  for (const share of shares) {
+    if (!share.devices.includes(device.index) || !share.num_bytes) continue;
+    const label = `${share.model_id} (a part of it, ${share.lead} serves it)`;
+    parts.push({ key: `${share.model_id} share`, kind: `hue-${hue(share.model_id)}`, size: share.num_bytes / share.devices.length, label });
   }
   if (device.foreign_bytes) parts.push({ key: "\nother", kind: "foreign", size: device.foreign_bytes, label: "Other programs" });
   const taken = sum(parts, (part) => part.size);
@@ -202,13 +221,29 @@ function ModelRow({ here, model, onOrder }) {
     </li>`;
 }
 
+/** A part of a model that another node serves: it is loaded and unloaded there. */
+function ShareRow({ share }) {
+  return html`
+    <li class="model">
+      <div class="model-head">
+        <span class="swatch hue-${hue(share.model_id)}" aria-hidden="true"></span>
+        <span class="name" title=${share.model_id}>${share.model_id}</span>
+        <${Badge} kind=${STATES[share.state]} title=${`A part of it; ${share.lead} serves the model`}>part of ${share.lead}'s<//>
+        <span class="grow"></span>
+        ${share.num_bytes > 0 && html`<span class="dim size">${bytes(share.num_bytes)}</span>`}
+      </div>
+    </li>`;
+}
+
 /** On a device; of a model that is divided among devices, on each of them. */
 function Size({ model }) {
   if (model.state === "asleep") return html`<span class="dim size">${bytes(model.host_bytes)}</span>`;
   const size = model.measured_bytes ?? model.estimate_bytes;
   const { devices } = model;
   if (size == null || devices.length < 2 || !ON_DEVICE.has(model.state)) return html`<span class="dim size">${bytes(size)}</span>`;
-  return html`<span class="dim size" title=${`On devices ${devices.join(", ")}`}>${devices.length} × ${bytes(size / devices.length)}</span>`;
+  const all = sizes(model);
+  const text = isEven(all) ? `${all.length} × ${bytes(all[0])}` : all.map(bytes).join(" + ");
+  return html`<span class="dim size" title=${`On devices ${devices.join(", ")}`}>${text}</span>`;
 }
 
 function Rate({ node: name, model }) {

@@ -12,6 +12,7 @@ import anthropic
 import openai
 import pytest
 import torch
+from anthropic.types import TextBlock, ThinkingBlock, ToolUseBlock
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -142,14 +143,15 @@ def test_chat_completions_with_tools_in_a_loop(chat: openai.OpenAI, model: str) 
         pieces = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
         said = stream.get_final_completion().choices[0]
     assert said.finish_reason == "tool_calls"
+    assert said.message.tool_calls is not None
     (call,) = said.message.tool_calls
     assert call.function.name == "get_weather"
     check(json.loads(call.function.arguments))
     assert "".join(piece.arguments_delta for piece in pieces) == call.function.arguments
-    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
-    again = chat.chat.completions.create(
-        messages=[*QUESTION, said.message, result], **{**options, "max_completion_tokens": 8}
-    )
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    turns: Any = [*QUESTION, said.message, result]
+    again = chat.chat.completions.create(messages=turns, **{**options, "max_completion_tokens": 8})
+    assert again.usage is not None
     assert again.usage.completion_tokens > 0
     if model == FOREIGN:
         assert again.choices[0].message.content == "The tool said: sunny"
@@ -164,6 +166,7 @@ def test_messages_with_tools_in_a_loop(messages: anthropic.Anthropic, model: str
         said = stream.get_final_message()
     assert said.stop_reason == "tool_use"
     call = said.content[-1]
+    assert isinstance(call, ToolUseBlock)
     check(call.input)
     assert json.loads("".join(pieces)) == call.input
     result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
@@ -203,8 +206,9 @@ def test_responses_with_tools_in_a_loop(chat: openai.OpenAI, model: str) -> None
     said = events[-1].response
     call = said.output[-1]
     check(json.loads(call.arguments))
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     again = chat.responses.create(input=[*asked, *said.output, result], max_output_tokens=8, **options)
+    assert again.usage is not None
     assert again.usage.output_tokens > 0
     if model == FOREIGN:
         assert [item.type for item in said.output] == ["reasoning", "message", "function_call"]
@@ -222,6 +226,7 @@ def test_a_thought_is_kept_to_its_budget(messages: anthropic.Anthropic) -> None:
     )
     thought, said = answer.content
     assert (thought.type, said.type) == ("thinking", "text")
+    assert isinstance(thought, ThinkingBlock)
     assert len(thought.thinking) <= 20
     assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 60)
 
@@ -236,15 +241,17 @@ def test_embeddings_come_from_a_server_that_makes_them(chat: openai.OpenAI) -> N
 
 def test_aliases_lead_to_models_wherever_they_are(chat: openai.OpenAI, messages: anthropic.Anthropic) -> None:
     answer = messages.messages.create(model="claude-sonnet-9", messages=QUESTION, max_tokens=8)
-    assert answer.content[-1].text == "Hello."
+    said = answer.content[-1]
+    assert isinstance(said, TextBlock)
+    assert said.text == "Hello."
     assert chat.chat.completions.create(model="weather", messages=QUESTION, max_tokens=2).model == NATIVE[0]
 
 
 def test_one_list_of_models_for_both_clients(chat: openai.OpenAI, messages: anthropic.Anthropic) -> None:
-    listed = {model.id: model for model in chat.models.list()}
+    listed = {model.id: model.model_dump() for model in chat.models.list()}
     assert {*NATIVE, FOREIGN, "org/embedder", "weather"} == set(listed)
     assert {model.id for model in messages.models.list()} == set(listed)
-    assert listed[FOREIGN].locations == [{"node": "elsewhere", "status": "ready", "vram_mb": 0}]
-    assert listed[FOREIGN].limit["context"] == CONTEXT_TOKENS
+    assert listed[FOREIGN]["locations"] == [{"node": "elsewhere", "status": "ready", "vram_mb": 0}]
+    assert listed[FOREIGN]["limit"]["context"] == CONTEXT_TOKENS
     assert messages.models.retrieve(FOREIGN).id == chat.models.retrieve(FOREIGN).id == FOREIGN
-    assert chat.models.retrieve("claude-sonnet-9").alias_of == FOREIGN
+    assert chat.models.retrieve("claude-sonnet-9").model_dump()["alias_of"] == FOREIGN

@@ -20,7 +20,7 @@ from cortex.wire.node import LoadRequest, SamplingDefaults
     ],
 )
 def test_cache_directory_prefers_the_config_then_the_environment(
-    hf_cache: str | None, env: dict[str, Any], expected
+    hf_cache: str | None, env: dict[str, Any], expected: str
 ) -> None:
     torch = TorchHarness(hf_cache=Path(hf_cache) if hf_cache else None)
     assert cache_directory(NeuronConfig(harness=HarnessSettings(torch=torch)), env) == Path(expected)
@@ -96,7 +96,7 @@ def test_configured_division_wins_over_a_request_for_fewer_devices() -> None:
     ],
 )
 def test_stages_of_either_program_are_preferred_to_shares(
-    configured: dict[str, Any], requested: dict[str, Any], expected
+    configured: dict[str, Any], requested: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     library = Library(NeuronConfig(models=(ModelEntry(id="m", source="/m", **configured),)), {})
     adopted = library.adopt(LoadRequest(model_id="m", **requested))
@@ -109,7 +109,7 @@ def test_load_request_for_stages_and_shares_is_rejected() -> None:
 
 
 @pytest.fixture
-def rooted(tmp_path: Path):
+def rooted(tmp_path: Path) -> Library:
     """A library with a cache, a model root and a configured model, beside a secret and a link to it."""
     for name in ("cache", "root", "own", "secret"):
         (tmp_path / name / "model").mkdir(parents=True)
@@ -123,7 +123,7 @@ def rooted(tmp_path: Path):
 
 
 @pytest.mark.parametrize("path", ["cache/model", "root/model", "root/model/../model", "own/model", "root"])
-def test_load_requests_may_name_paths_in_the_model_roots(rooted, tmp_path: Path, path: str) -> None:
+def test_load_requests_may_name_paths_in_the_model_roots(rooted: Library, tmp_path: Path, path: str) -> None:
     path = str(tmp_path / path)
     assert rooted.adopt(LoadRequest(model_id="new", source=path)).source == path
     assert rooted.adopt(LoadRequest(model_id=path)).source == path
@@ -132,7 +132,9 @@ def test_load_requests_may_name_paths_in_the_model_roots(rooted, tmp_path: Path,
 @pytest.mark.parametrize(
     "path", ["secret/model", "root/link/model", "root/../secret/model", "secret/absent", "own", "rootless"]
 )
-def test_load_requests_may_not_name_other_paths_whether_or_not_they_exist(rooted, tmp_path: Path, path: str) -> None:
+def test_load_requests_may_not_name_other_paths_whether_or_not_they_exist(
+    rooted: Library, tmp_path: Path, path: str
+) -> None:
     for model_id in ("new", "own"):
         with pytest.raises(LoadFailed, match="model_roots"):
             rooted.adopt(LoadRequest(model_id=model_id, source=str(tmp_path / path)))
@@ -142,14 +144,14 @@ def test_load_requests_may_not_name_other_paths_whether_or_not_they_exist(rooted
 
 
 @pytest.mark.parametrize("source", ["/etc/pass\0wd", "~nobody-such/x", "./", "../x", "/" + "x" * 4000, "~"])
-def test_rejects_paths_that_are_strange_or_relative(rooted, source: str) -> None:
+def test_rejects_paths_that_are_strange_or_relative(rooted: Library, source: str) -> None:
     with pytest.raises(LoadFailed, match="model_roots"):
         rooted.adopt(LoadRequest(model_id="new", source=source))
     with pytest.raises(LoadFailed, match="model_roots"):
         rooted.adopt(LoadRequest(model_id=source))
 
 
-def test_number_of_ids_that_requests_add_is_bounded(rooted) -> None:
+def test_number_of_ids_that_requests_add_is_bounded(rooted: Library) -> None:
     for number in range(MAX_ADOPTED):
         rooted.adopt(LoadRequest(model_id=f"org/m{number}"))
     with pytest.raises(LoadFailed, match="limit"):

@@ -20,11 +20,17 @@ GIGABYTE = 10**9
 FACTS = ModelFacts(Path("m"), read_architecture(CONFIG))
 
 
-def device(index, total):
+def device(index: int, total: int) -> Device:
     return Device(index=index, kind="cuda", name="card", total_bytes=total * GIGABYTE)
 
 
-def choose(readings, allowed=(), kept=0, count=1, excluded=None):
+def choose(
+    readings: dict[int, int],
+    allowed: tuple[int, ...] = (),
+    kept: int = 0,
+    count: int = 1,
+    excluded: dict[int, str] | None = None,
+) -> tuple[int, ...]:
     devices = [device(0, 24), device(1, 24), device(2, 6)]
     return choose_devices(
         "big",
@@ -61,7 +67,7 @@ def test_ceiling_excludes_a_device_and_is_named() -> None:
     devices = [device(0, 24), device(1, 24)]
     readings = {index: DeviceReading(24 * GIGABYTE, 24 * GIGABYTE) for index in (0, 1)}
 
-    def chosen(ceiling, left):
+    def chosen(ceiling: dict[int, int], left: dict[int, int]) -> tuple[int, ...]:
         return choose_devices(
             "big",
             8 * GIGABYTE,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw
@@ -45,7 +45,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     background: bool = False
 
 
-class Envelope(NamedTuple):
+class Envelope(msgspec.Struct, frozen=True):
     """What a gateway reads of a body."""
 
     facts: Facts
@@ -151,11 +151,13 @@ class _ChatFields(_CompletionsFields, frozen=True):
     @property
     def completion_limit(self) -> int | None:
         """The larger of the two fields: a node prefers the newer one, a foreign server may know only the older one."""
-        given = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
-        return max(given) if given else super().completion_limit
+        newer, older = self.max_completion_tokens, self.max_tokens
+        if newer is None:
+            return super().completion_limit if older is None else older
+        return newer if older is None or newer > older else older
 
     def num_choices(self) -> int:
-        return max(self.n or 1, self.best_of or 1)
+        return 1 if self.n is None and self.best_of is None else max(self.n or 1, self.best_of or 1)
 
 
 @cache

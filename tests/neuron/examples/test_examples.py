@@ -1,6 +1,6 @@
-"""The example files, and every hub id in the documentation, against recorded listings of the hub.
+"""The example files, and every hub id in the documentation, against listings of the hub that the tests keep.
 
-The listings have the names, and the sizes rounded where they were not known exactly, of the repositories' files. A
+The listings were written down, not downloaded: names of the files, and sizes, rounded where they are not exact. A
 checkpoint with the tensors of each architecture is written without its data, so that the node's own preflight reads it.
 """
 

@@ -226,7 +226,7 @@ class ModelJobs:
             for target in [target for target in jobs if target.node == node]:
                 del jobs[target]
         for job in [job for job in self._fleet_state.loads.values() if node in {victim.node for victim in job.victims}]:
-            # It waits for an unload that never ends. Whether it may be tried again is decided anew.
+            # The unload that this load waits for cannot end. The dispatcher decides again whether to retry.
             del self._fleet_state.loads[job.target]
             self.notify(job.target, "load", UpstreamUnavailable(f"Node {node} {why}."))
         for target, kind in [watched for watched in self._watchers if watched[0].node == node]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cortex.ipc.child import start_child
-from cortex.ipc.pool import PoolLost, WorkerLost, WorkerPool
+from cortex.ipc.pool import PoolLost, RestartedPool, WorkerLost, WorkerPool
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
@@ -130,3 +130,23 @@ async def test_pool_that_reads_slowly_is_not_lost() -> None:
         assert len(await asyncio.gather(*jobs)) == 4
     assert not pool.has_ended
     await pool.stop()
+
+
+async def test_restarted_pool_starts_with_the_first_job_and_again_after_a_death_or_a_rest() -> None:
+    pool: RestartedPool[Done] = RestartedPool("jobs", lambda: WorkerPool.start("pool_jobs", reply_type=Done))
+    assert pool.process_id is None
+    assert (await pool.run(Job("", 1))).number == 1
+    first = pool.process_id
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until_gone(first)
+    assert (await pool.run(Job("", 2))).number == 2
+    second = pool.process_id
+    assert second not in (None, first)
+    await pool.rest()
+    assert pool.process_id is None
+    assert (await pool.run(Job("", 3))).number == 3
+    await pool.close()
+    with pytest.raises(PoolLost, match="closed"):
+        await pool.run(Job(""))
+    assert pool.process_id is None

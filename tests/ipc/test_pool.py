@@ -134,19 +134,19 @@ async def test_pool_that_reads_slowly_is_not_lost() -> None:
 
 async def test_restarted_pool_starts_with_the_first_job_and_again_after_a_death_or_a_rest() -> None:
     pool: RestartedPool[Done] = RestartedPool("jobs", lambda: WorkerPool.start("pool_jobs", reply_type=Done))
-    assert pool.process_id is None
-    assert (await pool.run(Job("", 1))).number == 1
-    first = pool.process_id
-    assert first is not None
-    os.kill(first, signal.SIGKILL)
-    await until_gone(first)
-    assert (await pool.run(Job("", 2))).number == 2
-    second = pool.process_id
-    assert second not in (None, first)
-    await pool.rest()
-    assert pool.process_id is None
-    assert (await pool.run(Job("", 3))).number == 3
+    processes = [pool.process_id]
+    for number in range(3):
+        assert (await pool.run(Job("", number))).number == number
+        processes.append(pool.process_id)
+        if number == 0:
+            os.kill(processes[-1] or 0, signal.SIGKILL)
+            await until_gone(processes[-1] or 0)
+        else:
+            await pool.rest()
+            processes.append(pool.process_id)
+    first, second, third = [process for process in processes if process is not None]
+    assert processes == [None, first, second, None, third, None]
+    assert len({first, second, third}) == 3
     await pool.close()
     with pytest.raises(PoolLost, match="closed"):
         await pool.run(Job(""))
-    assert pool.process_id is None

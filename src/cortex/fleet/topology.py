@@ -189,9 +189,10 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """The nodes that take requests and have `model_id` ready."""
         for node in self.nodes:
             held = node.residencies.get(model_id)
-            if held is not None and held.state is ModelState.READY and node.healthy and not node.draining:
-                if self.draining_part(node, held) is None:
-                    yield node, held
+            if held is None or held.state is not ModelState.READY or not node.healthy or node.draining:
+                continue
+            if self.draining_part(node, held) is None:
+                yield node, held
 
     def lead_of(self, share: ModelShare) -> tuple[Node, Residency] | None:
         """The node that serves the model of a part, and the model there. `None`: no node of this fleet does, or the

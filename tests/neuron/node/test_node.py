@@ -458,12 +458,12 @@ async def test_download_reports_progress_and_can_be_cancelled(tmp_path: Path) ->
 
 async def test_reads_text_without_loading_the_weights(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
-        one, two = await asyncio.gather(node.text("m"), node.text("m"))
+        one, two = await asyncio.gather(node.prompts.text("m"), node.prompts.text("m"))
         assert one is two
         assert node.model("m").state is ModelState.COLD
         assert worker_of(node) is None
         with pytest.raises(ModelNotFound):
-            await node.text("unknown")
+            await node.prompts.text("unknown")
 
 
 async def test_cold_model_reports_its_size_without_starting_a_tokenizer(tmp_path: Path) -> None:
@@ -480,7 +480,7 @@ async def test_cold_model_reports_its_size_without_starting_a_tokenizer(tmp_path
         assert made == []
         for _ in range(2):
             await load(node, "m")
-            await node.text("m")
+            await node.prompts.text("m")
             await node.unload(UnloadRequest(model_id="m"))
         assert len(made) == 1
 
@@ -579,12 +579,12 @@ async def test_prompts_are_prepared_by_the_rules_of_their_model(tmp_path: Path) 
     packed = pack(GenerateRequest(model="m", prompt="x"))
     async with running_node(tmp_path, config, open_text=RecordingText) as node:
         await load(node, "m")
-        rules = await node.prepare(packed, principal="p")
+        rules = await node.prompts.prepare(packed, principal="p")
         assert rules == PromptRules(4096, 77, 1_000_000, 2000, 2.0, control_tokens_in_messages=True)
-        rules = await node.prepare(packed, principal="p", in_context=False)
+        rules = await node.prompts.prepare(packed, principal="p", in_context=False)
         assert rules == PromptRules(None, None, 1_000_000, 2000, 2.0, control_tokens_in_messages=True)
         with pytest.raises(ModelNotFound):
-            await node.prepare(pack(GenerateRequest(model="unknown", prompt="x")), principal="p")
+            await node.prompts.prepare(pack(GenerateRequest(model="unknown", prompt="x")), principal="p")
 
 
 async def test_subscriber_gets_every_state(tmp_path: Path) -> None:

@@ -238,6 +238,17 @@ async def test_reports_why_a_worker_was_lost_and_replaces_it_on_the_next_load(
         await sink.until(lambda: sink.finish("next"))
 
 
+async def test_worker_that_stops_right_after_a_load_is_lost_within_the_time_of_a_step(tmp_path: Path) -> None:
+    """Its last report was of the load, or of its start, which may take longer."""
+    async with supervised(timeouts=WorkerTimeouts(start_s=600.0, load_s=600.0, step_s=5.0)) as supervisor:
+        sink = Sink()
+        resident = await supervisor.load(model(tmp_path), sink)
+        os.kill(supervisor.process_id, signal.SIGSTOP)
+        supervisor.submit(resident, request("stuck"))
+        await sink.until(lambda: sink.lost)
+        assert "no progress" in sink.lost[0]
+
+
 async def _stream_until_killed(supervisor, spec) -> None:
     sink = Sink()
     resident = await supervisor.load(spec, sink)

@@ -123,8 +123,8 @@ class ModelEntry(Section, frozen=True):
     harness: Harness = "torch"
     """`torch`, the built-in engine, or its old name `candle`."""
     quant: str | None = None
-    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `q8`). A repository without any is
-    quantised at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
+    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
+    so, its dense weights are, at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
     context_tokens: Count | None = None
     """Maximum sequence length; the model's own limit when absent."""
     kv_dtype: KVDtype = "auto"
@@ -165,8 +165,8 @@ class DefaultModel(Section, frozen=True):
     harness: Harness = "torch"
     """`torch`, the built-in engine, or its old name `candle`."""
     quant: str | None = None
-    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `q8`). A repository without any is
-    quantised at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
+    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
+    so, its dense weights are, at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
     tensor_parallel: Count = 1
     """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
     pipeline_parallel: Count = 1

@@ -155,6 +155,8 @@ class ModelStatus(NodeValue, frozen=True):
     """The part of `measured_bytes` on each of `devices`; empty: equal parts."""
     nodes: tuple[str, ...] = ()
     """Of a model that spans nodes: their names, this one first. All sizes here are those of this node's part."""
+    is_divided: bool = False
+    """Whether its devices compute every step together. One that spans nodes shares no device with another one."""
     harness: str = "torch"
     family: str | None = None
     quant: str | None = None

@@ -256,6 +256,68 @@ def test_model_that_spans_nodes_does_not_wait_for_a_victim_on_a_node_that_went_d
     assert fake.loads == []
 
 
+def sharing_fleet(**sizes: int) -> FakeFleet:
+    """Models `a` and `b` take 15 GB on each of two nodes of 24 GB; `a` is ready. `y` is a model of the second node."""
+    specs = tuple(ModelSpec(id=model, nodes=("n", "m")) for model in "ab")
+    fake = FakeFleet(
+        {"n": {"a": 15 * GB, "b": 15 * GB}, "m": sizes},
+        catalogue=Catalogue(models=specs),
+        spans=dict.fromkeys("ab", ("n", "m")),
+    )
+    fake.ready["n"]["a"] = 900.0
+    fake.poll()
+    return fake
+
+
+def test_models_that_span_the_same_nodes_replace_each_other() -> None:
+    fake = sharing_fleet()
+    for newcomer, victim in (("b", "a"), ("a", "b"), ("b", "a")):
+        got = fake.ask(newcomer)
+        assert fake.unloads[-1] == ("n", victim, "evicted")
+        fake.finish_unload()
+        fake.poll("m")
+        assert fake.loads[-1] == ("n", newcomer)
+        fake.finish_load()
+        assert node_of(got) == "n"
+        fake.dispatcher.release(lease_of(got))
+        fake.now += 1
+        fake.poll()
+    assert len(fake.unloads) == len(fake.loads) == 3
+
+
+def test_model_of_a_peer_evicts_the_model_whose_part_it_holds_on_the_lead() -> None:
+    fake = sharing_fleet(y=20 * GB)
+    running = fake.ask("a")
+    got = fake.ask("y")
+    assert fake.unloads == [], "it is busy on its lead"
+    fake.dispatcher.release(lease_of(running))
+    assert fake.unloads == [("n", "a", "evicted")]
+    assert fake.ask("a") == []
+    fake.finish_unload()
+    assert fake.loads == [("m", "y")], "as the order says, whatever the last poll of the peer shows"
+    fake.finish_load()
+    assert node_of(got) == "m"
+
+
+def test_overdue_model_of_a_peer_closes_the_model_whose_part_it_holds() -> None:
+    fake = sharing_fleet(y=20 * GB)
+    fake.ask("a")
+    fake.ask("y")
+    fake.now += 31
+    fake.poll()
+    assert fake.ask("a") == []
+
+
+def test_model_takes_no_requests_while_a_node_with_a_part_of_it_is_drained() -> None:
+    fake = sharing_fleet()
+    fake.operator.drain("m", drained=True)
+    (refused,) = fake.ask("a")
+    assert isinstance(refused, UpstreamUnavailable)
+    assert "m has a part of it, and is drained by the operator" in refused.message
+    fake.operator.drain("m", drained=False)
+    assert node_of(fake.ask("a")) == "n"
+
+
 def test_two_missed_polls_do_not_take_a_node_down() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0

@@ -8,14 +8,14 @@ import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.node import Node, Parts
 from cortex.neuron.text.defaults import GenerationDefaults
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.node import Capabilities
 
@@ -42,6 +42,16 @@ def write_model(folder: Path, *, config: dict[str, Any] | None = None, **behavio
     return folder
 
 
+def models(tmp_path: Path, **behaviours: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of one model directory per name."""
+    return {
+        "models": [
+            {"id": name, "source": str(write_model(tmp_path / name, **behaviour))}
+            for name, behaviour in behaviours.items()
+        ]
+    }
+
+
 class PlainText:
     """A text without a tokenizer, nor a process."""
 
@@ -50,8 +60,8 @@ class PlainText:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    async def read(self) -> Any:
-        return SimpleNamespace(path=self.path)
+    async def read(self) -> TextModel:
+        return cast(TextModel, SimpleNamespace())  # a node uses nothing of it
 
     async def wake(self) -> None:
         pass

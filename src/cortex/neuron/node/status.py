@@ -61,7 +61,7 @@ def describe_model(
         stage_layers=instance.stage_layers if instance is not None else stage_layers,
         device_bytes=resident.device_bytes(len(instance.host.device_indices)) if instance and resident else (),
         nodes=model.nodes,
-        is_divided=model.is_divided,
+        parallel="pipeline" if model.pipeline_parallel > 1 else "tensor" if model.tensor_parallel > 1 else None,
         harness=model.harness,
         family=facts.family if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,

@@ -17,7 +17,7 @@ from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.meter import OpenMeter
 from cortex.gateway.responses.api import StoredResponses
 from cortex.gateway.responses.background import LOST_AFTER_S, BackgroundRuns, current_body
-from cortex.gateway.responses.keeper import head_of
+from cortex.gateway.responses.response_object import head_of
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.http.request import Request

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from cortex.cli.client import DEFAULT_URL
+from cortex.cli.cortex import cortex
 from cortex.cli.failures import ExitCode
+from cortex.cli.neuron import neuron
 from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.tables import Counts, Slot
 from cortex.wire.events import Usage
@@ -477,6 +482,78 @@ def test_doctor_uses_the_gateway_address_of_the_config(invoke: Invoke, tmp_path:
     assert "31313" not in outcome.stdout
 
 
+def findings(outcome: Any, topic: str) -> dict[str, str]:
+    """What `doctor --json` found about `topic`: text → verdict."""
+    return {each["what"]: each["verdict"] for each in json.loads(outcome.stdout) if each["topic"] == topic}
+
+
+def test_doctor_checks_nodes_that_are_found_by_dns(gateway: CannedGateway, invoke: Invoke, tmp_path: Any) -> None:
+    gateway.responses["GET", "/discovery"] = {"host": "h", "os": "Linux", "version": "0", "devices": []}
+    port = gateway.url.rpartition(":")[2]
+    (tmp_path / "cortex.toml").write_text(f'[discovery]\ndns = "localhost"\nport = {port}\n')
+    (tmp_path / "models.toml").write_text('[[models]]\nid = "m"\nonly_on = ["127.0.0.1"]\n')
+    outcome = invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml"))
+    assert "127.0.0.1: " in findings(outcome, "nodes")
+    assert any("localhost resolves to" in what and "127.0.0.1" in what for what in findings(outcome, "config"))
+    assert "problem" not in findings(outcome, "config").values()
+
+
+def test_doctor_reports_a_name_without_nodes(invoke: Invoke, tmp_path: Any) -> None:
+    (tmp_path / "cortex.toml").write_text('[discovery]\ndns = "no-such-name.invalid"\n')
+    outcome = invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml"))
+    assert outcome.code is ExitCode.FAILED
+    assert any("no-such-name.invalid resolves to no node" in what for what in findings(outcome, "config"))
+
+
+def test_doctor_recognises_a_port_that_cortex_uses(gateway: CannedGateway, invoke: Invoke, tmp_path: Any) -> None:
+    gateway.responses["GET", "/health"] = {"status": "ok"}
+    address = gateway.url.removeprefix("http://")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        (tmp_path / "cortex.toml").write_text(f'[gateway]\nlisten = "{address}"\nmetrics_listen = "{taken}"\n')
+        found = findings(invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml")), "ports")
+    assert found[f"{address} is in use by cortex"] == "fine"
+    assert found[f"{taken}: Address already in use"] == "note"
+
+
+def test_doctor_does_not_send_to_neuron_for_a_foreign_server(invoke: Invoke, tmp_path: Any) -> None:
+    (tmp_path / "cortex.toml").write_text('[[neurons]]\nname = "x"\nendpoint = "http://127.0.0.1:9"\nkind = "openai"\n')
+    shown = invoke("doctor", "--config", str(tmp_path / "cortex.toml")).stdout
+    assert "start it, or correct its endpoint" in shown
+
+
+def test_neuron_doctor_reports_what_would_keep_the_node_from_starting(tmp_path: Any) -> None:
+    config = tmp_path / "neuron.toml"
+    config.write_text(f'key_file = "neuron.key"\n[harness.torch]\nhf_cache = "{tmp_path}/models"\n')
+    result = CliRunner().invoke(neuron, ["doctor", "--json", "--config", str(config)], standalone_mode=False)
+    assert result.return_value == ExitCode.FAILED
+    assert any("cannot read key_file" in what for what in findings(result, "config"))
+    assert any(f"model cache {tmp_path}/models" in what for what in findings(result, "disk"))
+
+
+def test_neuron_doctor_notes_a_node_that_needs_a_key(tmp_path: Any) -> None:
+    config = tmp_path / "neuron.toml"
+    config.write_text("")
+    result = CliRunner().invoke(neuron, ["doctor", "--json", "--config", str(config)], standalone_mode=False)
+    assert result.return_value == ExitCode.OK
+    assert any("without a key" in what and verdict == "note" for what, verdict in findings(result, "config").items())
+
+
+def test_discover_divides_the_cpu_as_configured(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "neuron.toml").write_text("cpu_devices = 2\n")
+    result = CliRunner().invoke(neuron, ["discover", "--json", "--config", str(tmp_path / "neuron.toml")])
+    assert [device["index"] for device in json.loads(result.stdout)["devices"]] == [0, 1]
+
+
+def test_key_that_has_expired_already_is_not_made(invoke: Invoke, tmp_path: Any) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text("")
+    outcome = invoke("keys", "add", "anna", "--expires", "2020-01-31", "--config", str(config))
+    assert (outcome.code, config.read_text()) == (ExitCode.USAGE, "")
+    assert "in the future" in outcome.error
+
+
 def test_operator_key_is_added_and_listed(invoke: Invoke, tmp_path: Any) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text("")
@@ -504,7 +581,8 @@ def test_short_options_name_the_gateway_and_the_configuration(
     invoke: Invoke, gateway: CannedGateway, tmp_path: Any
 ) -> None:
     elsewhere = {"CORTEX_URL": "http://127.0.0.1:9"}
-    assert invoke("status", "-e", gateway.url, env=elsewhere).code is not ExitCode.UNREACHABLE
+    gateway.responses["GET", "/v1/models"] = MODELS
+    assert invoke("models", "-e", gateway.url, env=elsewhere).code is ExitCode.OK
     assert invoke("serve", "-c", str(tmp_path / "absent.toml")).code is ExitCode.CONFIG
 
 
@@ -524,12 +602,75 @@ def test_doctor_names_the_address_of_an_unreachable_node_once(invoke: Invoke, tm
     assert finding["what"] == "beast: no response from http://127.0.0.1:9 (Connection refused)"
 
 
-def test_every_command_has_a_short_help(invoke: Invoke) -> None:
-    from cortex.cli.cortex import cortex
-
-    for name, command in cortex.commands.items():
+@pytest.mark.parametrize("group", [cortex, neuron], ids=["cortex", "neuron"])
+def test_every_command_has_a_short_help(group: click.Group) -> None:
+    for name, command in group.commands.items():
         assert command.help, f"{name} has no help"
         assert not command.get_short_help_str(60).endswith("..."), f"the first line of {name}'s help is too long"
+
+
+@pytest.mark.parametrize("group", [cortex, neuron], ids=["cortex", "neuron"])
+def test_help_fits_80_columns(group: click.Group) -> None:
+    for arguments in ([], *([name] for name in group.commands)):
+        shown = CliRunner().invoke(group, [*arguments, "-h"], terminal_width=80).output
+        assert max(map(len, shown.splitlines())) <= 80, shown
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:99999", "http://127.0.0.1:x", "http://[::1", "ftp://host", "http://"]
+)
+def test_address_that_is_none_is_a_usage_error(invoke: Invoke, url: str) -> None:
+    outcome = invoke("status", "--url", url)
+    assert outcome.code is ExitCode.USAGE
+    assert f"{url} is not a gateway address" in outcome.error
+
+
+@pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
+def test_gateway_may_be_behind_a_path(gateway: CannedGateway, invoke: Invoke, suffix: str) -> None:
+    gateway.responses["GET", "/llm/v1/models"] = MODELS
+    assert "fast → small" in invoke("models", "--url", f"{gateway.url}/llm{suffix}").stdout
+
+
+def test_other_server_is_reported_as_such(gateway: CannedGateway, invoke: Invoke) -> None:
+    outcome = invoke("status")
+    assert outcome.code is ExitCode.UNREACHABLE
+    assert "check --url" in outcome.error
+
+
+def test_plain_http_under_https_names_the_cause(gateway: CannedGateway, invoke: Invoke) -> None:
+    outcome = invoke("status", "--url", gateway.url.replace("http:", "https:"))
+    assert outcome.code is ExitCode.UNREACHABLE
+    assert "write http://" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "shown"),
+    [
+        (
+            404,
+            "model_not_found",
+            "There is no model `x`: GET /v1/models lists what there is.",
+            "There is no model `x`; ",
+        ),
+        (400, "invalid_value", "There is no node x; the fleet has local.", "There is no node x; the fleet has local"),
+        (429, "insufficient_quota", "The key has 2 tokens; wait.", "The key has 2 tokens; wait"),
+    ],
+)
+def test_rejection_has_one_remedy(
+    gateway: CannedGateway, invoke: Invoke, status: int, code: str, message: str, shown: str
+) -> None:
+    gateway.responses["POST", "/fleet/models/x/load"] = (status, {"error": {"message": message, "code": code}})
+    error = invoke("load", "x").error
+    assert error.startswith(shown)
+    assert error.count(";") == 1
+
+
+def test_unknown_job_is_not_found(gateway: CannedGateway, invoke: Invoke) -> None:
+    missing = {"error": {"message": "There is no job x; GET /fleet/jobs lists the latest.", "code": "route_not_found"}}
+    gateway.responses["DELETE", "/fleet/jobs/x"] = (404, missing)
+    outcome = invoke("jobs", "--cancel", "x")
+    assert outcome.code is ExitCode.NOT_FOUND
+    assert outcome.error == "There is no job x; list them with `cortex jobs`"
 
 
 def test_added_key_leaves_a_valid_config(invoke: Invoke, tmp_path: Any) -> None:
@@ -631,12 +772,13 @@ def test_usage_shows_the_contents_of_the_ledger(invoke: Invoke, tmp_path: Any) -
 def test_keys_list_shows_expiry_and_what_is_left(invoke: Invoke, tmp_path: Any) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text("")
-    options = ("--balance-tokens", "1000", "--window-tokens", "500", "--expires", "2020-01-31")
+    options = ("--balance-tokens", "1000", "--window-tokens", "500", "--expires", "2099-01-31")
     made = json.loads(invoke("keys", "add", "anna", *options, "--config", str(config), "--json").stdout)
     store = open_store(str(tmp_path / "cortex-spend.db"))
     slot = Slot.at(time.time(), key_id=made["id"], key_name="anna", model="small", node="beast")
     store.exchange({slot: Counts(requests=2, usage=Usage(prompt_tokens=100, completion_tokens=34))}, {})
     store.close()
+    assert invoke("keys", "change", "anna", "--expires", "2020-01-31", "--config", str(config)).code is ExitCode.OK
     (listed,) = json.loads(invoke("keys", "list", "--config", str(config), "--json").stdout)
     assert (listed["balance_left_tokens"], listed["window_left_tokens"], listed["is_expired"]) == (866, 366, True)
     shown = invoke("keys", "list", "--config", str(config)).stdout

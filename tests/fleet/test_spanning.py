@@ -106,7 +106,7 @@ def test_takes_equally_many_devices_on_each_node(node: Make, fleet: Make) -> Non
 
 def leading(held: Residency, **facts: Any) -> Residency:
     """The model on the node that leads it."""
-    status = msgspec.structs.replace(held.status, nodes=NODES, is_divided=True, **facts)
+    status = msgspec.structs.replace(held.status, **({"nodes": NODES, "parallel": "tensor"} | facts))
     return msgspec.structs.replace(held, status=status)
 
 
@@ -178,7 +178,7 @@ def test_device_with_a_part_of_a_model_that_spans_nodes_has_no_other_divided_one
 ) -> None:
     held = leading(model("big", 4, devices=(0, 1)))
     if not divided:
-        held = msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, nodes=(), is_divided=False))
+        held = leading(held, nodes=(), parallel=None)
     beast = msgspec.structs.replace(node("beast", [80, 80], held), max_devices_per_model=2)
     spec = ModelSpec(id="other", vram_mb=4 * 1024, **newcomer)
     decision = place("other", fleet(beast, node("benjy", [80]), specs=[spec]), NOW, only_on="beast")
@@ -226,6 +226,8 @@ def test_model_that_only_its_lead_is_configured_to_share_needs_its_part_on_every
     decision = place("big", fleet(node("beast", [24], held), node("benjy", [24], model("b", 20))), NOW)
     assert (decision.action, decision.node, decision.takes_bytes) == ("load", "beast", 15 * GIB)
     assert decision.evictions == (ModelOnNode("benjy", "b"),)
+    by_layers = leading(held, parallel="pipeline")
+    assert place("big", fleet(node("beast", [24], by_layers), node("benjy", [2])), NOW).action == "load"
     renamed = place("big", fleet(node("beast", [24], held), node("known as another", [24], model("b", 20))), NOW)
     assert (renamed.action, renamed.node, renamed.evictions) == ("load", "beast", ())
 

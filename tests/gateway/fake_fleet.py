@@ -110,7 +110,7 @@ class FakeFleet:
             state_age_s=0.0 if since is None else self.now - since,
             idle_s=0.0 if since is None else self.now - since,
             nodes=self.spans.get(model, ()),
-            is_divided=model in self.spans,
+            parallel="tensor" if model in self.spans else None,
             load=ModelLoad(running=self.running.get((node, model), 0)),
         )
 

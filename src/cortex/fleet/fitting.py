@@ -54,7 +54,7 @@ def fit(
     by_layers = spec.pipeline_parallel > 1 or bool(stage_layers)
     num_layers = sum(stage_layers) or MOST_LAYERS
     spans = spans or (held is not None and bool(held.status.nodes))
-    has_replicas = held is not None and held.status.num_devices > 1 and not held.status.is_divided
+    has_replicas = held is not None and held.status.num_devices > 1 and held.status.parallel is None
     if count > spec.min_devices:
         spec = msgspec.structs.replace(spec, min_devices=count, pipeline_parallel=1)
     devices = ledger(node)
@@ -222,7 +222,8 @@ def _occupants(
             indices, spans_nodes, is_divided = share.devices, True, True
         elif held is not None and occupies(held):
             kept = protection(held, node, spec, fleet, now, background=origin == "background")
-            indices, spans_nodes, is_divided = held.status.devices, bool(held.status.nodes), held.status.is_divided
+            indices, spans_nodes = held.status.devices, bool(held.status.nodes)
+            is_divided = held.status.parallel is not None
         else:
             continue
         serving = node.name if lead is None else lead[0].name

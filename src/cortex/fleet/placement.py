@@ -123,7 +123,7 @@ def _layers(held: Residency) -> str:
 def _peers(spec: ModelSpec, held: Residency | None, fleet: Fleet) -> tuple[str, ...]:
     """The nodes that take parts of the model: by the catalogue, or as its lead is configured. Of those that the lead
     divides by layers or knows under other names, only the lead can say what they need."""
-    if spec.nodes or held is None or held.status.stage_layers or spec.pipeline_parallel > 1:
+    if spec.nodes or held is None or held.status.parallel == "pipeline" or spec.pipeline_parallel > 1:
         return spec.nodes[1:]
     peers = held.status.nodes[1:]
     return peers if all(fleet.node(name) is not None for name in peers) else ()

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from cortex.gateway.config import ResponsesSection
 from cortex.gateway.responses.background import LOST_AFTER_S, current_body
-from cortex.gateway.responses.keeper import head_of
+from cortex.gateway.responses.response_object import head_of
 from cortex.gateway.responses.tables import StoredResponse
 
 from ..fake_neuron import FakeNeuron, until

@@ -172,6 +172,10 @@ class ScriptedNode:
         )
     )
 
+    @property
+    def prompts(self) -> ScriptedNode:
+        return self
+
     def health(self) -> Health:
         device = DeviceHealth(index=0, total_bytes=10, free_bytes=4, utilisation=0.5, temperature_c=40)
         return Health(status="ok", uptime_s=1, devices=(device,), models=self.models())

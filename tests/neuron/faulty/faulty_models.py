@@ -17,7 +17,6 @@ from cortex.neuron.node.node import Node, Parts
 from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.node import Capabilities
 
 CONFIG = {
@@ -86,7 +85,6 @@ def parts(**changes: Any) -> Parts:
             "open_text": PlainText,
             "survey_text": survey_text,
             "policy": BackoffPolicy(first_delay_s=0.05, max_streak=3),
-            "timeouts": WorkerTimeouts(step_s=0.8, load_s=0.8, unload_s=1.0, exit_s=2.0),
             "first_retry_s": 0.1,
             **changes,
         }

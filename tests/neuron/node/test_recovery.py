@@ -11,6 +11,7 @@ import pytest
 from faulty_models import models, running_node, write_model
 
 from cortex.neuron.text.model import TextModel
+from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import (
     Recovering,
 )
@@ -38,7 +39,8 @@ async def test_recovers_each_time_its_worker_is_killed_mid_stream(tmp_path: Path
 async def test_device_fault_ends_streams_with_a_retryable_error_and_the_models_recover(
     tmp_path: Path, token: int
 ) -> None:
-    async with running_node(tmp_path, models(tmp_path, m={}, other={})) as node:
+    timeouts = WorkerTimeouts(step_s=3.0)
+    async with running_node(tmp_path, models(tmp_path, m={}, other={}), timeouts=timeouts) as node:
         await load(node)
         await load(node, "other")
         innocent = node.submit("other", request("innocent", max_tokens=10**6))

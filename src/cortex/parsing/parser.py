@@ -9,32 +9,13 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from cortex.ipc.channel import Unsendable
-from cortex.ipc.pool import PoolLost, WorkerLost, WorkerPool
+from cortex.ipc.pool import PoolLost, RestartedPool, WorkerLost, WorkerPool
 from cortex.parsing import protocol
 from cortex.parsing.conversations import Completed, Completion, Joined, References, join
 from cortex.parsing.cost import LARGE_BYTES, is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.fair_queue import FairQueue, QueueFull
 from cortex.parsing.items import StoredTexts
-from cortex.parsing.protocol import (
-    CompleteConversation,
-    CompletedBody,
-    FindReferences,
-    FoundReferences,
-    Job,
-    ListedItems,
-    ListItems,
-    Parsed,
-    ParsedText,
-    ParseRequest,
-    ParseTokenize,
-    ReadRelayed,
-    ReadRelayedBody,
-    Renamed,
-    RenameModel,
-    Reply,
-    Result,
-    TranslateRequest,
-)
+from cortex.parsing.protocol import Job, Reply, Result
 from cortex.parsing.relayed import RelayedBody, envelope_of
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node import Dialect
@@ -65,46 +46,48 @@ class BodyParser:
         self, memory_bytes: int = _MEMORY_BYTES, *, max_waiting_per_client: int = _MAX_WAITING_PER_CLIENT
     ) -> None:
         """`memory_bytes`: the most that parsing one body may allocate."""
-        self._memory_bytes = memory_bytes
-        self._pool: WorkerPool[Reply] | None = None
-        self._starting = asyncio.Lock()
+        arguments = ("--memory-bytes", str(memory_bytes))
+        self._pool: RestartedPool[Reply] = RestartedPool(
+            "the process that parses large requests",
+            lambda: WorkerPool.start("cortex.parsing", *arguments, reply_type=Reply),
+        )
         self._queue = FairQueue(_NUM_WORKERS, _MAX_WAITING, max_waiting_per_client)
 
     async def parse(self, dialect: Dialect, body: bytes, client: str, *, strip_billing: bool = False) -> PackedRequest:
         """An inference request, without the billing line of the messages dialect if `strip_billing`."""
-        job = ParseRequest(dialect, strip_billing, body)
+        job = protocol.ParseRequest(dialect, strip_billing, body)
         return _packed(await self._run(job, client, is_parsed_elsewhere(body)))
 
     async def translate(self, dialect: Dialect, body: bytes, model: str, client: str) -> tuple[GenerateRequest, bytes]:
         """The head of an inference request, and the request for `model` in OpenAI chat."""
-        job = TranslateRequest(dialect, model, body)
+        job = protocol.TranslateRequest(dialect, model, body)
         translated = _packed(await self._run(job, client, is_parsed_elsewhere(body)))
         return translated.head, translated.whole
 
     async def rename(self, body: bytes, model: str, client: str) -> bytes:
         """`body`, which must be a JSON object, with another model name."""
-        reply = await self._run(RenameModel(model, body), client, is_edited_elsewhere(body))
-        assert isinstance(reply, Renamed)
+        reply = await self._run(protocol.RenameModel(model, body), client, is_edited_elsewhere(body))
+        assert isinstance(reply, protocol.Renamed)
         return reply.body
 
     async def read_relayed(
         self, dialect: Dialect, body: bytes, client: str, *, generates: bool, strip_billing: bool
     ) -> RelayedBody:
         """A body that is relayed, read in another process."""
-        reply = await self._run(ReadRelayed(dialect, generates, strip_billing, body), client, True)
-        assert isinstance(reply, ReadRelayedBody)
+        reply = await self._run(protocol.ReadRelayed(dialect, generates, strip_billing, body), client, True)
+        assert isinstance(reply, protocol.ReadRelayedBody)
         found = body if reply.changed is None else reply.changed
         return RelayedBody(found, envelope_of(found, reply.facts, reply.spans), reply.is_stripped)
 
-    async def parse_tokenize(self, body: bytes, client: str) -> PackedRequest | ParsedText:
+    async def parse_tokenize(self, body: bytes, client: str) -> PackedRequest | protocol.ParsedText:
         """A request for the tokens of a conversation or of a text."""
-        reply = await self._run(ParseTokenize(body), client, is_parsed_elsewhere(body))
-        return reply if isinstance(reply, ParsedText) else _packed(reply)
+        reply = await self._run(protocol.ParseTokenize(body), client, is_parsed_elsewhere(body))
+        return reply if isinstance(reply, protocol.ParsedText) else _packed(reply)
 
     async def find_references(self, body: bytes, client: str, *, generates: bool) -> References:
         """What the items of a request of the Responses API refer to."""
-        reply = await self._run(FindReferences(generates, body), client, is_parsed_elsewhere(body))
-        assert isinstance(reply, FoundReferences)
+        reply = await self._run(protocol.FindReferences(generates, body), client, is_parsed_elsewhere(body))
+        assert isinstance(reply, protocol.FoundReferences)
         return References(reply.are_any, reply.response_ids)
 
     async def complete(
@@ -117,9 +100,9 @@ class BodyParser:
     ) -> Completed:
         """A request of the Responses API with the responses that it continues and the items that it refers to."""
         data, sizes = await _joined(body, (*earlier, *referred))
-        job = CompleteConversation(completion, len(earlier), sizes, data)
+        job = protocol.CompleteConversation(completion, len(earlier), sizes, data)
         reply = await self._run(job, client, is_parsed_elsewhere(data))
-        assert isinstance(reply, CompletedBody)
+        assert isinstance(reply, protocol.CompletedBody)
         envelope = envelope_of(reply.body, reply.facts, reply.spans)
         return Completed(RelayedBody(reply.body, envelope, False), reply.stored_input)
 
@@ -128,20 +111,22 @@ class BodyParser:
     ) -> bytes:
         """A page of the conversation that the last response of `chain` was made from, as JSON."""
         data, sizes = await _joined(b"", chain)
-        reply = await self._run(ListItems(limit, ascending, after, sizes, data), client, is_parsed_elsewhere(data))
-        assert isinstance(reply, ListedItems)
+        reply = await self._run(
+            protocol.ListItems(limit, ascending, after, sizes, data), client, is_parsed_elsewhere(data)
+        )
+        assert isinstance(reply, protocol.ListedItems)
         return reply.body
 
     async def close(self) -> None:
-        if self._pool is not None:
-            await self._pool.stop()
+        await self._pool.close()
 
     async def _run(self, job: Job, client: str, is_expensive: bool) -> Result:
         if not is_expensive:
             return protocol.run(job)
         try:
             async with self._place(client), asyncio.timeout(_TIMEOUT_S):
-                reply = await self._run_remotely(job)
+                without_body = msgspec.structs.replace(job, body=b"")
+                reply = await self._pool.run(without_body, job.body, in_background=True)
         except TimeoutError:
             raise PreparationLimitExceeded(
                 f"Parsing this request took longer than {_TIMEOUT_S:g} s; send a smaller or simpler body."
@@ -152,6 +137,8 @@ class BodyParser:
             ) from error
         except Unsendable as error:
             raise BodyTooLarge(f"The body cannot be parsed: {error}.") from error
+        except (PoolLost, OSError) as error:
+            raise Overloaded(f"Large requests cannot be parsed now: {error}; try again.", retry_after_s=1) from error
         if isinstance(reply, Rejected):
             raise error_of(reply)
         return reply
@@ -180,29 +167,6 @@ class BodyParser:
         finally:
             self._queue.leave(entry)
 
-    async def _run_remotely(self, job: Job) -> Reply:
-        """Raises WorkerLost, Unsendable, or Overloaded when the processes cannot run."""
-        without_body = msgspec.structs.replace(job, body=b"")
-        for _ in range(2):
-            try:
-                return await (await self._running_pool()).run(without_body, job.body, in_background=True)
-            except PoolLost:
-                continue
-        raise Overloaded("The process that parses large requests ended twice; try again.", retry_after_s=1)
-
-    async def _running_pool(self) -> WorkerPool[Reply]:
-        async with self._starting:
-            if self._pool is None or self._pool.has_ended:
-                if self._pool is not None:
-                    await self._pool.stop()
-                try:
-                    self._pool = await WorkerPool.start(
-                        "cortex.parsing", *("--memory-bytes", str(self._memory_bytes)), reply_type=Reply
-                    )
-                except OSError as error:
-                    raise Overloaded(f"Large requests cannot be parsed now: {error}; try again.") from error
-            return self._pool
-
 
 async def _joined(body: bytes, stored: Sequence[StoredTexts]) -> Joined:
     """On a thread where it is much: copying does not hold the interpreter lock for long."""
@@ -213,5 +177,5 @@ async def _joined(body: bytes, stored: Sequence[StoredTexts]) -> Joined:
 
 
 def _packed(reply: Result) -> PackedRequest:
-    assert isinstance(reply, Parsed)
+    assert isinstance(reply, protocol.Parsed)
     return PackedRequest(_heads.decode(reply.head), reply.body)

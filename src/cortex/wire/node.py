@@ -155,9 +155,15 @@ class ModelStatus(NodeValue, frozen=True):
     """The part of `measured_bytes` on each of `devices`; empty: equal parts."""
     nodes: tuple[str, ...] = ()
     """Of a model that spans nodes: their names, this one first. All sizes here are those of this node's part."""
+    parallel: Literal["tensor", "pipeline"] | None = None
+    """How it is divided among devices: in every layer, or by layers. None: each has all of it. A model that spans nodes
+    shares no device with another divided one."""
     harness: str = "torch"
     family: str | None = None
     quant: str | None = None
+    """The format of most of its weights; absent: they are dense, or its files are not known."""
+    requested_quant: str | None = None
+    """The `quant` for which the sizes hold; absent: its files as they are."""
     source: str | None = None
     estimate_bytes: int | None = None
     """Expected memory on an empty device: weights and planned KV cache. `measured_bytes` replaces it after a load."""

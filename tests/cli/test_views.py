@@ -9,8 +9,9 @@ from rich.console import Console
 
 from cortex.cli.commands.status import render
 from cortex.cli.fleet_view import DeviceView, FleetView, HeldModel, NodeView
-from cortex.cli.load_view import LoadView, describe
+from cortex.cli.load_view import describe, show
 from cortex.cli.output import bar, console, duration, size, table
+from cortex.cli.progress_view import ProgressView
 from cortex.wire.node import ModelLoad, ModelState, ModelStatus, Progress
 from cortex.wire.words import plural
 
@@ -75,12 +76,11 @@ def test_requests_of_a_node_that_is_down_are_not_shown() -> None:
 
 def test_prints_one_line_per_step_without_a_terminal() -> None:
     out = io.StringIO()
-    with LoadView(Console(file=out)) as view:
-        view.starting(["m"])
+    with ProgressView(Console(file=out), ["m"]) as view:
         for done in (1, 2, 3):
-            view.update(loading(done))
-        view.update(ModelStatus(id="m", state=ModelState.READY))
-        view.update(ModelStatus(id="another", state=ModelState.READY))
+            show(view, loading(done))
+        show(view, ModelStatus(id="m", state=ModelState.READY))
+        show(view, ModelStatus(id="another", state=ModelState.READY))
     assert out.getvalue().splitlines() == ["m: loading (read)", "m: ready"]
 
 

@@ -13,7 +13,7 @@ from cortex.fleet.decision import Verdict
 from cortex.fleet.explain import as_json, outcome
 from cortex.fleet.memory import ledger, measurements
 from cortex.fleet.placement import place
-from cortex.fleet.topology import ModelOnNode, Node
+from cortex.fleet.topology import ModelOnNode, Node, Residency
 from cortex.wire.node import ModelShare, ModelState
 
 NOW = 10_000.0
@@ -99,16 +99,112 @@ def test_takes_equally_many_devices_on_each_node(node: Make, fleet: Make) -> Non
     nodes = [msgspec.structs.replace(node(name, [24, 24]), max_devices_per_model=2) for name in NODES]
     decision = place("big", fleet(*nodes, specs=[spanning(80, min_devices=4)]), NOW)
     assert (decision.devices, decision.parts[0].devices) == ((0, 1), (0, 1))
+    three = [msgspec.structs.replace(node(name, [24] * 3), max_devices_per_model=3) for name in NODES]
+    assert place("big", fleet(*three, specs=[spanning(80, min_devices=6)]), NOW).devices == (0, 1, 2)
     assert place("big", fleet(*nodes, specs=[spanning(80, min_devices=2)]), NOW).action == "reject"
 
 
-def test_share_of_a_model_is_charged_where_it_is_and_is_not_evicted_there(node: Make, fleet: Make, spec: Make) -> None:
+def leading(held: Residency, **facts: Any) -> Residency:
+    """The model on the node that leads it."""
+    status = msgspec.structs.replace(held.status, **({"nodes": NODES, "parallel": "tensor"} | facts))
+    return msgspec.structs.replace(held, status=status)
+
+
+def test_share_of_a_model_is_charged_where_it_is_and_kept_if_its_lead_is_unknown(
+    node: Make, fleet: Make, spec: Make
+) -> None:
     benjy = with_share(node("benjy", [24]), 15)
     assert [holding.model_id for holding in ledger(benjy)[0].holdings] == ["big"]
     assert ledger(benjy)[0].available_bytes == 9 * GIB
     decision = place("m", fleet(benjy, specs=[spec("m", 20)]), NOW)
     assert decision.assessments[0].verdict is Verdict.HELD
-    assert "big: a part of it; beast serves it, and unloads it" in decision.assessments[0].reason
+    assert "big: a part of it; beast serves it, which is not in this fleet" in decision.assessments[0].reason
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "verdict", "reason"),
+    [
+        ({}, {}, Verdict.FITS_AFTER_EVICTION, "fits after unloading big"),
+        ({"running": 1}, {}, Verdict.BLOCKED, "waits for big: a part of it; on beast: busy with 1 request"),
+        ({"age_s": 5}, {}, Verdict.BLOCKED, "on beast: loaded 5 s ago"),
+        ({"pinned": True}, {}, Verdict.HELD, "on beast: pinned on beast"),
+        ({"state": ModelState.UNLOADING}, {}, Verdict.BLOCKED, "on beast: unloading"),
+        ({"state": ModelState.COLD}, {}, Verdict.BLOCKED, "which is being freed; beast has unloaded it"),
+        ({}, {"healthy": False}, Verdict.BLOCKED, "beast, which serves it, is down"),
+        ({}, {"name": "known as another"}, Verdict.FITS_AFTER_EVICTION, "fits after unloading big"),
+    ],
+)
+def test_part_is_evicted_with_its_model_where_that_is_served(
+    model: Make,
+    node: Make,
+    fleet: Make,
+    spec: Make,
+    options: dict[str, Any],
+    changes: dict[str, Any],
+    verdict: Verdict,
+    reason: str,
+) -> None:
+    beast = msgspec.structs.replace(node("beast", [24], leading(model("big", 15, **options))), **changes)
+    benjy = with_share(node("benjy", [24]), 15)
+    decision = place("m", fleet(beast, benjy, specs=[spec("m", 20)]), NOW, only_on="benjy")
+    (there,) = decision.assessments
+    assert there.verdict is verdict
+    assert reason in there.reason
+    if verdict is Verdict.FITS_AFTER_EVICTION:
+        assert decision.evictions == (ModelOnNode(beast.name, "big"),)
+
+
+def test_evicts_a_model_on_the_same_nodes_once_for_both_parts(model: Make, node: Make, fleet: Make) -> None:
+    """On the second node an older model is large enough too; the one that leaves anyway makes room there."""
+    beast = node("beast", [24], leading(model("big", 15, idle_s=100)))
+    benjy = with_share(node("benjy", [40], model("old", 20, idle_s=1000)), 15)
+    other = ModelSpec(id="other", vram_mb=30 * 1024, nodes=NODES)
+    decision = place("other", fleet(beast, benjy, specs=[spanning(30), other]), NOW)
+    assert decision.evictions == (ModelOnNode("beast", "big"),)
+    assert outcome(decision) == "load other on beast (device 0) and a part on benjy after unloading big."
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "divided", "expected"),
+    [
+        ({"nodes": NODES}, True, Verdict.FITS_AFTER_EVICTION),
+        ({"min_devices": 2}, True, Verdict.FITS_AFTER_EVICTION),
+        ({}, True, Verdict.FITS),
+        ({"nodes": NODES}, False, Verdict.FITS),
+    ],
+)
+def test_device_with_a_part_of_a_model_that_spans_nodes_has_no_other_divided_one_however_much_is_free(
+    model: Make, node: Make, fleet: Make, newcomer: dict[str, Any], divided: bool, expected: Verdict
+) -> None:
+    held = leading(model("big", 4, devices=(0, 1)))
+    if not divided:
+        held = leading(held, nodes=(), parallel=None)
+    beast = msgspec.structs.replace(node("beast", [80, 80], held), max_devices_per_model=2)
+    spec = ModelSpec(id="other", vram_mb=4 * 1024, **newcomer)
+    decision = place("other", fleet(beast, node("benjy", [80]), specs=[spec]), NOW, only_on="beast")
+    assert decision.assessments[0].verdict is expected
+
+
+def test_model_of_unknown_size_replaces_the_one_whose_devices_it_cannot_share(
+    model: Make, node: Make, fleet: Make
+) -> None:
+    beast = node("beast", [80], leading(model("big", 4)))
+    benjy = with_share(node("benjy", [80]), 4)
+    other = ModelSpec(id="other", nodes=NODES)
+    decision = place("other", fleet(beast, benjy, specs=[other]), NOW)
+    assert (decision.action, decision.evictions) == ("load", (ModelOnNode("beast", "big"),))
+
+
+@pytest.mark.parametrize(("drained", "reason"), [(True, "drained by the operator"), (False, "shutting down")])
+def test_model_drains_with_a_node_that_has_a_part_of_it(
+    model: Make, node: Make, fleet: Make, drained: bool, reason: str
+) -> None:
+    benjy = msgspec.structs.replace(with_share(node("benjy", [24]), 15), draining=True, drained=drained)
+    snapshot = fleet(node("beast", [24], leading(model("big", 15))), benjy, specs=[spanning(30)])
+    assert list(snapshot.replicas("big")) == []
+    (lead,) = place("big", snapshot, NOW, only_on="beast").assessments
+    assert lead.verdict is Verdict.DRAINING
+    assert f"benjy has a part of it, and is {reason}" in lead.reason
 
 
 def test_measured_size_is_that_of_the_whole_model(model: Make, node: Make, fleet: Make) -> None:
@@ -123,13 +219,17 @@ def test_measured_size_is_that_of_the_whole_model(model: Make, node: Make, fleet
     assert place("big", empty, NOW).takes_bytes == 15 * GIB
 
 
-def test_model_that_only_its_lead_is_configured_to_share_needs_its_part_there(
+def test_model_that_only_its_lead_is_configured_to_share_needs_its_part_on_every_node(
     model: Make, node: Make, fleet: Make
 ) -> None:
-    held = model("big", estimate=15, state=ModelState.COLD, devices=())
-    held = msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, nodes=NODES))
-    decision = place("big", fleet(node("beast", [24], held), node("benjy", [24])), NOW)
+    held = leading(model("big", estimate=15, state=ModelState.COLD, devices=()))
+    decision = place("big", fleet(node("beast", [24], held), node("benjy", [24], model("b", 20))), NOW)
     assert (decision.action, decision.node, decision.takes_bytes) == ("load", "beast", 15 * GIB)
+    assert decision.evictions == (ModelOnNode("benjy", "b"),)
+    by_layers = leading(held, parallel="pipeline")
+    assert place("big", fleet(node("beast", [24], by_layers), node("benjy", [2])), NOW).action == "load"
+    renamed = place("big", fleet(node("beast", [24], held), node("known as another", [24], model("b", 20))), NOW)
+    assert (renamed.action, renamed.node, renamed.evictions) == ("load", "beast", ())
 
 
 @pytest.mark.parametrize(

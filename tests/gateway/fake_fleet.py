@@ -23,6 +23,7 @@ from cortex.wire.node import (
     Health,
     LoadRequest,
     ModelLoad,
+    ModelShare,
     ModelState,
     ModelStatus,
     UnloadRequest,
@@ -43,6 +44,8 @@ class FakeFleet:
     now: float = 1000.0
     num_devices: int = 1
     """Of each node; models are on the first."""
+    spans: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The nodes of models that span several; `sizes` has the part of each node, at the first."""
 
     def __post_init__(self) -> None:
         self.loads: list[tuple[str, str]] = []
@@ -67,11 +70,11 @@ class FakeFleet:
         return DispatchSettings(self.catalogue, self.rules, neurons, self.max_wait_s, max_waiting=100, missed_polls=3)
 
     # Effects
-    def load(self, node: str, request: LoadRequest) -> None:
+    def load(self, node: str, request: LoadRequest, parts: tuple[str, ...]) -> None:
         self.loads.append((node, request.model_id))
         self.load_requests.append(request)
 
-    def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
+    def unload(self, node: str, request: UnloadRequest, cause: Cause, parts: tuple[str, ...]) -> None:
         self.unloads.append((node, request.model_id, cause))
         self.parks.append(request.sleep)
 
@@ -106,12 +109,20 @@ class FakeFleet:
             measured_bytes=None if since is None else self.sizes[node][model],
             state_age_s=0.0 if since is None else self.now - since,
             idle_s=0.0 if since is None else self.now - since,
+            nodes=self.spans.get(model, ()),
+            parallel="tensor" if model in self.spans else None,
             load=ModelLoad(running=self.running.get((node, model), 0)),
         )
 
     def poll(self, *nodes: str) -> None:
         for node in nodes or self.sizes:
+            shares = tuple(
+                ModelShare(model_id=model, lead=lead, state="ready", devices=(0,), num_bytes=self.sizes[lead][model])
+                for model, (lead, *others) in self.spans.items()
+                if node in others and model in self.ready[lead]
+            )
             used = sum(self.sizes[node][model] for model in self.ready[node])
+            used += sum(share.num_bytes for share in shares)
             health = Health(
                 status="ok",
                 uptime_s=1.0,
@@ -120,6 +131,7 @@ class FakeFleet:
                     for index, taken in enumerate((used, *([0] * (self.num_devices - 1))))
                 ),
                 models=tuple(self.status(node, model) for model in self.sizes[node]),
+                shares=shares,
             )
             devices = tuple(
                 Device(index=index, kind="cuda", name="card", total_bytes=self.total_bytes)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cortex.ipc.child import start_child
-from cortex.ipc.pool import PoolLost, WorkerLost, WorkerPool
+from cortex.ipc.pool import PoolLost, RestartedPool, WorkerLost, WorkerPool
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
@@ -130,3 +130,23 @@ async def test_pool_that_reads_slowly_is_not_lost() -> None:
         assert len(await asyncio.gather(*jobs)) == 4
     assert not pool.has_ended
     await pool.stop()
+
+
+async def test_restarted_pool_starts_with_the_first_job_and_again_after_a_death_or_a_rest() -> None:
+    pool: RestartedPool[Done] = RestartedPool("jobs", lambda: WorkerPool.start("pool_jobs", reply_type=Done))
+    processes = [pool.process_id]
+    for number in range(3):
+        assert (await pool.run(Job("", number))).number == number
+        processes.append(pool.process_id)
+        if number == 0:
+            os.kill(processes[-1] or 0, signal.SIGKILL)
+            await until_gone(processes[-1] or 0)
+        else:
+            await pool.rest()
+            processes.append(pool.process_id)
+    first, second, third = [process for process in processes if process is not None]
+    assert processes == [None, first, second, None, third, None]
+    assert len({first, second, third}) == 3
+    await pool.close()
+    with pytest.raises(PoolLost, match="closed"):
+        await pool.run(Job(""))

@@ -69,6 +69,18 @@ def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
         ("[[models]]\nid = 'a'\n[[models]]\nid = 'a'", "twice"),
         ("[[default_models]]\nmodel_id = 'a'\nharness = 'vllm'", "harness"),
         ("[[harnesses]]\nname = 'vllm'", "name"),
+        (
+            "[[models]]\nid = 'a'\nnodes = ['x', 'y']",
+            r"neuron\.toml.*`nodes` of `a` in \[\[models\]\] names y, which is no peer of this node \(peers: none\); "
+            r"add it under \[\[peers\]\]",
+        ),
+        (
+            "[[default_models]]\nmodel_id = 'a'\nnodes = ['x', 'y']\n[[peers]]\nname = 'z'\nendpoint = 'http://z'",
+            r"`nodes` of `a` in \[\[default_models\]\] names y, .*\(peers: z\)",
+        ),
+        ("[[models]]\nid = 'a'\nnodes = ['x']", "two or more nodes, each once"),
+        ("[[models]]\nid = 'a'\nnodes = ['x', 'x']", "two or more nodes, each once"),
+        ("[[models]]\nid = 'a'\nreplicas = 2\nnodes = ['x', 'y']", "has both `nodes` and `replicas`"),
     ],
 )
 def test_rejects_a_mistake_with_a_hint(tmp_path: Path, text: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Jobs of the gateway, followed to their end: a bar on a terminal, a line per stage elsewhere. Ctrl-C cancels."""
+"""Jobs of the gateway, shown until they end. Ctrl-C cancels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cortex.cli.client import GatewayClient, GatewayRejected
 from cortex.cli.failures import CommandError
 from cortex.cli.output import console, duration, size
+from cortex.cli.progress_view import ProgressView
 from cortex.wire.errors import from_code
 
 POLL_S = 0.25
@@ -66,7 +65,7 @@ def follow(gateway: GatewayClient, started: Any) -> JobView:
     """Show the job until it has ended and return it. Ctrl-C cancels it. Raises CommandError when it failed."""
     job = parse(started)
     try:
-        job = _show(gateway, job, console())
+        job = _show(gateway, job)
     except KeyboardInterrupt:
         _cancel(gateway, job)
         raise
@@ -78,25 +77,10 @@ def follow(gateway: GatewayClient, started: Any) -> JobView:
     return job
 
 
-def _show(gateway: GatewayClient, job: JobView, out: Console) -> JobView:
-    printed = ""
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.fields[model]}", style="bold"),
-        BarColumn(bar_width=28),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=out,
-        transient=True,
-        disable=not out.is_terminal,
-    ) as progress:
-        task = progress.add_task(job.stage, total=None, model=job.model)
+def _show(gateway: GatewayClient, job: JobView) -> JobView:
+    with ProgressView(console(), [job.model]) as view:
         while job.state == "running":
-            total = 1.0 if job.fraction is not None else None
-            progress.update(task, description=job.describe(), total=total, completed=job.fraction or 0.0)
-            if not out.is_terminal and job.stage != printed:
-                printed = job.stage
-                out.print(f"{job.model}: {job.stage}", markup=False, soft_wrap=True)
+            view.update(job.model, job.describe(), job.fraction, job.stage)
             time.sleep(POLL_S)
             job = parse(gateway.get(f"/fleet/jobs/{job.id}"))
     return job

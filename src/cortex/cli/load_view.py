@@ -1,13 +1,8 @@
-"""Progress of models that load: bars on a terminal, a line per step elsewhere."""
+"""The state and progress of models that load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Self
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-
+from cortex.cli.progress_view import ProgressView
 from cortex.wire.node import ModelState, ModelStatus
 
 
@@ -36,49 +31,6 @@ def reason_of(status: ModelStatus) -> str:
     return (status.reason or "the node gave no reason").removeprefix(f"{status.id}: ")
 
 
-class LoadView:
-    """Shows the latest status of each model. A context manager; leaving it removes the bars."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._tasks: dict[str, TaskID] = {}
-        self._printed: dict[str, str] = {}
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.fields[model]}", style="bold"),
-            BarColumn(bar_width=28),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_failure: object) -> None:
-        self._progress.stop()
-
-    def starting(self, models: Iterable[str]) -> None:
-        """Show the requested models before any status is known."""
-        for model in models:
-            self._tasks[model] = self._progress.add_task("starting", total=None, model=model)
-
-    def update(self, status: ModelStatus) -> None:
-        task = self._tasks.get(status.id)
-        if task is None:
-            return
-        fraction = fraction_done(status)
-        self._progress.update(
-            task,
-            description=describe(status),
-            total=1.0 if fraction is not None else None,
-            completed=fraction or 0.0,
-        )
-        stage = status.progress.stage if status.progress else ""
-        step = f"{status.id}: {status.state}{f' ({stage})' if stage else ''}"
-        if not self._console.is_terminal and self._printed.get(status.id) != step:
-            self._printed[status.id] = step
-            self._console.print(step, highlight=False, markup=False)
+def show(view: ProgressView, status: ModelStatus) -> None:
+    stage = f" ({status.progress.stage})" if status.progress else ""
+    view.update(status.id, describe(status), fraction_done(status), f"{status.state}{stage}")

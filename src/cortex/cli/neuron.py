@@ -132,6 +132,10 @@ def _findings(path: Path | None) -> Iterator[Finding]:
             "config", Severity.FINE, str(path) if path else "no file given: defaults and NEURON_… variables apply"
         )
         yield from checks.ports((settings.address,))
+        directory = path.parent if path else Path.cwd()
+        for peer in settings.peers:
+            ca_file = directory / peer.ca_file.expanduser() if peer.ca_file is not None else None
+            yield from checks.Endpoint("peers", peer.name, peer.endpoint, peer.key_env, ca_file).check("this neuron")
     yield from checks.devices()
     yield from checks.disk()
     yield from checks.cache()

@@ -49,8 +49,8 @@ class ModelSpec(Section, frozen=True):
     source: str | None = None
     """Hub id, directory or file on the node; the id itself when absent."""
     quant: str | None = None
-    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `q8`). A repository without any is
-    quantised at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
+    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
+    so, its dense weights are, at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
     vram_mb: Count | None = None
     """Expected size over all devices; the node's own estimate when absent. Measured bytes replace it after a load."""
     min_devices: Count = 1

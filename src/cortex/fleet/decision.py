@@ -102,6 +102,11 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Assessment, ...] = ()
     """Of a model that spans nodes: the assessments of the nodes that share it with this one."""
 
+    @property
+    def evictions(self) -> tuple[ModelOnNode, ...]:
+        """The victims, each on the node that serves it."""
+        return tuple(ModelOnNode(victim.lead or self.node, victim.model_id) for victim in self.victims)
+
     def reservation(self, model_id: str) -> MemoryReservation:
         """What a load of the model there is counted as until it ends."""
         takes_bytes = self.takes_bytes or 0
@@ -140,9 +145,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def evictions(self) -> tuple[ModelOnNode, ...]:
-        """The victims, with those on the other nodes of a model that spans nodes."""
+        """The victims, with those on the other nodes of a model that spans nodes; each once, on the node that serves
+        it."""
         places = (self.chosen, *self.chosen.parts) if self.chosen else ()
-        return tuple(ModelOnNode(place.node, victim.model_id) for place in places for victim in place.victims)
+        return tuple(dict.fromkeys(eviction for place in places for eviction in place.evictions))
 
     @property
     def parts(self) -> tuple[Assessment, ...]:

@@ -36,7 +36,7 @@ class Protection(StrEnum):
     UNMANAGED = "unmanaged"
     """The node does not unload models on request."""
     PART = "part"
-    """It is a part of a model that another node serves."""
+    """It is a part of a model that a node outside the fleet serves."""
 
     @property
     def is_temporary(self) -> bool:
@@ -56,6 +56,13 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     """`None`: it may be evicted."""
     reason: str | None = None
     """The protection in words, with its numbers."""
+    lead: str | None = None
+    """The node that serves it, if this one has only a part of it: it is unloaded there."""
+    ranks: frozenset[int] = frozenset()
+    """The devices that it is divided among, if it is."""
+    spans_nodes: bool = False
+    is_leaving: bool = False
+    """Evicted already for the same newcomer, which takes room on another of its nodes."""
 
     @property
     def num_bytes(self) -> int:
@@ -93,27 +100,37 @@ def protection(
 
 
 def choose(
-    occupants: Sequence[Occupant], shortfall: Mapping[int, int], rules: EvictionRules
+    occupants: Sequence[Occupant],
+    shortfall: Mapping[int, int],
+    rules: EvictionRules,
+    *,
+    in_the_way: Sequence[Occupant] = (),
 ) -> tuple[Occupant, ...] | None:
     """The occupants to evict for `shortfall` (bytes by device or `WHOLE_NODE`), or `None` when they cannot cover it.
+    `in_the_way`: those of them that must leave, whatever their size.
 
     Least recently used first (`lru`), or lowest priority and then least recently used (`priority`), until it fits. Then
     victims that turn out to be unnecessary are dropped, the largest first: no victim in the result can be left out.
+    Those that leave anyway come first, and stay.
     """
 
     def order(occupant: Occupant) -> tuple[float, ...]:
         by_use = (occupant.last_used, occupant.num_bytes)
-        return (occupant.priority, *by_use) if rules.strategy == "priority" else by_use
+        by_rules = (occupant.priority, *by_use) if rules.strategy == "priority" else by_use
+        return (not occupant.is_leaving, *by_rules)
 
-    victims: list[Occupant] = []
+    if any(occupant.protection is not None for occupant in in_the_way):
+        return None
+    victims = list(in_the_way)
     for occupant in sorted(occupants, key=order):
         if _covers(victims, shortfall):
             break
-        if occupant.protection is None and any(map(occupant.frees, shortfall)):
+        if occupant.protection is None and occupant not in victims and any(map(occupant.frees, shortfall)):
             victims.append(occupant)
     if not _covers(victims, shortfall):
         return None
-    for victim in sorted(victims, key=lambda occupant: -occupant.num_bytes):
+    unsure = [victim for victim in victims if victim not in in_the_way]
+    for victim in sorted(unsure, key=lambda occupant: (occupant.is_leaving, -occupant.num_bytes)):
         others = [other for other in victims if other is not victim]
         if _covers(others, shortfall):
             victims = others

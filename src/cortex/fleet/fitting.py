@@ -7,7 +7,7 @@ from itertools import combinations
 
 import msgspec
 
-from cortex.wire.node import ModelState
+from cortex.wire.node import ModelShare, ModelState
 from cortex.wire.words import plural
 
 from .catalogue import MEBIBYTE, ModelSpec
@@ -15,7 +15,7 @@ from .decision import Assessment, DeviceRow, Origin, Verdict
 from .eviction import Occupant, Protection, occupies, protection
 from .memory import DeviceLedger, Need, ledger
 from .rooms import MOST_LAYERS, Division, Room, free_devices, harm, rooms
-from .topology import Fleet, Node
+from .topology import Fleet, ModelOnNode, Node, Residency
 from .units import gib
 
 
@@ -28,8 +28,19 @@ class _Finding(msgspec.Struct, frozen=True):
     held_by: frozenset[Protection] = frozenset()
 
 
-def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | None, origin: Origin) -> Assessment:
-    """Assess `spec` by the memory of `node`; `need` is `None` where its size is unknown.
+def fit(
+    spec: ModelSpec,
+    node: Node,
+    fleet: Fleet,
+    now: float,
+    *,
+    need: Need | None,
+    origin: Origin,
+    spans: bool = False,
+    leaving: frozenset[ModelOnNode] = frozenset(),
+) -> Assessment:
+    """Assess `spec` by the memory of `node`; `need` is `None` where its size is unknown. `spans`: the node takes a part
+    of it; `leaving`: what is evicted for it on other nodes.
 
     A model is placed where its full footprint is free. Other models are evicted only for its comfortable footprint;
     where they cannot be, its minimum footprint will do. A model that is asleep wakes on its previous devices at its
@@ -42,17 +53,27 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
         count, stage_layers = max(count, held.status.num_devices), held.status.stage_layers
     by_layers = spec.pipeline_parallel > 1 or bool(stage_layers)
     num_layers = sum(stage_layers) or MOST_LAYERS
+    spans = spans or (held is not None and bool(held.status.nodes))
+    has_replicas = held is not None and held.status.num_devices > 1 and held.status.parallel is None
     if count > spec.min_devices:
         spec = msgspec.structs.replace(spec, min_devices=count, pipeline_parallel=1)
     devices = ledger(node)
-    occupants = _occupants(spec, node, devices, fleet, now, origin)
+    occupants = _occupants(spec, node, devices, fleet, now, origin, leaving)
     eligible = _eligible(spec, devices)
 
     def assess(candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool) -> Assessment:
         limit = node.max_devices_per_model
         count = _device_count(spec, candidates, size, limit=limit, by_layers=by_layers, num_layers=num_layers)
         division = None if size is None else Division(size, count or spec.min_devices, by_layers, num_layers)
-        found = _find_room(spec, node, candidates, occupants, fleet, stage_layers, count=count, division=division)
+        is_divided = spans or ((count or 1) > 1 and not has_replicas)
+
+        def excludes(occupant: Occupant) -> frozenset[int]:
+            # Devices of divided models take turns; only within one node can they agree on an order.
+            return occupant.ranks if is_divided and (spans or occupant.spans_nodes) else frozenset()
+
+        found = _find_room(
+            spec, node, candidates, occupants, fleet, stage_layers, excludes, count=count, division=division
+        )
         verdict, reason, room = found.verdict, found.reason, found.room
         if asleep and verdict is Verdict.FITS:
             verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
@@ -114,6 +135,7 @@ def _find_room(
     occupants: tuple[Occupant, ...],
     fleet: Fleet,
     stage_layers: tuple[int, ...],
+    excludes: Callable[[Occupant], frozenset[int]],
     *,
     count: int | None,
     division: Division | None,
@@ -127,10 +149,13 @@ def _find_room(
         return _Finding(Verdict.TOO_FEW_DEVICES, _too_few(spec, node, len(eligible)))
     if count is None:
         return _Finding(Verdict.TOO_SMALL, _too_small(node, eligible, division))
-    if division is None:
-        emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
+    excluded = frozenset[int]().union(*map(excludes, occupants))
+    usable = [device for device in eligible if device.index not in excluded]
+    if division is None and len(usable) >= count:
+        emptiest = sorted(usable, key=lambda device: (-device.available_bytes, device.index))[:count]
         return _Finding(Verdict.FITS, "size unknown; the node checks it at load", Room(tuple(emptiest)))
-    if devices := free_devices(eligible, division, fleet.placement):
+    division = division or Division(0, count)
+    if devices := free_devices(usable, division, fleet.placement):
         size = gib(division.num_bytes) if division.by_layers else f"{gib(division.share)} per device"
         reason = f"needs {size}, which is free{division.explained(devices, stage_layers)}"
         return _Finding(Verdict.FITS, reason, Room(devices, by_layers=division.by_layers))
@@ -142,7 +167,7 @@ def _find_room(
     ]
 
     def cheapest(candidates: Sequence[Occupant], have: Callable[[DeviceLedger], int]) -> Room | None:
-        found = rooms(sets, candidates, fleet, division, have)
+        found = rooms(sets, candidates, fleet, division, have, excludes)
         return min(found, key=harm, default=None)
 
     if room := cheapest(occupants, lambda device: device.balance_bytes):
@@ -169,35 +194,69 @@ def _find_room(
 
 
 def _occupants(
-    spec: ModelSpec, node: Node, devices: Sequence[DeviceLedger], fleet: Fleet, now: float, origin: Origin
+    spec: ModelSpec,
+    node: Node,
+    devices: Sequence[DeviceLedger],
+    fleet: Fleet,
+    now: float,
+    origin: Origin,
+    leaving: frozenset[ModelOnNode],
 ) -> tuple[Occupant, ...]:
-    """Every model that holds memory on `node` or has reserved some."""
+    """Every model that holds memory on `node`, or has reserved some, whole or in part."""
     found = []
-    reserved = {reservation.model_id for reservation in node.reservations}
-    leads = {share.model_id: share.lead for share in node.shares}
-    for model_id in {**node.residencies, **dict.fromkeys((*reserved, *leads))}:
-        held = node.residencies.get(model_id)
+    reserved = {reservation.model_id: reservation for reservation in node.reservations}
+    shares = {share.model_id: share for share in node.shares}
+    for model_id in {**node.residencies, **reserved, **shares}:
+        known = fleet.catalogue.spec(model_id)
+        held, lead = node.residencies.get(model_id), None
+        if (share := shares.get(model_id)) is not None:
+            lead = fleet.lead_of(share)
+            held = None if lead is None else lead[1]
         kept: tuple[Protection, str] | None
-        if model_id in reserved:
+        if (reservation := reserved.get(model_id)) is not None:
             kept = Protection.CHANGING, "load ordered"
-        elif model_id in leads:
-            kept = Protection.PART, f"a part of it; {leads[model_id]} serves it, and unloads it"
+            indices, spans_nodes = reservation.devices, bool(known.nodes)
+            is_divided = spans_nodes or len(indices) > 1
+        elif share is not None:
+            kept = _protection_of_part(share, lead, spec, fleet, now, origin)
+            indices, spans_nodes, is_divided = share.devices, True, True
         elif held is not None and occupies(held):
             kept = protection(held, node, spec, fleet, now, background=origin == "background")
+            indices, spans_nodes = held.status.devices, bool(held.status.nodes)
+            is_divided = held.status.parallel is not None
         else:
             continue
-        shares = {device.index: share for device in devices if (share := device.held_by(model_id))}
+        serving = node.name if lead is None else lead[0].name
         found.append(
             Occupant(
                 model_id=model_id,
-                priority=fleet.catalogue.spec(model_id).priority,
+                priority=known.priority,
                 last_used=now if held is None else held.last_used,
-                device_bytes=shares,
+                device_bytes={device.index: taken for device in devices if (taken := device.held_by(model_id))},
                 protection=kept[0] if kept else None,
                 reason=kept[1] if kept else None,
+                lead=None if lead is None else serving,
+                ranks=frozenset(indices if is_divided else ()),
+                spans_nodes=spans_nodes,
+                is_leaving=ModelOnNode(serving, model_id) in leaving,
             )
         )
     return tuple(found)
+
+
+def _protection_of_part(
+    share: ModelShare, lead: tuple[Node, Residency] | None, spec: ModelSpec, fleet: Fleet, now: float, origin: Origin
+) -> tuple[Protection, str] | None:
+    """Why the model of a part must not be evicted, on the node that serves it."""
+    if lead is None:
+        return Protection.PART, f"a part of it; {share.lead} serves it, which is not in this fleet"
+    node, held = lead
+    if not node.healthy:
+        return Protection.CHANGING, f"a part of it; {node.name}, which serves it, is down"
+    if not occupies(held):
+        return Protection.CHANGING, f"a part of it, which is being freed; {node.name} has unloaded it"
+    kept = protection(held, node, spec, fleet, now, background=origin == "background")
+    return kept and (kept[0], f"a part of it; on {node.name}: {kept[1]}")
 
 
 def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger]) -> list[DeviceLedger]:

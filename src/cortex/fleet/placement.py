@@ -68,8 +68,8 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
     if (raised := node.raised_needs.get(spec.id)) is not None:
         need = Need(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
     found = _without_memory(spec, node, held, fleet, now, origin)
-    if found is None and spec.nodes:
-        return fit_over_nodes(spec, node, fleet, now, need=need, origin=origin)
+    if found is None and (peers := _peers(spec, held, fleet)):
+        return fit_over_nodes(spec, node, peers, fleet, now, need=need, origin=origin)
     if found is None:
         return fit(spec, node, fleet, now, need=need, origin=origin)
     verdict, reason = found
@@ -120,6 +120,15 @@ def _layers(held: Residency) -> str:
     return f"; layers: {', '.join(parts)}" if parts else ""
 
 
+def _peers(spec: ModelSpec, held: Residency | None, fleet: Fleet) -> tuple[str, ...]:
+    """The nodes that take parts of the model: by the catalogue, or as its lead is configured. Of those that the lead
+    divides by layers or knows under other names, only the lead can say what they need."""
+    if spec.nodes or held is None or held.status.parallel == "pipeline" or spec.pipeline_parallel > 1:
+        return spec.nodes[1:]
+    peers = held.status.nodes[1:]
+    return peers if all(fleet.node(name) is not None for name in peers) else ()
+
+
 def _num_devices(spec: ModelSpec, held: Residency | None) -> int:
     return spec.devices_per_node if held is None else len(held.status.devices) or spec.devices_per_node
 
@@ -163,7 +172,9 @@ def _without_memory(
     if not node.healthy:
         return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
     if node.draining:
-        return Verdict.DRAINING, "drained by the operator: run `cortex undrain`" if node.drained else "shutting down"
+        return Verdict.DRAINING, _draining(node)
+    if held is not None and (part := fleet.draining_part(node, held)) is not None:
+        return Verdict.DRAINING, f"{part.name} has a part of it, and is {_draining(part)}"
     if held is not None and held.state is ModelState.READY:
         return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}{_layers(held)}"
     if held is not None and held.state in STARTING:
@@ -191,6 +202,10 @@ def _without_memory(
         if age_s < fleet.rules.retry_failed_after_s:
             return Verdict.FAILED, held.status.reason or f"failed to load {age_s:.0f} s ago"
     return None
+
+
+def _draining(node: Node) -> str:
+    return "drained by the operator: run `cortex undrain`" if node.drained else "shutting down"
 
 
 def _load(held: Residency) -> float:

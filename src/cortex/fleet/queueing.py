@@ -94,12 +94,11 @@ def _started(fleet: Fleet, decision: Decision) -> Fleet:
         if taken is None or node is None:
             continue
         reservation = taken.reservation(decision.model_id)
-        unloading = {each.model_id: _unloading(node.residencies[each.model_id]) for each in taken.victims}
-        fleet = fleet.with_node(
-            msgspec.structs.replace(
-                node, reservations=(*node.reservations, reservation), residencies={**node.residencies, **unloading}
-            )
-        )
+        fleet = fleet.with_node(msgspec.structs.replace(node, reservations=(*node.reservations, reservation)))
+    for name, model_id in decision.evictions:
+        if (node := fleet.node(name)) is not None:
+            residencies = {**node.residencies, model_id: _unloading(node.residencies[model_id])}
+            fleet = fleet.with_node(msgspec.structs.replace(node, residencies=residencies))
     return fleet
 
 

@@ -137,14 +137,18 @@ def rooms(
     fleet: Fleet,
     division: Division,
     have: Callable[[DeviceLedger], int],
+    excludes: Callable[[Occupant], frozenset[int]],
 ) -> Iterator[Room]:
+    """`excludes`: the devices that the model cannot share with an occupant."""
     for devices in sets:
+        indices = {device.index for device in devices}
+        in_the_way = [occupant for occupant in occupants if excludes(occupant) & indices]
         shares = division.shares(devices, lambda device: device.capacity_bytes)
         missing = {device.index: _missing(device, shares[device.index], have(device)) for device in devices}
         if (left_bytes := devices[0].node_left_bytes) is not None:
             missing[WHOLE_NODE] = len(devices) * division.share - left_bytes
         shortfall = {index: num_bytes for index, num_bytes in missing.items() if num_bytes > 0}
-        victims = choose(occupants, shortfall, fleet.rules)
+        victims = choose(occupants, shortfall, fleet.rules, in_the_way=in_the_way)
         if victims is not None:
             yield Room(devices, victims, division.by_layers)
 
@@ -158,10 +162,11 @@ def _missing(device: DeviceLedger, share: int, have_bytes: int) -> int:
 
 
 def harm(room: Room) -> tuple[float, ...]:
-    """The order of preference: fewest bytes, least recently used, lowest priority."""
+    """The order of preference: fewest bytes, least recently used, lowest priority, of models that would stay."""
+    victims = [victim for victim in room.victims if not victim.is_leaving]
     return (
-        sum(victim.num_bytes for victim in room.victims),
-        max((victim.last_used for victim in room.victims), default=0.0),
-        max((victim.priority for victim in room.victims), default=0),
+        sum(victim.num_bytes for victim in victims),
+        max((victim.last_used for victim in victims), default=0.0),
+        max((victim.priority for victim in victims), default=0),
         *(device.index for device in room.devices),
     )

@@ -8,25 +8,32 @@ from .catalogue import ModelSpec
 from .decision import Assessment, Origin, Verdict
 from .fitting import fit
 from .memory import Need
-from .topology import Fleet, Node
+from .topology import Fleet, ModelOnNode, Node
 
 _FITTING = (Verdict.FITS, Verdict.FITS_AFTER_EVICTION)
 _WORST_FIRST = {verdict: -rank for rank, verdict in enumerate(Verdict)}
 
 
 def fit_over_nodes(
-    spec: ModelSpec, lead: Node, fleet: Fleet, now: float, *, need: Need | None, origin: Origin
+    spec: ModelSpec, lead: Node, peers: tuple[str, ...], fleet: Fleet, now: float, *, need: Need | None, origin: Origin
 ) -> Assessment:
     """The assessment of the lead, which is as bad as that of the worst node. `need`: of one node's part."""
-    part = msgspec.structs.replace(spec, min_devices=spec.devices_per_node)
+    held = lead.residencies.get(spec.id)
+    count = max(spec.devices_per_node, 1 if held is None else held.status.num_devices)
+    part = msgspec.structs.replace(spec, min_devices=count, nodes=())
+    leaving: frozenset[ModelOnNode] = frozenset()
 
     def assess(node: Node) -> Assessment:
+        nonlocal leaving
         # All nodes take equally many devices.
-        limited = msgspec.structs.replace(node, max_devices_per_model=min(node.max_devices_per_model, part.min_devices))
-        return fit(part, limited, fleet, now, need=need, origin=origin)
+        limited = msgspec.structs.replace(node, max_devices_per_model=min(node.max_devices_per_model, count))
+        found = fit(part, limited, fleet, now, need=need, origin=origin, spans=True, leaving=leaving)
+        # A victim that spans nodes too makes room on all of its nodes.
+        leaving |= frozenset(found.evictions)
+        return found
 
     own = assess(lead)
-    parts = tuple(_unfit(spec, name, fleet.node(name)) or assess(fleet.node(name) or lead) for name in spec.nodes[1:])
+    parts = tuple(_unfit(spec, name, fleet.node(name)) or assess(fleet.node(name) or lead) for name in peers)
     worst = min((own, *parts), key=lambda each: _WORST_FIRST[each.verdict])
     reasons = "; ".join((own.reason, *(f"{each.node}: {each.reason}" for each in parts)))
     if worst.verdict not in _FITTING:

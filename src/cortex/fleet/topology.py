@@ -189,8 +189,36 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """The nodes that take requests and have `model_id` ready."""
         for node in self.nodes:
             held = node.residencies.get(model_id)
-            if held is not None and held.state is ModelState.READY and node.healthy and not node.draining:
+            if held is None or held.state is not ModelState.READY or not node.healthy or node.draining:
+                continue
+            if self.draining_part(node, held) is None:
                 yield node, held
+
+    def lead_of(self, share: ModelShare) -> tuple[Node, Residency] | None:
+        """The node that serves the model of a part, and the model there. `None`: no node of this fleet does, or the
+        nodes have other names for themselves than here, and several of them could."""
+        found = [
+            (node, held)
+            for node in self.nodes
+            if (held := node.residencies.get(share.model_id)) is not None and held.status.nodes[:1] == (share.lead,)
+        ]
+        found = [(node, held) for node, held in found if node.name == share.lead] or found
+        return found[0] if len(found) == 1 else None
+
+    def holders(self, lead: str, model_id: str) -> tuple[Node, ...]:
+        """The nodes with a part of a model that `lead` serves."""
+        return tuple(
+            node
+            for node in self.nodes
+            for share in node.shares
+            if share.model_id == model_id and (found := self.lead_of(share)) is not None and found[0].name == lead
+        )
+
+    def draining_part(self, lead: Node, held: Residency) -> Node | None:
+        """A draining node with a part of a model that `lead` serves: the model drains with it."""
+        if not held.status.nodes:
+            return None
+        return next((node for node in self.holders(lead.name, held.model_id) if node.draining), None)
 
     def with_node(self, changed: Node) -> Fleet:
         """This fleet with one node replaced, or added."""

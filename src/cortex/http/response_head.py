@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from cortex.http.request import Headers
+from cortex.wire import sse
 
 _EVENT_STREAM = b"text/event-stream"
 _UNBUFFERED = (b"x-accel-buffering", b"no")
-STREAM_HEADERS = ((b"content-type", _EVENT_STREAM), (b"cache-control", b"no-cache"), _UNBUFFERED)
-"""The headers of an event stream that begins before a node has responded."""
+STREAM_HEADERS = ((b"content-type", sse.CONTENT_TYPE.encode()), (b"cache-control", b"no-cache"), _UNBUFFERED)
+"""The headers of an event stream that begins here, not at a node."""
 
 
 class ResponseHead:

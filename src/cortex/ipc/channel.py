@@ -35,6 +35,10 @@ _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
 
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of messages between processes. Encoded by position: both sides are always the same version."""
+
+
 class ChannelError(Exception):
     """The other side sent bytes that are not a valid message; the connection must be closed."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import socket
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -16,6 +17,8 @@ from cortex.ipc.channel import LoopChannel
 from cortex.ipc.child import start_child
 from cortex.ipc.packets import PacketSocket
 from cortex.ipc.pool_process import Fork, Kill
+
+log = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply")
 
@@ -155,6 +158,58 @@ class WorkerPool(Generic[Reply]):
     def _lost(self, error: OSError) -> PoolLost:
         self._is_lost = True
         return PoolLost(f"the pool's process has ended: {error}")
+
+
+class RestartedPool(Generic[Reply]):
+    """A pool that starts with its first job, and again when its process has ended. Belongs to one loop."""
+
+    def __init__(self, name: str, start: Callable[[], Awaitable[WorkerPool[Reply]]]) -> None:
+        """`name` is for the log."""
+        self._name = name
+        self._start = start
+        self._starting = asyncio.Lock()
+        self._pool: WorkerPool[Reply] | None = None
+        self._is_closed = False
+
+    @property
+    def process_id(self) -> int | None:
+        """None while no process was started."""
+        return self._pool.process_id if self._pool is not None else None
+
+    async def run(self, request: msgspec.Struct, payload: bytes = b"", *, in_background: bool = False) -> Reply:
+        """As `WorkerPool.run`, but a job that is lost with its pool runs once more, in a new one. Raises OSError, too,
+        when no pool can be started."""
+        pool = await self.running()
+        try:
+            return await pool.run(request, payload, in_background=in_background)
+        except PoolLost as error:
+            log.warning("lost %s: %s", self._name, error)
+        return await (await self.running()).run(request, payload, in_background=in_background)
+
+    async def running(self) -> WorkerPool[Reply]:
+        """The pool, started if necessary. Raises OSError, or PoolLost once this is closed."""
+        async with self._starting:
+            if self._is_closed:
+                raise PoolLost("it was closed")
+            if self._pool is None or self._pool.has_ended:
+                await self._stop()
+                self._pool = await self._start()
+            return self._pool
+
+    async def rest(self) -> None:
+        """Ends the pool; the next job starts a new one."""
+        async with self._starting:
+            await self._stop()
+
+    async def close(self) -> None:
+        """Ends the pool for good; running and later jobs raise PoolLost."""
+        self._is_closed = True
+        await self.rest()
+
+    async def _stop(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.stop()
 
 
 class _Worker(Generic[Reply]):

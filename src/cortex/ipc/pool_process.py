@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from cortex.ipc.channel import BlockingChannel, ChannelError, Unsendable
+from cortex.ipc.channel import BlockingChannel, ChannelError, Message, Unsendable
 from cortex.ipc.child import die_with_parent
 from cortex.ipc.packets import PacketSocket
 
@@ -32,11 +32,7 @@ RequestT = TypeVar("RequestT")
 _BACKGROUND_NICENESS = 10
 
 
-class _Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From the parent, on the control socket."""
-
-
-class Fork(_Command, frozen=True):
+class Fork(Message, frozen=True):
     """Fork a worker; its connection comes with this packet, as a file descriptor."""
 
     worker: int
@@ -44,7 +40,7 @@ class Fork(_Command, frozen=True):
     """Whether it yields the cores to all other work of the host."""
 
 
-class Kill(_Command, frozen=True):
+class Kill(Message, frozen=True):
     worker: int
 
 

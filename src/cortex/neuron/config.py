@@ -123,8 +123,8 @@ class ModelEntry(Section, frozen=True):
     harness: Harness = "torch"
     """`torch`, the built-in engine, or its old name `candle`."""
     quant: str | None = None
-    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `q8`). A repository without any is
-    quantised at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
+    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
+    so, its dense weights are, at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
     context_tokens: Count | None = None
     """Maximum sequence length; the model's own limit when absent."""
     kv_dtype: KVDtype = "auto"
@@ -165,8 +165,8 @@ class DefaultModel(Section, frozen=True):
     harness: Harness = "torch"
     """`torch`, the built-in engine, or its old name `candle`."""
     quant: str | None = None
-    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `q8`). A repository without any is
-    quantised at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
+    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
+    so, its dense weights are, at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
     tensor_parallel: Count = 1
     """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
     pipeline_parallel: Count = 1
@@ -299,9 +299,28 @@ class NeuronConfig(Section, frozen=True):
         for model_id, num_shares, _ in entries:  # a model may have an entry in both lists
             if num_shares > 1 and model_id in in_stages:
                 raise ValueError(f"`{model_id}` has tensor_parallel and pipeline_parallel; choose one of them")
+        for entry in self.models:
+            self._check_nodes("models", entry.id, entry.nodes, entry.replicas)
+        for default in self.default_models:
+            self._check_nodes("default_models", default.model_id, default.nodes, default.replicas)
         indices = [device.index for device in self.devices]
         if len(set(indices)) < len(indices):
             raise ValueError("a device is listed twice in [[devices]]; remove one entry")
+
+    def _check_nodes(self, section: str, model_id: str, nodes: tuple[str, ...], replicas: int) -> None:
+        where = f"`nodes` of `{model_id}` in [[{section}]]"
+        if len(nodes) == 1 or len(set(nodes)) < len(nodes):
+            raise ValueError(f"{where} must name two or more nodes, each once, this one first")
+        if nodes and replicas > 1:
+            raise ValueError(f"`{model_id}` in [[{section}]] has both `nodes` and `replicas`; remove one of them")
+        known = [peer.name for peer in self.peers]
+        for name in nodes[1:]:
+            if name not in known:
+                have = ", ".join(known) or "none"
+                raise ValueError(
+                    f"{where} names {name}, which is no peer of this node (peers: {have}); add it under [[peers]] with "
+                    "`name` and `endpoint`, or correct `nodes`"
+                )
 
     @property
     def address(self) -> Listen:

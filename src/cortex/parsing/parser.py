@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from cortex.ipc.channel import Unsendable
-from cortex.ipc.pool import PoolLost, WorkerLost, WorkerPool
+from cortex.ipc.pool import PoolLost, RestartedPool, WorkerLost, WorkerPool
 from cortex.parsing import protocol
 from cortex.parsing.conversations import Completed, Completion, Joined, References, join
 from cortex.parsing.cost import LARGE_BYTES, is_edited_elsewhere, is_parsed_elsewhere
@@ -65,9 +65,11 @@ class BodyParser:
         self, memory_bytes: int = _MEMORY_BYTES, *, max_waiting_per_client: int = _MAX_WAITING_PER_CLIENT
     ) -> None:
         """`memory_bytes`: the most that parsing one body may allocate."""
-        self._memory_bytes = memory_bytes
-        self._pool: WorkerPool[Reply] | None = None
-        self._starting = asyncio.Lock()
+        arguments = ("--memory-bytes", str(memory_bytes))
+        self._pool: RestartedPool[Reply] = RestartedPool(
+            "the process that parses large requests",
+            lambda: WorkerPool.start("cortex.parsing", *arguments, reply_type=Reply),
+        )
         self._queue = FairQueue(_NUM_WORKERS, _MAX_WAITING, max_waiting_per_client)
 
     async def parse(self, dialect: Dialect, body: bytes, client: str, *, strip_billing: bool = False) -> PackedRequest:
@@ -133,15 +135,15 @@ class BodyParser:
         return reply.body
 
     async def close(self) -> None:
-        if self._pool is not None:
-            await self._pool.stop()
+        await self._pool.close()
 
     async def _run(self, job: Job, client: str, is_expensive: bool) -> Result:
         if not is_expensive:
             return protocol.run(job)
         try:
             async with self._place(client), asyncio.timeout(_TIMEOUT_S):
-                reply = await self._run_remotely(job)
+                without_body = msgspec.structs.replace(job, body=b"")
+                reply = await self._pool.run(without_body, job.body, in_background=True)
         except TimeoutError:
             raise PreparationLimitExceeded(
                 f"Parsing this request took longer than {_TIMEOUT_S:g} s; send a smaller or simpler body."
@@ -152,6 +154,8 @@ class BodyParser:
             ) from error
         except Unsendable as error:
             raise BodyTooLarge(f"The body cannot be parsed: {error}.") from error
+        except (PoolLost, OSError) as error:
+            raise Overloaded(f"Large requests cannot be parsed now: {error}; try again.", retry_after_s=1) from error
         if isinstance(reply, Rejected):
             raise error_of(reply)
         return reply
@@ -179,29 +183,6 @@ class BodyParser:
             yield
         finally:
             self._queue.leave(entry)
-
-    async def _run_remotely(self, job: Job) -> Reply:
-        """Raises WorkerLost, Unsendable, or Overloaded when the processes cannot run."""
-        without_body = msgspec.structs.replace(job, body=b"")
-        for _ in range(2):
-            try:
-                return await (await self._running_pool()).run(without_body, job.body, in_background=True)
-            except PoolLost:
-                continue
-        raise Overloaded("The process that parses large requests ended twice; try again.", retry_after_s=1)
-
-    async def _running_pool(self) -> WorkerPool[Reply]:
-        async with self._starting:
-            if self._pool is None or self._pool.has_ended:
-                if self._pool is not None:
-                    await self._pool.stop()
-                try:
-                    self._pool = await WorkerPool.start(
-                        "cortex.parsing", *("--memory-bytes", str(self._memory_bytes)), reply_type=Reply
-                    )
-                except OSError as error:
-                    raise Overloaded(f"Large requests cannot be parsed now: {error}; try again.") from error
-            return self._pool
 
 
 async def _joined(body: bytes, stored: Sequence[StoredTexts]) -> Joined:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cortex.ipc.channel import Message
 from cortex.parsing import conversations, relayed
 from cortex.parsing.conversations import Completion, Joined, StoredSize
 from cortex.parsing.envelope import Facts
@@ -19,11 +20,7 @@ from cortex.wire.rejection import Rejected
 from cortex.wire.requests import GenerateRequest
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Encoded by position: both sides are always the same version."""
-
-
-class ParseRequest(_Message, frozen=True):
+class ParseRequest(Message, frozen=True):
     """An inference request."""
 
     dialect: Dialect
@@ -32,7 +29,7 @@ class ParseRequest(_Message, frozen=True):
     body: bytes
 
 
-class TranslateRequest(_Message, frozen=True):
+class TranslateRequest(Message, frozen=True):
     """An inference request for `model` of a server that speaks only OpenAI chat."""
 
     dialect: Dialect
@@ -40,14 +37,14 @@ class TranslateRequest(_Message, frozen=True):
     body: bytes
 
 
-class RenameModel(_Message, frozen=True):
+class RenameModel(Message, frozen=True):
     """A body in which `model` takes the place of the model's name; all else stays as it is."""
 
     model: str
     body: bytes
 
 
-class ReadRelayed(_Message, frozen=True):
+class ReadRelayed(Message, frozen=True):
     """A body that is relayed, of which only the envelope is read."""
 
     dialect: Dialect
@@ -57,20 +54,20 @@ class ReadRelayed(_Message, frozen=True):
     body: bytes
 
 
-class ParseTokenize(_Message, frozen=True):
+class ParseTokenize(Message, frozen=True):
     """A request for the tokens of a text or of a conversation."""
 
     body: bytes
 
 
-class FindReferences(_Message, frozen=True):
+class FindReferences(Message, frozen=True):
     """A request of the Responses API."""
 
     generates: bool
     body: bytes
 
 
-class CompleteConversation(_Message, frozen=True):
+class CompleteConversation(Message, frozen=True):
     """A request of the Responses API, joined with stored responses."""
 
     completion: Completion
@@ -80,7 +77,7 @@ class CompleteConversation(_Message, frozen=True):
     body: bytes
 
 
-class ListItems(_Message, frozen=True):
+class ListItems(Message, frozen=True):
     """A chain of stored responses, whose input items are listed."""
 
     limit: int
@@ -90,18 +87,18 @@ class ListItems(_Message, frozen=True):
     body: bytes
 
 
-class Parsed(_Message, frozen=True):
+class Parsed(Message, frozen=True):
     head: bytes
     """The head of the request as JSON."""
     body: bytes
     """The whole request, packed or translated."""
 
 
-class Renamed(_Message, frozen=True):
+class Renamed(Message, frozen=True):
     body: bytes
 
 
-class ReadRelayedBody(_Message, frozen=True):
+class ReadRelayedBody(Message, frozen=True):
     facts: Facts
     spans: tuple[Span, ...]
     """Where the conversation is in the body."""
@@ -110,17 +107,17 @@ class ReadRelayedBody(_Message, frozen=True):
     """The body, if it is not the client's."""
 
 
-class ParsedText(_Message, frozen=True):
+class ParsedText(Message, frozen=True):
     model: str
     text: str
 
 
-class FoundReferences(_Message, frozen=True):
+class FoundReferences(Message, frozen=True):
     are_any: bool
     response_ids: tuple[str, ...]
 
 
-class CompletedBody(_Message, frozen=True):
+class CompletedBody(Message, frozen=True):
     facts: Facts
     spans: tuple[Span, ...]
     """As in `ReadRelayedBody`."""
@@ -128,7 +125,7 @@ class CompletedBody(_Message, frozen=True):
     body: bytes
 
 
-class ListedItems(_Message, frozen=True):
+class ListedItems(Message, frozen=True):
     body: bytes
 
 

@@ -155,6 +155,9 @@ class ModelStatus(NodeValue, frozen=True):
     """The part of `measured_bytes` on each of `devices`; empty: equal parts."""
     nodes: tuple[str, ...] = ()
     """Of a model that spans nodes: their names, this one first. All sizes here are those of this node's part."""
+    parallel: Literal["tensor", "pipeline"] | None = None
+    """How it is divided among devices: in every layer, or by layers. None: each has all of it. A model that spans nodes
+    shares no device with another divided one."""
     harness: str = "torch"
     family: str | None = None
     quant: str | None = None

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
+from ...processes import alive
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
@@ -176,11 +178,3 @@ async def test_sigterm_under_load_ends_streams_after_the_drain_and_leaves_no_pro
     # None of them was complete: the drain is bounded.
     assert [event["error"]["code"] for event in ended] == ["shutting_down"] * 8
     assert not [each for each in family if alive(each)]
-
-
-def alive(process_id: int) -> bool:
-    try:
-        with open(f"/proc/{process_id}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -15,6 +15,7 @@ import urllib.request
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.e2e
 
 SOURCE = Path(__file__).parents[3] / "src"
 TINY, SPANNING, BESIDE, WRONG_KEY = "tiny", "spanning", "beside", "wrong key"
+SHARED = ("shared", "shared too", "shared as well")
 PEER_KEY = "key-of-the-second-node"
 TIMEOUT_S = 120.0
 """Only reached on failure."""
@@ -221,14 +223,14 @@ def test_wrong_key_and_a_second_model_on_the_device_are_rejected(pair: Pair) -> 
 
 @pytest.fixture
 def gateway(pair: Pair, tmp_path: Path, free_ports: Callable[[int], list[int]]) -> Iterator[str]:
-    """The URL of a gateway over both nodes, whose catalogue has a model that spans them."""
+    """The URL of a gateway over both nodes, which are up. Its catalogue has models that span them."""
     (port,) = free_ports(1)
     (tmp_path / "models.toml").write_text(
-        f'[[models]]\nid = "shared"\nsource = "{pair.model}"\nnodes = ["beast", "second"]\n'
+        "".join(f'[[models]]\nid = "{name}"\nsource = "{pair.model}"\nnodes = ["beast", "second"]\n' for name in SHARED)
     )
     (tmp_path / "cortex.toml").write_text(
         f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:0"\nmodels = "models.toml"\n'
-        f'state = "{tmp_path}/state"\nopen = true\n'
+        f'state = "{tmp_path}/state"\nopen = true\n[eviction]\nmin_residency_s = 0\n'
         f'[[neurons]]\nname = "beast"\nendpoint = "{pair.lead.url}"\n'
         f'[[neurons]]\nname = "second"\nendpoint = "{pair.peer.url}"\nkey_env = "PEER_KEY"\n'
     )
@@ -238,39 +240,60 @@ def gateway(pair: Pair, tmp_path: Path, free_ports: Callable[[int], list[int]]) 
         stderr=(tmp_path / "log").open("wb"),
         env={**os.environ, "PYTHONPATH": str(SOURCE), "PEER_KEY": PEER_KEY},
     )
-    yield f"http://127.0.0.1:{port}"
-    process.kill()
-    process.wait(10)
-
-
-def test_gateway_plans_loads_serves_and_shows_it(pair: Pair, gateway: str) -> None:
-    def get(path: str) -> Any:
-        with urllib.request.urlopen(gateway + path, timeout=TIMEOUT_S) as response:
-            return json.load(response)
+    url = f"http://127.0.0.1:{port}"
 
     def both_are_up() -> bool:
         try:
-            return all(node["up"] for node in get("/fleet/status")["nodes"])
+            return all(node["up"] for node in fleet_nodes(url).values())
         except OSError:
             return False
 
     until(both_are_up, "the nodes are not up")
+    yield url
+    process.kill()
+    process.wait(10)
+
+
+def fleet_nodes(gateway: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{gateway}/fleet/status", timeout=TIMEOUT_S) as response:
+        return {node["name"]: node for node in json.load(response)["nodes"]}
+
+
+def test_gateway_plans_loads_serves_and_shows_it(pair: Pair, gateway: str) -> None:
     through = replace(pair.lead, url=gateway)
     status, body = through.call("/fleet/models/shared/load", {"dry_run": True}, TIMEOUT_S)
     assert "and a part on second" in json.dumps(body), body
     assert text_of(through, "shared") == text_of(pair.lead, BESIDE)
-    nodes = {node["name"]: node for node in get("/fleet/status")["nodes"]}
-    (held,) = [model for model in nodes["beast"]["models"] if model["id"] == "shared"]
+    (held,) = [model for model in fleet_nodes(gateway)["beast"]["models"] if model["id"] == "shared"]
     assert (held["state"], held["nodes"]) == ("ready", ["beast", "second"])
     until(
         lambda: (
-            [(share["model_id"], share["state"]) for share in get("/fleet/status")["nodes"][1]["shares"]]
+            [(share["model_id"], share["state"]) for share in fleet_nodes(gateway)["second"]["shares"]]
             == [("shared", "ready")]
         ),
         "the part is not shown",
     )
     status, body = through.call("/fleet/models/shared/unload", {}, TIMEOUT_S)
     assert status == 200, body
+    assert pair.shares() == []
+
+
+def test_models_over_the_same_nodes_replace_each_other_and_drain_with_each_of_them(pair: Pair, gateway: str) -> None:
+    through = replace(pair.lead, url=gateway)
+    expected = text_of(pair.lead, BESIDE)
+    for name in SHARED * 2:  # three models on two devices, which have a part of one of them each
+        assert text_of(through, name) == expected
+    held = {share["model_id"] for share in pair.shares()}
+    assert len(held) == 2
+    assert SHARED[-1] in held
+    through.call("/fleet/nodes/second/drain", {})
+    status, body = through.call("/v1/completions", {"model": SHARED[-1], "prompt": "x", "max_tokens": 1}, TIMEOUT_S)
+    assert status == 502
+    assert "second has a part of it, and is drained" in body["error"]["message"]
+    through.call("/fleet/nodes/second/undrain", {})
+    assert text_of(through, SHARED[-1]) == expected
+    for name in held:
+        through.call(f"/fleet/models/{quote(name)}/unload", {}, TIMEOUT_S)
     assert pair.shares() == []
 
 

@@ -28,12 +28,12 @@ SIZES = {"a": 20 * GB, "b": 14 * GB, "c": 6 * GB, "huge": 90 * GB}
 class PromptFleet(FakeFleet):
     """Its effects report at once, from inside the call that ordered them."""
 
-    def load(self, node: str, request: LoadRequest) -> None:
-        super().load(node, request)
+    def load(self, node: str, request: LoadRequest, parts: tuple[str, ...]) -> None:
+        super().load(node, request, parts)
         self.finish_load()
 
-    def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
-        super().unload(node, request, cause)
+    def unload(self, node: str, request: UnloadRequest, cause: Cause, parts: tuple[str, ...]) -> None:
+        super().unload(node, request, cause, parts)
         self.finish_unload()
 
 
@@ -109,7 +109,7 @@ class Simulation(FakeFleet):
 
     # Effects
 
-    def load(self, node: str, request: LoadRequest) -> None:
+    def load(self, node: str, request: LoadRequest, parts: tuple[str, ...]) -> None:
         target = ModelOnNode(node, request.model_id)
         assert target not in self.loading, "ordered twice"
         used = sum(SIZES[model] for model in self.ready[node])
@@ -119,7 +119,7 @@ class Simulation(FakeFleet):
         if self.prompt:
             self.end_load(target)
 
-    def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
+    def unload(self, node: str, request: UnloadRequest, cause: Cause, parts: tuple[str, ...]) -> None:
         target = ModelOnNode(node, request.model_id)
         assert target not in self.unloading, "ordered twice"
         self.unloading.add(target)

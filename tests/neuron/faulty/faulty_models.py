@@ -8,16 +8,15 @@ import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.node import Node, Parts
 from cortex.neuron.text.defaults import GenerationDefaults
-from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.node import Capabilities
 
 CONFIG = {
@@ -43,6 +42,16 @@ def write_model(folder: Path, *, config: dict[str, Any] | None = None, **behavio
     return folder
 
 
+def models(tmp_path: Path, **behaviours: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of one model directory per name."""
+    return {
+        "models": [
+            {"id": name, "source": str(write_model(tmp_path / name, **behaviour))}
+            for name, behaviour in behaviours.items()
+        ]
+    }
+
+
 class PlainText:
     """A text without a tokenizer, nor a process."""
 
@@ -51,8 +60,8 @@ class PlainText:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    async def read(self) -> Any:
-        return SimpleNamespace(path=self.path)
+    async def read(self) -> TextModel:
+        return cast(TextModel, SimpleNamespace())  # a node uses nothing of it
 
     async def wake(self) -> None:
         pass
@@ -76,7 +85,6 @@ def parts(**changes: Any) -> Parts:
             "open_text": PlainText,
             "survey_text": survey_text,
             "policy": BackoffPolicy(first_delay_s=0.05, max_streak=3),
-            "timeouts": WorkerTimeouts(step_s=0.8, load_s=0.8, unload_s=1.0, exit_s=2.0),
             "first_retry_s": 0.1,
             **changes,
         }

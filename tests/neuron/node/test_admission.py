@@ -8,11 +8,12 @@ from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 class Callers:
     """Sends requests through an admission and records which were started and which were displaced."""
 
-    def __init__(self, slots, max_queue) -> None:
+    def __init__(self, slots: int, max_queue: int) -> None:
         self.admission = Admission(slots, max_queue)
-        self.started, self.displaced = [], []
+        self.started: list[QueuedRequest] = []
+        self.displaced: list[QueuedRequest] = []
 
-    def enter(self, principal, now_s=0.0, cache_tokens=10):
+    def enter(self, principal: str, now_s: float = 0.0, cache_tokens: int = 10) -> QueuedRequest:
         queued = QueuedRequest(
             principal,
             cache_tokens,
@@ -22,7 +23,7 @@ class Callers:
         self.admission.enter(queued, now_s)
         return queued
 
-    def finish(self, queued, now_s=0.0) -> None:
+    def finish(self, queued: QueuedRequest, now_s: float = 0.0) -> None:
         self.admission.release(queued, now_s, finished=True)
 
 
@@ -159,9 +160,11 @@ actions = st.lists(
 
 @settings(max_examples=300)
 @given(st.integers(1, 5), st.integers(0, 4), actions)
-def test_counters_match_the_live_requests_after_any_history(slots, max_queue, history) -> None:
+def test_counters_match_the_live_requests_after_any_history(
+    slots: int, max_queue: int, history: list[tuple[str, str, int]]
+) -> None:
     callers = Callers(slots, max_queue)
-    live = []
+    live: list[QueuedRequest] = []
     for now_s, (action, principal, pick) in enumerate(history):
         if action == "enter":
             try:

@@ -10,10 +10,12 @@ from cortex.neuron.node.lifecycle import Lifecycle, transition
 from cortex.neuron.node.lifecycle_events import (
     CancelLoad,
     DownloadStarted,
+    Effect,
     EnsureAsleep,
     EnsureGone,
     EnsureReady,
     FilesReady,
+    Input,
     LoadEnded,
     ModelLost,
     NotifyAsleep,
@@ -38,9 +40,10 @@ NO_ROOM = InsufficientCapacity("no room")
 LOST = LoadFailed("the worker was killed")
 
 
-def play(*inputs, life=None):
+def play(*inputs: Input, life: Lifecycle | None = None) -> tuple[Lifecycle, list[Effect]]:
     """The state and all effects after `inputs`, one second apart."""
-    life, effects = life or Lifecycle(), []
+    life = life or Lifecycle()
+    effects: list[Effect] = []
     for second, happened in enumerate(inputs):
         life, more = transition(life, happened, float(second), POLICY)
         effects.extend(more)
@@ -115,7 +118,7 @@ def test_recovers_from_a_lost_worker_and_gives_up_after_the_streak() -> None:
     )
     assert effects[:2] == [StartLoad(2, 0.0), StartLoad(3, 1.0)]
     assert life.state is ModelState.FAILED
-    assert "gave up after 3 faults" in life.reason
+    assert "gave up after 3 faults" in (life.reason or "")
     assert isinstance(effects[-1], NotifyFailed)
 
 
@@ -192,7 +195,9 @@ def test_falls_asleep_and_wakes_once_for_many_callers() -> None:
         ),
     ],
 )
-def test_handles_sleep_in_every_state(before: str, happened, after, effects) -> None:
+def test_handles_sleep_in_every_state(
+    before: str, happened: list[Input], after: ModelState, effects: list[Effect]
+) -> None:
     start = {
         "cold": Lifecycle(),
         "failed": play(EnsureReady(), LoadEnded(1, BAD_FILES))[0],
@@ -208,7 +213,7 @@ def test_handles_sleep_in_every_state(before: str, happened, after, effects) -> 
 
 def test_gives_the_reason_when_a_sleeping_model_was_lost() -> None:
     life, _ = play(ModelLost("killed by SIGKILL"), life=ASLEEP)
-    assert "lost while it slept: killed by SIGKILL" in life.reason
+    assert "lost while it slept: killed by SIGKILL" in (life.reason or "")
     assert play(EnsureReady(), life=life)[1] == [StartLoad(3)]
 
 
@@ -224,7 +229,7 @@ def test_gives_the_reason_when_a_sleeping_model_was_lost() -> None:
         LoadEnded(0, NO_ROOM),
     ],
 )
-def test_ignores_inputs_from_older_attempts(stale) -> None:
+def test_ignores_inputs_from_older_attempts(stale: Input) -> None:
     loading = play(EnsureReady())[0]
     assert play(stale, life=loading) == (loading, [])
 
@@ -235,7 +240,7 @@ class World:
 
     life: Lifecycle = field(default_factory=Lifecycle)
     clock_s: float = 0.0
-    work: object = None
+    work: StartLoad | StartUnload | StartWake | None = None
     is_cancelled: bool = False
     to_sleep: bool = False
     ready_waiters: int = 0
@@ -244,7 +249,7 @@ class World:
     held: str = "nothing"
     """`nothing`, `all` or `weights`, those in host memory."""
 
-    def post(self, happened) -> None:
+    def post(self, happened: Input) -> None:
         self.clock_s += 1
         self.ready_waiters += isinstance(happened, EnsureReady)
         self.asleep_waiters += isinstance(happened, EnsureAsleep)
@@ -276,7 +281,7 @@ class World:
                     assert self.held == "nothing"
                     self.gone_waiters = self.asleep_waiters = 0
 
-    def end_work(self, outcome) -> None:
+    def end_work(self, outcome: str) -> None:
         work, self.work = self.work, None
         match work:
             case StartUnload(attempt) if self.to_sleep and outcome == "up" and self.held != "nothing":
@@ -311,7 +316,7 @@ steps = st.lists(
 
 @settings(max_examples=600)
 @given(steps)
-def test_no_caller_waits_forever_and_the_state_matches_the_memory_after_any_history(history) -> None:
+def test_no_caller_waits_forever_and_the_state_matches_the_memory_after_any_history(history: list[str]) -> None:
     world = World()
     for step in history:
         match step:

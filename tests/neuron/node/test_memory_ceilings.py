@@ -2,26 +2,39 @@
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from faulty_models import running_node, write_model
 
-from cortex.neuron.config import NeuronConfig
+from cortex.neuron.config import Limits, NeuronConfig
+from cortex.neuron.engine.request import EngineInfo
+from cortex.neuron.node.devices import NodeDevices
+from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings
-from cortex.neuron.worker.device_claims import DeviceClaims
+from cortex.neuron.worker.discovery import Inventory
+from cortex.neuron.worker.factory import ENGINE
+from cortex.neuron.worker.model_host import Resident
+from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import InsufficientCapacity
-from cortex.wire.node import Device, LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node import Device, ModelState, UnloadRequest
+
+from .node_calls import load
 
 MEBIBYTE = 1 << 20
+INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=10, kv_bytes=5, page_tokens=32, num_pages=7)
 
 
-def ceilings(node_mb=None, devices=(), holdings=()):
+def ceilings(
+    node_mb: int | None = None,
+    devices: Iterable[tuple[int, int]] = (),
+    holdings: Iterable[tuple[str, tuple[int, ...], int]] = (),
+) -> MemoryCeilings:
     configured = Ceilings(
         None if node_mb is None else node_mb * MEBIBYTE, tuple((index, mb * MEBIBYTE) for index, mb in devices)
     )
@@ -44,7 +57,11 @@ def ceilings(node_mb=None, devices=(), holdings=()):
     ],
 )
 def test_what_is_left_of_both_ceilings(
-    node_mb: int | None, devices, holdings, num_devices: int, left_mb: int | None
+    node_mb: int | None,
+    devices: list[tuple[int, int]],
+    holdings: list[tuple[str, tuple[int, ...], int]],
+    num_devices: int,
+    left_mb: int | None,
 ) -> None:
     left_bytes = ceilings(node_mb, devices, holdings).left_bytes(0, num_devices, but="m")
     assert left_bytes == (None if left_mb is None else left_mb * MEBIBYTE)
@@ -55,15 +72,11 @@ def test_device_is_listed_once() -> None:
         msgspec.convert({"devices": [{"index": 0, "memory_mb": 1}, {"index": 0, "memory_mb": 2}]}, NeuronConfig)
 
 
-def config(tmp_path, limits=None, **sections):
+def config(tmp_path: Path, limits: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
     models = [
         {"id": name, "source": str(write_model(tmp_path / name, bytes=40 * MEBIBYTE))} for name in ("first", "second")
     ]
     return {"models": models, "limits": {"sleep_mb": 64} | (limits or {}), **sections}
-
-
-async def load(node, model_id):
-    return await node.load(LoadRequest(model_id=model_id), wait=True)
 
 
 @pytest.mark.parametrize("section", [{"limits": {"memory_mb": 44}}, {"devices": [{"index": 0, "memory_mb": 44}]}])
@@ -97,18 +110,24 @@ async def test_sleeping_model_on_a_cpu_counts_with_the_weights_that_stay_there(t
 async def test_model_does_not_wake_over_the_ceiling() -> None:
     other = ceilings(node_mb=60, holdings=[("awake", (0,), 30), ("m", (0,), 0)])
     card = Device(index=0, kind="cuda", name="card", total_bytes=1 << 40)
-    devices = SimpleNamespace(all=(card,), supervisors={}, claims=DeviceClaims())
-    room = DeviceRoom(devices, Forecast(NeuronConfig()), other, lambda _: {})
+    forecast = Forecast(NeuronConfig())
+    devices = NodeDevices(
+        Inventory((card,)), ENGINE, WorkerTimeouts(), lambda _: {}, forecast.reserve, other.configured
+    )
+    room = DeviceRoom(devices, forecast, other, lambda _: {})
 
-    def asleep(size_mb):
-        resident = SimpleNamespace(device_bytes=lambda _: (size_mb * MEBIBYTE,))
-        return SimpleNamespace(model_id="m", host=SimpleNamespace(device_indices=(0,)), resident=resident)
+    def asleep(size_mb: int) -> Instance:
+        callbacks = ModelCallbacks(lambda *_: None, lambda: None, lambda _: None, lambda: None)
+        instance = Instance("m", devices.supervisors[0], Limits(), callbacks)
+        instance.loaded(Resident(1, INFO, size_mb * MEBIBYTE, process_bytes=0, host_bytes=MEBIBYTE))
+        return instance
 
     async with room.for_wake(asleep(30)):
         pass
     with pytest.raises(InsufficientCapacity, match=r"m needs 0\.04 GB on device 0 to wake up, but other models leave"):
         async with room.for_wake(asleep(40)):
             pass
+    await devices.close()
 
 
 async def test_ceilings_are_reported_and_bound_the_estimate(tmp_path: Path) -> None:
@@ -117,7 +136,9 @@ async def test_ceilings_are_reported_and_bound_the_estimate(tmp_path: Path) -> N
         health = node.health()
         assert (health.ceiling_bytes, health.devices[0].ceiling_bytes) == (44 * MEBIBYTE, 42 * MEBIBYTE)
         await load(node, "first")
-        assert node.model("second").estimate_bytes <= 42 * MEBIBYTE
+        estimate_bytes = node.model("second").estimate_bytes
+        assert estimate_bytes is not None
+        assert estimate_bytes <= 42 * MEBIBYTE
 
 
 async def test_ceiling_of_a_device_that_is_not_there_is_a_warning(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 from faulty_models import parts
 from tiny_llama import generate, write_llama
@@ -16,36 +15,31 @@ from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import ENGINE
-from cortex.neuron.worker.process import WorkerTimeouts
-from cortex.wire.errors import LoadFailed, Recovering
-from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.errors import LoadFailed
+from cortex.wire.node import ModelState, UnloadRequest
+
+from .node_calls import load
 
 
-async def start(tmp_path, num_devices, timeouts=None, **models):
+async def start(tmp_path: Path, num_devices: int, *models: ModelEntry) -> Node:
     source = write_llama(tmp_path / "model", 1, num_layers=5)
-    entries = tuple(
-        ModelEntry(id=name, source=source, **{"context_tokens": 512, **each}) for name, each in models.items()
-    )
+    entries = tuple(msgspec.structs.replace(model, source=source, context_tokens=512) for model in models)
     config = NeuronConfig(
         models=entries, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0, cpu_devices=num_devices
     )
-    return await Node.start(config, parts(engine=ENGINE, timeouts=timeouts, policy=BackoffPolicy()))
-
-
-async def load(node, model_id):
-    return await node.load(LoadRequest(model_id=model_id), wait=True)
+    return await Node.start(config, parts(engine=ENGINE, timeouts=None, policy=BackoffPolicy()))
 
 
 async def test_stages_serve_sleep_wake_and_unload_beside_other_divisions(tmp_path: Path) -> None:
     node = await start(
         tmp_path,
         3,
-        whole={"devices": (1,)},
-        stages={"pipeline_parallel": 3},
-        shares={"tensor_parallel": 2, "devices": (1, 2)},
-        turned={"pipeline_parallel": 2, "devices": (0, 2)},
-        four={"pipeline_parallel": 4},
-        both={"pipeline_parallel": 2, "replicas": 2},
+        ModelEntry(id="whole", devices=(1,)),
+        ModelEntry(id="stages", pipeline_parallel=3),
+        ModelEntry(id="shares", tensor_parallel=2, devices=(1, 2)),
+        ModelEntry(id="turned", pipeline_parallel=2, devices=(0, 2)),
+        ModelEntry(id="four", pipeline_parallel=4),
+        ModelEntry(id="both", pipeline_parallel=2, replicas=2),
     )
     with pytest.raises(LoadFailed, match="asks for pipeline_parallel = 4, but may use 3 devices"):
         await load(node, "four")
@@ -73,7 +67,7 @@ async def test_stages_serve_sleep_wake_and_unload_beside_other_divisions(tmp_pat
 
 
 async def test_replicas_of_a_model_in_stages_serve_alike(tmp_path: Path) -> None:
-    node = await start(tmp_path, 4, both={"pipeline_parallel": 2, "replicas": 2})
+    node = await start(tmp_path, 4, ModelEntry(id="both", pipeline_parallel=2, replicas=2))
     status = await load(node, "both")
     assert (status.state, status.devices) == (ModelState.READY, (0, 1, 2, 3))
     assert status.stage_layers[:2] == status.stage_layers[2:]
@@ -82,36 +76,8 @@ async def test_replicas_of_a_model_in_stages_serve_alike(tmp_path: Path) -> None
     await node.close()
 
 
-async def test_fault_of_any_stage_ends_requests_and_the_model_comes_back_alone(tmp_path: Path) -> None:
-    """A killed stage is noticed at once, a stopped one by the watchdog."""
-    beside = {"devices": (2,), "context_tokens": 4096}
-    stages = {"pipeline_parallel": 2, "devices": (0, 1)}
-    node = await start(tmp_path, 3, WorkerTimeouts(step_s=5.0), stages=stages, beside=beside)
-    await load(node, "stages")
-    await load(node, "beside")
-    first = await generate(node, "stages")
-    stream_beside = node.submit("beside", EngineRequest(id="beside", prompt=(1, 2, 3), max_tokens=4000))
-    await anext(stream_beside)
-    bystander = node.devices.supervisors[2].process_id
-    faults = [(device, fault) for fault in (signal.SIGKILL, signal.SIGSTOP) for device in (0, 1)]
-    for number, (device, fault) in enumerate(faults):
-        stream = node.submit("stages", EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=400))
-        await anext(stream)
-        group = [node.devices.supervisors[index].process_id for index in (0, 1)]
-        os.kill(group[device], fault)
-        with pytest.raises(Recovering):
-            async for _ in stream:
-                pass
-        assert (await load(node, "stages")).state is ModelState.READY
-        assert await generate(node, "stages", f"again {number}") == first
-        assert not set(group) & {node.devices.supervisors[index].process_id for index in (0, 1)}
-    assert node.devices.supervisors[2].process_id == bystander
-    assert await anext(stream_beside)
-    await node.close()
-
-
 async def test_rejects_more_devices_than_layers_before_a_worker_starts(tmp_path: Path) -> None:
-    node = await start(tmp_path, 6, deep={"pipeline_parallel": 6})
+    node = await start(tmp_path, 6, ModelEntry(id="deep", pipeline_parallel=6))
     with pytest.raises(LoadFailed, match="deep has 5 layers, too few for pipeline_parallel = 6"):
         await load(node, "deep")
     assert all(supervisor.state == "none" for supervisor in node.devices.supervisors.values())

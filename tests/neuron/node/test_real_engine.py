@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,19 @@ from faulty_models import parts
 from tiny_llama import generate, write_llama
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
-from cortex.neuron.engine.memory.host import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import ENGINE
 from cortex.wire.errors import InvalidValue, Recovering
-from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node import ModelState, UnloadRequest
+
+from .node_calls import load, worker_bytes, worker_of
 
 MEBIBYTE = 1 << 20
 
 
-async def start(tmp_path, **limits):
+async def start(tmp_path: Path, **limits: int) -> Node:
     # The models differ in size, so that one cannot reuse exactly the memory of the other.
     models = (
         ModelEntry(id="a", source=write_llama(tmp_path / "a", 1), context_tokens=512),
@@ -29,10 +31,6 @@ async def start(tmp_path, **limits):
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, **limits), drain_s=1.0)
     return await Node.start(config, parts(engine=ENGINE, timeouts=None, policy=BackoffPolicy()))
-
-
-async def load(node, model_id):
-    return await node.load(LoadRequest(model_id=model_id), wait=True)
 
 
 async def test_killed_worker_recovers_and_the_model_generates_the_same(tmp_path: Path) -> None:
@@ -43,7 +41,7 @@ async def test_killed_worker_recovers_and_the_model_generates_the_same(tmp_path:
         assert len(first) == 8
         stream = node.submit("a", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=400))
         await anext(stream)
-        os.kill(node.devices.supervisors[0].process_id, signal.SIGKILL)
+        os.kill(worker_of(node), signal.SIGKILL)
         with pytest.raises(Recovering):
             async for _ in stream:
                 pass
@@ -83,13 +81,13 @@ async def test_invalid_parameters_end_only_their_own_requests(tmp_path: Path) ->
         await node.close()
 
 
-async def cycle(node, times, held_bytes):
+async def cycle(node: Node, times: int, held_bytes: Callable[[], int]) -> list[int]:
     """Loads, runs and unloads the two models in turn. Returns the bytes held after each pair."""
     held = []
     for _ in range(times):
         for model_id in ("a", "b"):
             status = await load(node, model_id)
-            assert status.measured_bytes > 0
+            assert status.measured_bytes
             await generate(node, model_id)
             await node.unload(UnloadRequest(model_id=model_id))
         held.append(held_bytes())
@@ -99,13 +97,13 @@ async def cycle(node, times, held_bytes):
 async def test_load_cycles_of_two_models_do_not_leak_host_memory(tmp_path: Path) -> None:
     node = await start(tmp_path)
     try:
-        held = await cycle(node, 6, lambda: anonymous_bytes(node.devices.supervisors[0].process_id))
+        held = await cycle(node, 6, lambda: worker_bytes(node))
         assert held[-1] - held[2] < 16 * MEBIBYTE
     finally:
         await node.close()
 
 
-async def sleep_and_wake(node, times, held_bytes):
+async def sleep_and_wake(node: Node, times: int, held_bytes: Callable[[], int]) -> list[int]:
     """Puts the two models to sleep and wakes them in turn. Returns the bytes held while both sleep."""
     held = []
     await load(node, "a")
@@ -126,7 +124,7 @@ async def sleep_and_wake(node, times, held_bytes):
 async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path: Path) -> None:
     node = await start(tmp_path, sleep_mb=256)
     try:
-        held = await sleep_and_wake(node, 6, lambda: anonymous_bytes(node.devices.supervisors[0].process_id))
+        held = await sleep_and_wake(node, 6, lambda: worker_bytes(node))
         assert held[-1] - held[2] < 16 * MEBIBYTE
     finally:
         await node.close()

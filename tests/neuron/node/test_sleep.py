@@ -7,21 +7,20 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import faulty_engine
 import pytest
 from faulty_models import running_node, write_model
 
-from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.node.node import Node
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import InsufficientCapacity, Overloaded
-from cortex.wire.node import Device, LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node import Device, ModelState, ModelStatus, UnloadRequest
+
+from .node_calls import has_worker, load, request, tokens_of, until, worker_of
 
 MEBIBYTE = 1 << 20
-WAIT_S = 30.0
-"""Upper bound of a wait; only reached on failure."""
 
 
-def config(tmp_path, sleep_mb=64, **behaviours):
+def config(tmp_path: Path, sleep_mb: int | None = 64, **behaviours: dict[str, Any]) -> dict[str, Any]:
     """Models of one MiB each unless `behaviours` says otherwise, and host memory for `sleep_mb` of them."""
     return {
         "models": [
@@ -32,27 +31,12 @@ def config(tmp_path, sleep_mb=64, **behaviours):
     }
 
 
-async def load(node, model_id="m", **options):
-    return await node.load(LoadRequest(model_id=model_id, **options), wait=True)
+async def put_to_sleep(node: Node, model_id: str = "m", drain_s: float | None = None) -> ModelStatus:
+    return await node.unload(UnloadRequest(model_id=model_id, sleep=True, drain_s=drain_s))
 
 
-async def put_to_sleep(node, model_id="m", **options):
-    return await node.unload(UnloadRequest(model_id=model_id, sleep=True, **options))
-
-
-async def generate(node, model_id="m", name="r"):
-    generation = node.submit(model_id, EngineRequest(id=name, prompt=(faulty_engine.PLAIN,), max_tokens=5))
-    return [token async for batch in generation for output in batch for token in output.tokens]
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-def worker_of(node):
-    return node.devices.supervisors[0].process_id
+async def generate(node: Node, model_id: str = "m", name: str = "r") -> list[int]:
+    return await tokens_of(node.submit(model_id, request(name)))
 
 
 async def test_sleeps_wakes_and_unloads(tmp_path: Path) -> None:
@@ -62,6 +46,7 @@ async def test_sleeps_wakes_and_unloads(tmp_path: Path) -> None:
         for cycle in range(3):
             status = await put_to_sleep(node)
             assert (status.state, status.host_bytes) == (ModelState.ASLEEP, MEBIBYTE)
+            assert status.measured_bytes is not None
             assert status.measured_bytes >= MEBIBYTE, "its device memory when it wakes"
             assert (await put_to_sleep(node)).state is ModelState.ASLEEP
             with pytest.raises(Overloaded, match="asleep; load it with POST /models/load"):
@@ -112,7 +97,7 @@ async def test_sleeping_model_is_cold_after_its_worker_died(tmp_path: Path, capl
         await put_to_sleep(node)
         os.kill(worker_of(node), signal.SIGKILL)
         await until(lambda: node.model("m").state is ModelState.COLD)
-        assert "lost while it slept" in node.model("m").reason
+        assert "lost while it slept" in (node.model("m").reason or "")
         assert any("asleep → cold" in line and "lost while it slept" in line for line in caplog.messages)
         await until(lambda: node.model("other").state is ModelState.READY)
         assert node.model("m").state is ModelState.COLD, "only models that served recover by themselves"
@@ -207,4 +192,4 @@ async def test_closes_with_a_sleeping_model(tmp_path: Path) -> None:
         await load(node)
         await put_to_sleep(node)
         await node.close()
-        assert worker_of(node) is None
+        assert not has_worker(node)

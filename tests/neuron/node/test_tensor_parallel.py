@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,17 @@ from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import ENGINE
 from cortex.neuron.worker.process import WorkerTimeouts
-from cortex.wire.errors import LoadFailed, Recovering
-from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.errors import LoadFailed
+from cortex.wire.node import ModelState, UnloadRequest
+
+from .node_calls import load, tokens_of
 
 ROUNDS = int(os.environ.get("CORTEX_GROUP_ROUNDS", "3"))
-"""How often faults and loads are repeated."""
+"""How often loads are repeated."""
 
 
 @pytest.fixture
-async def node(tmp_path: Path):
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
     """Three devices, and models on every two of them."""
     source = write_llama(tmp_path / "model", 1)
     models = (
@@ -47,11 +48,7 @@ async def node(tmp_path: Path):
     await node.close()
 
 
-async def load(node, model_id):
-    return await node.load(LoadRequest(model_id=model_id), wait=True)
-
-
-async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices(node) -> None:
+async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices(node: Node) -> None:
     assert node.discovery.max_devices_per_model == 3
     with pytest.raises(LoadFailed, match="may use 3 devices"):
         await load(node, "four")
@@ -77,7 +74,7 @@ async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices
         assert (await node.unload(UnloadRequest(model_id=name))).state is ModelState.COLD
 
 
-async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_deadlock(node) -> None:
+async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_deadlock(node: Node) -> None:
     """Worker 1 leads two busy models while it connects as the second rank of a third one, and follows two on its own
     devices that are loaded and used at once."""
     await asyncio.gather(load(node, "second"), load(node, "second twin"))
@@ -85,7 +82,7 @@ async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_dea
         node.submit(name, EngineRequest(id=name, prompt=(1, 2, 3), max_tokens=500))
         for name in ("second", "second twin")
     ]
-    readers = [asyncio.create_task(_read(stream)) for stream in streams]
+    readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
     for number in range(ROUNDS):
         await asyncio.gather(load(node, "divided"), load(node, "divided twin"))
         await asyncio.gather(
@@ -97,48 +94,3 @@ async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_dea
     for stream in streams:
         stream.cancel()
     await asyncio.gather(*readers)
-
-
-async def _read(stream) -> None:
-    async for _ in stream:
-        pass
-
-
-@pytest.fixture
-async def faulty_node(tmp_path: Path):
-    """Two devices for a divided model, and one for a model beside it."""
-    source = write_llama(tmp_path / "model", 1)
-    models = (
-        ModelEntry(id="divided", source=source, context_tokens=512, tensor_parallel=2, devices=(0, 1)),
-        ModelEntry(id="beside", source=source, context_tokens=4096, devices=(2,)),
-    )
-    config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8), drain_s=1.0, cpu_devices=3)
-    timeouts = WorkerTimeouts(step_s=5.0)
-    node = await Node.start(config, parts(engine=ENGINE, timeouts=timeouts, policy=BackoffPolicy()))
-    yield node
-    await node.close()
-
-
-async def test_fault_of_any_rank_ends_requests_and_the_model_comes_back_alone(faulty_node) -> None:
-    """A killed rank is noticed at once, a stopped one by the watchdog."""
-    node = faulty_node
-    await load(node, "divided")
-    await load(node, "beside")
-    first = await generate(node, "divided")
-    beside = node.submit("beside", EngineRequest(id="beside", prompt=(1, 2, 3), max_tokens=4000))
-    await anext(beside)
-    bystander = node.devices.supervisors[2].process_id
-    faults = [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)]
-    for number, (device, fault) in enumerate(itertools.islice(itertools.cycle(faults), max(ROUNDS, len(faults)))):
-        stream = node.submit("divided", EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=400))
-        await anext(stream)
-        group = [node.devices.supervisors[index].process_id for index in (0, 1)]
-        os.kill(group[device], fault)
-        with pytest.raises(Recovering):
-            async for _ in stream:
-                pass
-        assert (await load(node, "divided")).state is ModelState.READY
-        assert await generate(node, "divided", f"again {number}") == first
-        assert not set(group) & {node.devices.supervisors[index].process_id for index in (0, 1)}
-    assert node.devices.supervisors[2].process_id == bystander
-    assert await anext(beside)

@@ -3,12 +3,15 @@
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from cortex.neuron.config import TextLimits
 from cortex.neuron.node.texts import Texts
 from cortex.neuron.text.errors import TextFileMalformed
+from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.wire.errors import LoadFailed, Overloaded, PreparationLimitExceeded, Recovering
 from cortex.wire.packed_request import PackedRequest, pack
@@ -23,15 +26,16 @@ class Source:
         self.path = path
         self.idle_s = 0.0
         self.calls: list[str] = []
+        self.rules: list[PromptRules] = []
         self.error: Exception | None = None
         self.may_end = asyncio.Event()
 
-    async def read(self):
+    async def read(self) -> TextModel:
         self.calls.append("read")
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        return SimpleNamespace(path=self.path)
+        return cast(TextModel, SimpleNamespace())  # `Texts` uses nothing of it
 
     async def wake(self) -> None:
         self.calls.append("wake")
@@ -42,7 +46,8 @@ class Source:
     async def close(self) -> None:
         self.calls.append("close")
 
-    async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> PromptRules:
+    async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> Prepared:
+        self.rules.append(rules)
         kind = "long" if is_long else "short"
         self.calls.append(kind)
         try:
@@ -50,7 +55,13 @@ class Source:
         except asyncio.CancelledError:
             self.calls.append(f"{kind} cancelled")
             raise
-        return rules
+        return Prepared(())
+
+    async def count(self, request: bytes, rules: PromptRules, *, is_long: bool) -> int:
+        raise NotImplementedError
+
+    async def encode(self, text: str, rules: PromptRules, *, is_long: bool) -> tuple[int, ...]:
+        raise NotImplementedError
 
 
 @pytest.fixture
@@ -77,14 +88,16 @@ async def test_another_path_replaces_the_text_and_closes_the_first(texts: Texts,
     await texts.get("m", HERE)
     first, second = await asyncio.gather(texts.get("m", THERE), texts.get("m", THERE))
     assert first is second
-    assert first.path == THERE
+    assert [source.path for source in opened] == [HERE, THERE]
     assert [source.calls for source in opened] == [["read", "close"], ["read"]]
 
 
 @pytest.mark.parametrize(
     ("error", "expected"), [(TextFileMalformed("broken"), LoadFailed), (Recovering("again"), Recovering)]
 )
-async def test_reads_again_after_a_failed_read(texts: Texts, opened: list[Source], error, expected) -> None:
+async def test_reads_again_after_a_failed_read(
+    texts: Texts, opened: list[Source], error: Exception, expected: type[Exception]
+) -> None:
     caller = asyncio.create_task(texts.get("m", HERE))
     await asyncio.sleep(0)
     opened[0].error = error
@@ -131,7 +144,7 @@ CHOICES = tuple(f"choice {number}" for number in range(9999))
 CONSTRAINED = pack(GenerateRequest(model="m", prompt="x", output=OutputFormat(kind="choice", choices=CHOICES)))
 
 
-def preparing(texts: Texts, *requests: PackedRequest, principal: str = "p") -> list[asyncio.Task]:
+def preparing(texts: Texts, *requests: PackedRequest, principal: str = "p") -> list[asyncio.Task[Prepared]]:
     return [asyncio.create_task(texts.prepare("m", HERE, each, NO_RULES, principal)) for each in requests]
 
 
@@ -148,7 +161,8 @@ async def test_long_texts_and_large_grammars_do_not_delay_short_texts(texts: Tex
     assert opened[0].calls == ["read", "long", "short"]
     assert texts.num_jobs("m") == 3
     opened[0].may_end.set()
-    [rules, *_] = await asyncio.gather(*short, *long)
+    await asyncio.gather(*short, *long)
+    rules = opened[0].rules[1]
     assert (rules.max_characters, rules.max_grammar_characters) == (8_000_000, 1_024_000)
     assert texts.num_jobs("m") == 0
 
@@ -158,6 +172,7 @@ async def test_rejects_more_waiting_texts_than_the_queue_holds(texts: Texts, ope
     await turns()
     with pytest.raises(Overloaded, match="2 prompts are waiting") as busy:
         await texts.prepare("m", HERE, SHORT, NO_RULES, "p")
+    assert busy.value.retry_after_s is not None
     assert busy.value.retry_after_s >= 1
     opened[0].may_end.set()
     await asyncio.gather(*waiting)

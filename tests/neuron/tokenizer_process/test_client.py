@@ -31,6 +31,8 @@ from cortex.wire.errors import ContextLengthExceeded, InvalidValue, LoadFailed, 
 from cortex.wire.packed_request import pack
 from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Text
 
+from ...processes import alive
+
 CONTROL = ("<|im_start|>", "<|im_end|>")
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
@@ -66,13 +68,6 @@ async def tokenizer(model: Path) -> AsyncIterator[TokenizerClient]:
 def process_of(tokenizer: TokenizerClient) -> int:
     assert tokenizer.process_id is not None
     return tokenizer.process_id
-
-
-def alive(process_id: int) -> bool:
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def until(condition: Callable[[], bool]) -> None:

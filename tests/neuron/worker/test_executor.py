@@ -3,19 +3,25 @@
 import itertools
 import queue
 import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import faulty_engine
 import pytest
 
 from cortex.neuron.engine.errors import RequestError
-from cortex.neuron.engine.request import EngineRequest, LoadSpec
+from cortex.neuron.engine.request import EngineRequest, FinishReason, LoadSpec
 from cortex.neuron.worker.executor import PREPARE_AFTER_S, Executor
 from cortex.neuron.worker.faults import DeviceFault, FaultKind
 from cortex.neuron.worker.protocol import (
     Cancel,
     CancelLoad,
+    Command,
+    Compiled,
     DeviceAddress,
+    Event,
     Exit,
+    FollowStep,
     Load,
     Loaded,
     LoadProgress,
@@ -30,29 +36,34 @@ from cortex.neuron.worker.protocol import (
 
 WAIT_S = 30.0
 
+Batch = list[Command | FollowStep | Compiled]
+Prepare = Callable[[faulty_engine.FaultyEngine], bool]
+E = TypeVar("E", bound=Event)
 
-class Turns:
+
+class Turns(queue.SimpleQueue[Batch]):
     """An inbox that returns one batch per iteration of the engine thread, so that a test needs no second thread."""
 
-    def __init__(self, executor, batches) -> None:
+    def __init__(self, executor: Executor, batches: Sequence[Batch]) -> None:
+        super().__init__()
         self._executor = executor
-        self._batches = batches
+        self._batches = list(batches)
         self._given = False
 
-    def get(self, timeout=None):
+    def get(self, block: bool = True, timeout: float | None = None) -> Batch:
         self._given = True
         return self._batches.pop(0)
 
-    def get_nowait(self):
+    def get_nowait(self) -> Batch:
         self._given = not self._given
         if not self._given or self._executor.activity == "load":
             raise queue.Empty
         return self._batches.pop(0)
 
 
-def run(*turns, engine="faulty_engine:load"):
+def run(*turns: Batch, engine: str = "faulty_engine:load") -> list[Event]:
     """All events of an executor that gets one batch of commands per iteration and then exits."""
-    events = []
+    events: list[Event] = []
     executor = Executor(DeviceAddress("cpu", 0), engine, events.append)
     for command in itertools.chain(*turns):
         if isinstance(command, CancelLoad):
@@ -62,15 +73,15 @@ def run(*turns, engine="faulty_engine:load"):
     return events
 
 
-def load(handle):
+def load(handle: int) -> Load:
     return Load(handle, LoadSpec(path="nowhere"))
 
 
-def submit(handle, request_id, token=faulty_engine.PLAIN):
+def submit(handle: int, request_id: str, token: int = faulty_engine.PLAIN) -> Submit:
     return Submit(handle, EngineRequest(id=request_id, prompt=(token,), max_tokens=2))
 
 
-def kinds(events):
+def kinds(events: Iterable[Event]) -> list[type[Event]]:
     return [type(event) for event in events if not isinstance(event, LoadProgress)]
 
 
@@ -86,6 +97,7 @@ def test_request_for_an_unloaded_model_fails() -> None:
 def test_load_that_was_cancelled_in_the_queue_does_not_start() -> None:
     first, *_ = events = run([load(1), CancelLoad(1)], [load(1)])
     assert kinds(events) == [ModelLoadFailed, Loaded]
+    assert isinstance(first, ModelLoadFailed)
     assert first.cancelled
 
 
@@ -101,17 +113,17 @@ def test_device_fault_in_a_step_ends_the_thread() -> None:
 class Pauses(Turns):
     """Reports a timeout of every timed wait before it returns a batch."""
 
-    def get(self, timeout=None):
+    def get(self, block: bool = True, timeout: float | None = None) -> Batch:
         if timeout is not None and self._batches != [[Exit()]]:
             self._given = False
             raise queue.Empty
         return super().get()
 
 
-def run_with_pauses(monkeypatch, prepare, *turns):
+def run_with_pauses(monkeypatch: pytest.MonkeyPatch, prepare: Prepare, *turns: Batch) -> list[Event]:
     """All events, with `prepare` as the engines' method."""
     monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", prepare)
-    events = []
+    events: list[Event] = []
     executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", events.append)
     executor.inbox = Pauses(executor, [*turns, [Exit()]])
     executor.run()
@@ -122,7 +134,7 @@ def test_idle_model_prepares_until_nothing_is_left(monkeypatch: pytest.MonkeyPat
     pieces = iter([True, True, True, False])
     prepared_while_busy = []
 
-    def prepare(engine):
+    def prepare(engine: faulty_engine.FaultyEngine) -> bool:
         prepared_while_busy.append(engine.has_work)
         return next(pieces)
 
@@ -133,12 +145,12 @@ def test_idle_model_prepares_until_nothing_is_left(monkeypatch: pytest.MonkeyPat
 
 def test_waits_for_idleness_once_and_not_before_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = iter([True, True, False])
-    waits_s = []
+    waits_s: list[float | None] = []
 
     class Silence(Pauses):
-        def get(self, timeout=None):
+        def get(self, block: bool = True, timeout: float | None = None) -> Batch:
             waits_s.append(timeout)
-            return super().get(timeout)
+            return super().get(block, timeout)
 
     monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", lambda _engine: next(pieces))
     executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", lambda event: None)
@@ -148,7 +160,7 @@ def test_waits_for_idleness_once_and_not_before_every_piece(monkeypatch: pytest.
 
 
 def test_does_not_prepare_while_commands_are_pending(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(_engine) -> None:
+    def prepare(_engine: faulty_engine.FaultyEngine) -> bool:
         pytest.fail("prepared while commands were pending")
 
     monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", prepare)
@@ -156,7 +168,7 @@ def test_does_not_prepare_while_commands_are_pending(monkeypatch: pytest.MonkeyP
 
 
 def test_model_that_fails_to_prepare_still_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(_engine) -> None:
+    def prepare(_engine: faulty_engine.FaultyEngine) -> bool:
         raise ValueError("a kernel that does not compile")
 
     events = run_with_pauses(monkeypatch, prepare, [load(1)], [submit(1, "a")], [])
@@ -164,15 +176,16 @@ def test_model_that_fails_to_prepare_still_serves(monkeypatch: pytest.MonkeyPatc
 
 
 def test_device_fault_while_preparing_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(_engine) -> None:
+    def prepare(_engine: faulty_engine.FaultyEngine) -> bool:
         faulty_engine.misbehave(faulty_engine.DEVICE_FAULT)
+        return False
 
     with pytest.raises(DeviceFault, match="device fault in prepare"):
         run_with_pauses(monkeypatch, prepare, [load(1)], [submit(1, "a")])
 
 
 def test_model_whose_steps_keep_failing_is_closed_alone() -> None:
-    loads = [Load(1, LoadSpec(path="broken")), load(2)]
+    loads: Batch = [Load(1, LoadSpec(path="broken")), load(2)]
     events = run(loads, [submit(1, "a"), submit(2, "b")], *([[]] * 6), engine="faulty_engine:load_broken")
     assert [event.handle for event in events if isinstance(event, ModelBroken)] == [1]
     assert [event.request_id for event in events if isinstance(event, RequestFailed)] == ["a"]
@@ -181,7 +194,7 @@ def test_model_whose_steps_keep_failing_is_closed_alone() -> None:
 
 def test_bug_ends_only_the_request_that_causes_it_however_often() -> None:
     bugs = [f"bug {number}" for number in range(5)]
-    turns = [[submit(1, bug, faulty_engine.BUG)] for bug in bugs]
+    turns: list[Batch] = [[submit(1, bug, faulty_engine.BUG)] for bug in bugs]
     long = Submit(1, EngineRequest(id="long", prompt=(faulty_engine.PLAIN,), max_tokens=6))
     events = run([load(1)], [long], *(turn for each in turns for turn in (each, [], [])), *([[]] * 6))
     failed = [event for event in events if isinstance(event, RequestFailed)]
@@ -192,22 +205,25 @@ def test_bug_ends_only_the_request_that_causes_it_however_often() -> None:
 
 
 def test_bugs_of_single_requests_do_not_break_the_model() -> None:
-    turns = [turn for number in range(5) for turn in ([submit(1, f"bug {number}", faulty_engine.BUG)], [], [])]
+    turns: list[Batch] = []
+    for number in range(5):
+        turns += [[submit(1, f"bug {number}", faulty_engine.BUG)], [], []]
     events = run([load(1)], *turns, [submit(1, "well")], [], [])
     assert sum(isinstance(event, RequestFailed) for event in events) == 5
     assert not any(isinstance(event, ModelBroken) for event in events)
+    assert isinstance(events[-1], Outputs)
     assert events[-1].outputs[-1].finish == "length"
 
 
 class Grammars:
     """An executor on a thread of its own, and an engine that compiles a grammar when the test says so."""
 
-    def __init__(self, monkeypatch) -> None:
-        self.events = queue.SimpleQueue()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.compiling, self.may_compile = threading.Event(), threading.Event()
         self.executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", self.events.put)
 
-        def compile(_engine, grammar) -> None:
+        def compile(_engine: faulty_engine.FaultyEngine, grammar: str) -> None:
             self.compiling.set()
             assert self.may_compile.wait(WAIT_S)
             if grammar == "bad":
@@ -219,12 +235,12 @@ class Grammars:
         self.executor.inbox.put([load(1)])
         self.until(Loaded)
 
-    def submit(self, request_id, grammar) -> None:
+    def submit(self, request_id: str, grammar: str | None) -> None:
         self.executor.inbox.put([Submit(1, EngineRequest(request_id, (1,), max_tokens=2, grammar=grammar))])
         if grammar is not None:
             assert self.compiling.wait(WAIT_S)
 
-    def until(self, kind):
+    def until(self, kind: type[E]) -> E:
         while not isinstance(event := self.events.get(timeout=WAIT_S), kind):
             pass
         return event
@@ -236,17 +252,17 @@ class Grammars:
 
 
 @pytest.fixture
-def grammars(monkeypatch: pytest.MonkeyPatch):
+def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
     started = Grammars(monkeypatch)
     yield started
     started.end()
 
 
-def ended(outputs):
+def ended(outputs: Outputs) -> list[tuple[str, FinishReason]]:
     return [(output.request_id, output.finish) for output in outputs.outputs if output.finish is not None]
 
 
-def test_streams_go_on_while_a_grammar_is_compiled(grammars) -> None:
+def test_streams_go_on_while_a_grammar_is_compiled(grammars: Grammars) -> None:
     grammars.submit("constrained", "slow")
     grammars.submit("plain", None)
     while not (finished := ended(grammars.until(Outputs))):
@@ -258,14 +274,14 @@ def test_streams_go_on_while_a_grammar_is_compiled(grammars) -> None:
     assert finished == [("constrained", "length")]
 
 
-def test_grammar_that_does_not_compile_fails_its_request(grammars) -> None:
+def test_grammar_that_does_not_compile_fails_its_request(grammars: Grammars) -> None:
     grammars.submit("constrained", "bad")
     grammars.may_compile.set()
     failed = grammars.until(RequestFailed)
     assert (failed.request_id, failed.message) == ("constrained", "the grammar does not compile")
 
 
-def test_request_can_be_cancelled_while_its_grammar_is_compiled(grammars) -> None:
+def test_request_can_be_cancelled_while_its_grammar_is_compiled(grammars: Grammars) -> None:
     grammars.submit("constrained", "slow")
     grammars.executor.inbox.put([Cancel(1, "constrained")])
     assert ended(grammars.until(Outputs)) == [("constrained", "cancelled")]
@@ -276,7 +292,7 @@ def test_request_can_be_cancelled_while_its_grammar_is_compiled(grammars) -> Non
     assert finished == [("plain", "length")]
 
 
-def test_unload_ends_requests_whose_grammar_is_compiled(grammars) -> None:
+def test_unload_ends_requests_whose_grammar_is_compiled(grammars: Grammars) -> None:
     grammars.submit("constrained", "slow")
     grammars.executor.inbox.put([Unload(1)])
     assert grammars.until(RequestFailed).request_id == "constrained"

@@ -23,6 +23,8 @@ from cortex.neuron.worker.protocol import DeviceAddress, Exit, Exited, Fork, For
 from cortex.neuron.worker.worker import EXIT_FAULTED
 from cortex.telemetry import logs
 
+from ...processes import alive
+
 CPU = DeviceAddress("cpu", 0)
 WAIT_S = 30.0
 """How long tests wait for an event; reached only on failure."""
@@ -51,13 +53,6 @@ async def forked(worker_factory: WorkerFactory, device: DeviceAddress = CPU) -> 
 def process_of(handle: WorkerHandle) -> int:
     assert handle.process_id is not None
     return handle.process_id
-
-
-def alive(process_id: int) -> bool:
-    # A zombie is dead: the process that inherited it may take its time to reap it.
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return status(process_id, "State") != "Z"
-    return False
 
 
 def status(process_id: int, field: str) -> str:
@@ -100,7 +95,7 @@ async def test_workers_die_with_the_fork_server_which_is_replaced() -> None:
         worker, channel = await forked(made)
         os.kill(int(status(process_of(worker), "PPid")), signal.SIGKILL)
         assert await asyncio.wait_for(worker.exited, WAIT_S) == -signal.SIGKILL
-        deadline_s = time.monotonic() + 3
+        deadline_s = time.monotonic() + WAIT_S
         while alive(process_of(worker)) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
         assert not alive(process_of(worker))

@@ -1,4 +1,7 @@
+import pytest
+
 from cortex.neuron.worker.process import ProgressWatch, WorkerTimeouts
+from cortex.neuron.worker.protocol import Activity
 
 TIMEOUTS = WorkerTimeouts(start_s=50.0, step_s=10.0, load_s=100.0, unload_s=20.0)
 
@@ -17,7 +20,7 @@ def test_progress_restarts_the_clock() -> None:
 
 
 def test_worker_without_pending_work_is_not_stuck() -> None:
-    watch = ProgressWatch.begin(0.0).reported("idle", 5, 1.0).without_work(500.0)
+    watch = ProgressWatch.begin(0.0).reported("idle", 5, 1.0).restarted(500.0)
     assert watch.verdict(509.0, TIMEOUTS) is None
 
 
@@ -25,6 +28,19 @@ def test_load_has_its_own_timeout() -> None:
     watch = ProgressWatch.begin(0.0).reported("load", 5, 0.0)
     assert watch.verdict(99.0, TIMEOUTS) is None
     assert watch.verdict(100.0, TIMEOUTS) is not None
+
+
+@pytest.mark.parametrize("activity", ["start", "load", "unload"])
+def test_worker_that_has_replied_is_measured_by_its_steps_whatever_it_reported_last(activity: Activity) -> None:
+    watch = ProgressWatch.begin(0.0).reported(activity, 5, 0.0).restarted(19.0).reported(activity, 5, 19.0)
+    assert watch.verdict(28.0, TIMEOUTS, is_called=False) is None
+    assert "no progress in 'step' for 10 s" in (watch.verdict(29.0, TIMEOUTS, is_called=False) or "")
+
+
+def test_reply_is_progress_of_a_load_beside_it() -> None:
+    watch = ProgressWatch.begin(0.0).reported("load", 5, 0.0).restarted(50.0)
+    assert watch.verdict(149.0, TIMEOUTS) is None
+    assert watch.verdict(150.0, TIMEOUTS) is not None
 
 
 def test_worker_that_never_reports_is_measured_from_its_start() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.model_host import Damaged, LoadRejected, Resident
+from cortex.neuron.worker.memory import Reclaimed
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, ModelSink, Resident
 from cortex.neuron.worker.prefix_memory import BLOCK_TOKENS, PrefixMemory
 from cortex.neuron.worker.process import WorkerLost
 from cortex.neuron.worker.replicas import WorkerReplicas
+
+from .recording_sink import RecordingSink
 
 INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=10, kv_bytes=5, page_tokens=32, num_pages=7)
 
@@ -28,59 +32,51 @@ class FakeHost:
         self.device_indices = (index,)
         self.requests: list[str] = []
         self.fails = False
-        self.sink = None
+        self.is_damaged = False
+        self.sink: ModelSink = RecordingSink()
+        self.is_loaded = False
         self.unloaded = 0
 
-    async def load(self, spec, sink):
+    def opened(self) -> ModelHost:
+        return self
+
+    async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident:
         if self.fails:
             raise LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
-        self.sink = sink
+        self.sink, self.is_loaded = sink, True
         return Resident(1, INFO, measured_bytes=20, process_bytes=20)
 
-    async def unload(self, resident) -> None:
+    async def unload(self, resident: Resident) -> Reclaimed:
         self.unloaded += 1
+        return Reclaimed(20, 20)
 
-    async def sleep(self, resident):
+    async def sleep(self, resident: Resident) -> Resident:
         return replace(resident, host_bytes=10)
 
-    async def wake(self, resident):
+    async def wake(self, resident: Resident) -> Resident:
+        if self.is_damaged:
+            raise Damaged("other results than before")
         return replace(resident, host_bytes=0)
 
-    def submit(self, resident, request) -> None:
+    def submit(self, resident: Resident, request: EngineRequest) -> None:
         self.requests.append(request.id)
 
-    def cancel(self, resident, request_id) -> None:
+    def cancel(self, resident: Resident, request_id: str) -> None:
         self.requests.remove(request_id)
 
+    def stop_reloads(self) -> None: ...
 
-class Sink:
-    """Records what reaches the model's owner."""
 
-    def __init__(self) -> None:
-        self.failed: list[tuple[str, FaultKind]] = []
-        self.lost: list[str] = []
-        self.stats = EngineStats()
-
-    def on_progress(self, *_) -> None: ...
-    def on_outputs(self, outputs) -> None: ...
-
-    def on_request_failed(self, request_id, kind, message) -> None:
-        self.failed.append((request_id, kind))
-
-    def on_stats(self, stats) -> None:
-        self.stats = stats
-
-    def on_lost(self, reason) -> None:
-        self.lost.append(reason)
+Loaded = tuple[WorkerReplicas, Resident, list[FakeHost], RecordingSink]
 
 
 def replicas_of(*hosts: FakeHost) -> WorkerReplicas:
-    return WorkerReplicas([lambda host=host: host for host in hosts], lambda _: contextlib.nullcontext())
+    return WorkerReplicas([host.opened for host in hosts], lambda _: contextlib.nullcontext())
 
 
 @pytest.fixture
-async def loaded():
-    hosts, sink = [FakeHost(0), FakeHost(1)], Sink()
+async def loaded() -> AsyncIterator[Loaded]:
+    hosts, sink = [FakeHost(0), FakeHost(1)], RecordingSink()
     replicas = replicas_of(*hosts)
     resident = await replicas.load(LoadSpec("m"), sink)
     yield replicas, resident, hosts, sink
@@ -91,13 +87,13 @@ def request(name: str, tokens: int = 4, first: int = 0) -> EngineRequest:
     return EngineRequest(name, tuple(range(first, first + tokens)), max_tokens=5)
 
 
-async def test_sizes_are_those_of_all_replicas(loaded) -> None:
+async def test_sizes_are_those_of_all_replicas(loaded: Loaded) -> None:
     replicas, resident, _, _ = loaded
     assert replicas.device_indices == (0, 1)
     assert (resident.measured_bytes, resident.info.num_pages, resident.info.context_tokens) == (40, 14, 512)
 
 
-async def test_request_goes_to_the_replica_with_the_fewest_requests(loaded) -> None:
+async def test_request_goes_to_the_replica_with_the_fewest_requests(loaded: Loaded) -> None:
     replicas, resident, (first, second), _ = loaded
     for name in "abcd":
         replicas.submit(resident, request(name))
@@ -110,7 +106,7 @@ async def test_request_goes_to_the_replica_with_the_fewest_requests(loaded) -> N
     assert second.requests == ["b"]
 
 
-async def test_prompt_goes_where_its_prefix_was_computed_unless_that_replica_is_busy(loaded) -> None:
+async def test_prompt_goes_where_its_prefix_was_computed_unless_that_replica_is_busy(loaded: Loaded) -> None:
     replicas, resident, (first, second), _ = loaded
     replicas.submit(resident, request("a", 4 * BLOCK_TOKENS))
     first.sink.on_outputs((StepOutput("a", finish="stop"),))
@@ -123,14 +119,15 @@ async def test_prompt_goes_where_its_prefix_was_computed_unless_that_replica_is_
     assert second.requests[-1] == "long"  # five blocks are known there, four on the first
 
 
-async def test_lost_replica_fails_its_own_requests_and_comes_back(loaded) -> None:
+async def test_lost_replica_fails_its_own_requests_and_comes_back(loaded: Loaded) -> None:
     replicas, resident, (first, second), sink = loaded
     replicas.submit(resident, request("a"))
     replicas.submit(resident, request("b"))
     first.sink.on_stats(EngineStats(completion_tokens=5, used_pages=3))
     old = first.sink
     old.on_lost("killed")
-    assert (sink.failed, sink.lost) == ([("a", FaultKind.DEVICE)], [])
+    assert [(name, kind) for name, (kind, _) in sink.failed.items()] == [("a", FaultKind.DEVICE)]
+    assert sink.lost == []
     second.sink.on_stats(EngineStats(completion_tokens=2, used_pages=1))
     assert (sink.stats.completion_tokens, sink.stats.used_pages) == (7, 1)
     replicas.submit(resident, request("c"))
@@ -142,7 +139,7 @@ async def test_lost_replica_fails_its_own_requests_and_comes_back(loaded) -> Non
     assert first.requests[-1] == "d"
 
 
-async def test_replica_lost_in_its_sleep_comes_back_when_the_model_wakes(loaded) -> None:
+async def test_replica_lost_in_its_sleep_comes_back_when_the_model_wakes(loaded: Loaded) -> None:
     replicas, resident, (first, second), _ = loaded
     asleep = await replicas.sleep(resident)
     assert asleep.host_bytes == 20
@@ -158,7 +155,7 @@ async def test_replica_lost_in_its_sleep_comes_back_when_the_model_wakes(loaded)
     assert second.requests + first.requests == ["a"]
 
 
-async def test_loss_of_the_last_replica_is_the_loss_of_the_model(loaded) -> None:
+async def test_loss_of_the_last_replica_is_the_loss_of_the_model(loaded: Loaded) -> None:
     replicas, resident, (first, second), sink = loaded
     first.fails = True
     first.sink.on_lost("one")
@@ -172,7 +169,7 @@ async def test_failed_load_of_one_replica_leaves_none() -> None:
     hosts = [FakeHost(0), FakeHost(1)]
     hosts[1].fails = True
     with pytest.raises(LoadRejected):
-        await replicas_of(*hosts).load(LoadSpec("m"), Sink())
+        await replicas_of(*hosts).load(LoadSpec("m"), RecordingSink())
     assert (hosts[0].unloaded, hosts[1].unloaded) == (1, 0)
 
 
@@ -186,14 +183,15 @@ def test_prefix_memory_forgets_the_least_recently_used(monkeypatch: pytest.Monke
     assert memory.num_known_tokens(prompts[2] + [7] * BLOCK_TOKENS) == BLOCK_TOKENS
 
 
-async def test_replica_lost_during_the_load_of_another_fails_the_load(loaded) -> None:
+async def test_replica_lost_during_the_load_of_another_fails_the_load() -> None:
     class Slow(FakeHost):
-        async def load(self, spec, sink) -> None:
+        async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident:
             await asyncio.Event().wait()
+            raise AssertionError("nothing sets it")
 
-    hosts, sink = [FakeHost(0), Slow(1), FakeHost(2)], Sink()
+    hosts, sink = [FakeHost(0), Slow(1), FakeHost(2)], RecordingSink()
     load = asyncio.create_task(replicas_of(*hosts).load(LoadSpec("m"), sink))
-    while hosts[2].sink is None:
+    while not hosts[2].is_loaded:
         await asyncio.sleep(0)
     await asyncio.sleep(0)
     hosts[0].sink.on_lost("killed")
@@ -202,20 +200,17 @@ async def test_replica_lost_during_the_load_of_another_fails_the_load(loaded) ->
     assert ([host.unloaded for host in hosts], sink.lost) == ([0, 0, 1], [])
 
 
-async def test_failed_wake_of_one_replica_unloads_the_others(loaded) -> None:
+async def test_failed_wake_of_one_replica_unloads_the_others(loaded: Loaded) -> None:
     replicas, resident, hosts, _ = loaded
     asleep = await replicas.sleep(resident)
 
-    async def wake(resident) -> None:
-        raise Damaged("other results than before")
-
-    hosts[1].wake = wake
+    hosts[1].is_damaged = True
     with pytest.raises(Damaged):
         await replicas.wake(asleep)
     assert [host.unloaded for host in hosts] == [1, 0]
 
 
-async def test_reload_that_sleep_interrupts_is_repeated_after_the_wake(loaded) -> None:
+async def test_reload_that_sleep_interrupts_is_repeated_after_the_wake(loaded: Loaded) -> None:
     replicas, resident, (first, _), _ = loaded
     old = first.sink
     old.on_lost("killed")

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from cortex.neuron.engine.errors import GroupBroken
+from cortex.neuron.engine.parallel import ports
 from cortex.neuron.engine.request import Meeting, RankSpec
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker import step_link
@@ -41,6 +42,41 @@ def test_leader_announces_to_ranks_and_closes_connections_without_the_secret(por
         stranger.close()
     follower.close()
     leader.close()
+
+
+def test_silent_strangers_delay_no_rank(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_link, "CONNECT_S", 1000.0)
+    monkeypatch.setattr(step_link, "MAX_STRANGERS", 4)
+    plans: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
+    leader = LeaderLink(rank(0, port), lambda: None)
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+    strangers[-1].sendall(SECRET[:-1].encode())
+    follower = FollowerLink(rank(1, port), plans.put, lambda: None)
+    follower.open()
+    leader.announce(StepPlan((), 0, (), ()))
+    assert plans.get(timeout=30).rows == ()
+    for stranger in strangers:
+        assert stranger.recv(1) == b""
+        stranger.close()
+    follower.close()
+    leader.close()
+
+
+def test_port_that_is_held_for_the_load_is_free_for_its_leader_alone() -> None:
+    plans: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
+    with ports.held("127.0.0.1") as held:
+        port = int(held.getsockname()[1])
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("127.0.0.1", port))
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        leader = LeaderLink(rank(0, port), lambda: None)
+        follower = FollowerLink(rank(1, port), plans.put, lambda: None)
+        follower.open()
+        leader.announce(StepPlan((), 0, (), ()))
+        assert plans.get(timeout=30).rows == ()
+        follower.close()
+        leader.close()
 
 
 def test_rank_of_another_load_is_not_accepted(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

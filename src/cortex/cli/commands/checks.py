@@ -166,39 +166,57 @@ def nodes(path: Path | None) -> Iterator[Finding]:
         settings = load(path, os.environ)
     except SettingsError:
         return  # reported by `config`
+    directory = path.parent if path else Path.cwd()
     for section in settings.neurons:
-        variable = settings.key_variable(section)
-        key = os.environ.get(variable, "").strip() if variable else None
-        if variable and not key:
-            what = f"{section.name}: {variable} is not set"
-            yield Finding("nodes", Severity.PROBLEM, what, f"export {variable}=… where the gateway runs")
+        ca_file = settings.ca_file(section, directory)
+        other = Endpoint("nodes", section.name, section.endpoint, settings.key_variable(section), ca_file, section.kind)
+        yield from other.check("the gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A node as another program reaches it."""
+
+    topic: str
+    name: str
+    url: str
+    key_variable: str | None
+    ca_file: Path | None
+    kind: str = "neuron"
+
+    def check(self, program: str) -> Iterator[Finding]:
+        """`program`: the one that has the key."""
+        key = os.environ.get(self.key_variable, "").strip() if self.key_variable else None
+        if self.key_variable and not key:
+            yield self._problem(f"{self.key_variable} is not set", f"export {self.key_variable}=… where {program} runs")
         try:
-            tls = client_context(settings.ca_file(section, path.parent if path else Path.cwd()))
-            client = GatewayClient(section.endpoint, key, 5.0, tls=tls)
-            if section.kind == "openai":
+            client = GatewayClient(self.url, key, 5.0, tls=client_context(self.ca_file))
+            if self.kind == "openai":
                 client.get("/v1/models")
-                yield Finding("nodes", Severity.FINE, f"{section.name}: {section.endpoint} responds")
+                yield Finding(self.topic, Severity.FINE, f"{self.name}: {self.url} responds")
             else:
-                yield from _node(section.name, msgspec.convert(client.get("/discovery"), Discovery))
+                yield from self._discovered(msgspec.convert(client.get("/discovery"), Discovery))
         except GatewayUnreachable as error:
-            what = f"{section.name}: no response from {section.endpoint} ({error.reason})"
-            yield Finding("nodes", Severity.PROBLEM, what, "start it with `neuron serve`, or correct its endpoint")
+            what = f"no response from {self.url} ({error.reason})"
+            yield self._problem(what, "start it with `neuron serve`, or correct its endpoint")
         except SettingsError as error:
-            yield Finding("nodes", Severity.PROBLEM, f"{section.name}: {error.message}", "correct ca_file")
+            yield self._problem(error.message, "correct ca_file")
         except (CommandError, msgspec.ValidationError) as error:
             problem = error.message if isinstance(error, CommandError) else error
-            what = f"{section.name}: unexpected response from {section.endpoint} ({problem})"
-            yield Finding("nodes", Severity.PROBLEM, what, "correct its endpoint, kind or key_env")
+            what = f"unexpected response from {self.url} ({problem})"
+            yield self._problem(what, "correct its endpoint, kind or key_env")
 
+    def _problem(self, what: str, remedy: str) -> Finding:
+        return Finding(self.topic, Severity.PROBLEM, f"{self.name}: {what}", remedy)
 
-def _node(name: str, discovery: Discovery) -> Iterator[Finding]:
-    devices = ", ".join(f"{device.name} {size(device.total_bytes)}" for device in discovery.devices)
-    yield Finding("nodes", Severity.FINE, f"{name}: {devices}")
-    if discovery.version != __version__:
-        what = f"{name} runs version {discovery.version}, this is {__version__}"
-        yield Finding("nodes", Severity.NOTE, what, "install the same version on both")
-    if discovery.driver_problem:
-        yield Finding("nodes", Severity.NOTE, f"{name}: {discovery.driver_problem}", _driver_remedy())
+    def _discovered(self, discovery: Discovery) -> Iterator[Finding]:
+        devices = ", ".join(f"{device.name} {size(device.total_bytes)}" for device in discovery.devices)
+        yield Finding(self.topic, Severity.FINE, f"{self.name}: {devices}")
+        if discovery.version != __version__:
+            what = f"{self.name} runs version {discovery.version}, this is {__version__}"
+            yield Finding(self.topic, Severity.NOTE, what, "install the same version on both")
+        if discovery.driver_problem:
+            yield Finding(self.topic, Severity.NOTE, f"{self.name}: {discovery.driver_problem}", _driver_remedy())
 
 
 def devices() -> Iterator[Finding]:

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from cortex.cli.client import GatewayClient, GatewayRejected, GatewayUnreachable
 from cortex.cli.failures import CommandError
-from cortex.cli.load_view import LoadView, reason_of
+from cortex.cli.load_view import reason_of, show
+from cortex.cli.progress_view import ProgressView
 from cortex.cli.up.plan import UpPlan
 from cortex.cli.up.sources import ModelSource
 from cortex.cli.up.supervisor import ProcessSupervisor
@@ -34,12 +35,11 @@ def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervi
         GatewayClient(plan.url, os.environ.get("CORTEX_API_KEY"), 2.0, tls=_own_certificate(plan.tls_cert)),
     )
     response_deadline = time.monotonic() + RESPONSE_TIMEOUT_S
-    with LoadView(console) as view:
-        view.starting(model.id for model in plan.models)
+    with ProgressView(console, [model.id for model in plan.models]) as view:
         while supervisor.wait(0.1):
             statuses = statuses_of(neuron, plan.models)
             for status in statuses:
-                view.update(status)
+                show(view, status)
             failed = [status for status in statuses if status.state is ModelState.FAILED]
             if len(failed) == len(plan.models):
                 raise load_failure(failed)

@@ -6,15 +6,10 @@ from collections.abc import Callable
 
 from cortex.gateway.ledger.meter import Metering
 from cortex.http.request import Request
+from cortex.http.response_head import STREAM_HEADERS
 from cortex.http.server.exchange import Exchange
 from cortex.wire import sse
 from cortex.wire.errors import CortexError
-
-_HEADERS = (
-    (b"content-type", sse.CONTENT_TYPE.encode()),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
 
 _Access = tuple[str, bool] | None
 """The id of a request's key, and whether it is an operator's; None when the key is not recognised."""
@@ -36,7 +31,7 @@ class EventStreams:
 
     def begin(self, exchange: Exchange) -> None:
         """Send the head of the response. Events may be written from now on."""
-        exchange.start(200, _HEADERS)
+        exchange.start(200, STREAM_HEADERS)
         exchange.write(sse.COMMENT)
 
     def keep(self, exchange: Exchange, unsubscribe: Callable[[], None]) -> None:

@@ -54,14 +54,14 @@ class NodeEffects:
         self.outcomes: Outcomes
         """The dispatcher. Set once, before the first order, because each of the two needs the other."""
 
-    def load(self, node: str, request: LoadRequest) -> None:
+    def load(self, node: str, request: LoadRequest, parts: tuple[str, ...]) -> None:
         self._metrics.cold_starts.labels(request.model_id, node).inc()
-        self._start(node, f"load {request.model_id} on {node}", self._load(node, request))
+        self._start(node, f"load {request.model_id} on {node}", self._load(node, request, parts))
 
-    def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
+    def unload(self, node: str, request: UnloadRequest, cause: Cause, parts: tuple[str, ...]) -> None:
         if cause == "evicted":
             self._metrics.evictions.labels(request.model_id, node).inc()
-        self._start(node, f"unload {request.model_id} on {node}", self._unload(node, request))
+        self._start(node, f"unload {request.model_id} on {node}", self._unload(node, request, parts))
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self._start(node, f"recycle the workers of {node}", self._recycle(node, devices))
@@ -91,7 +91,7 @@ class NodeEffects:
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("%s failed unexpectedly", task.get_name(), exc_info=problem)
 
-    async def _load(self, node: str, request: LoadRequest) -> None:
+    async def _load(self, node: str, request: LoadRequest, parts: tuple[str, ...]) -> None:
         began = self._clock()
         result = await _result(self._nodes[node].load(request))
         if isinstance(result, ModelStatus):
@@ -99,12 +99,12 @@ class NodeEffects:
         elif isinstance(result, InsufficientCapacity):
             result = InsufficientCapacity(result.message)
         # The next decision must see what the load took or left behind.
-        await self._poll(node)
+        await self._poll(node, *parts)
         self.outcomes.load_ended(ModelOnNode(node, request.model_id), result)
 
-    async def _unload(self, node: str, request: UnloadRequest) -> None:
+    async def _unload(self, node: str, request: UnloadRequest, parts: tuple[str, ...]) -> None:
         result = await _result(self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S))
-        await self._poll(node)
+        await self._poll(node, *parts)
         error = result if isinstance(result, CortexError) else None
         self.outcomes.unload_ended(ModelOnNode(node, request.model_id), error)
 
@@ -118,10 +118,8 @@ class NodeEffects:
         await self._poll(node)
         self.outcomes.recycle_ended(node, result if isinstance(result, CortexError) else tuple(recycled))
 
-    async def _poll(self, node: str) -> None:
-        poller = self._pollers.get(node)
-        if poller is not None:
-            await poller.poll()
+    async def _poll(self, *nodes: str) -> None:
+        await asyncio.gather(*(self._pollers[node].poll() for node in nodes if node in self._pollers))
 
 
 async def _result(call: Awaitable[T]) -> T | CortexError:

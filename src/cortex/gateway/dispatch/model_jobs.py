@@ -25,14 +25,16 @@ Watcher = Callable[[CortexError | None], None]
 
 
 class Effects(Protocol):
-    """The orders to nodes. Each call returns at once; the outcome comes back as an event of the dispatcher."""
+    """The orders to nodes. Each call returns at once; the outcome comes back as an event of the dispatcher.
 
-    def load(self, node: str, request: LoadRequest) -> None:
-        """Ends in `load_ended`."""
+    `parts`: the other nodes that have parts of the model."""
 
-    def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
-        """Ends in `unload_ended`, after a fresh poll of the node. With `sleep` in the request the model may be asleep
-        then."""
+    def load(self, node: str, request: LoadRequest, parts: tuple[str, ...]) -> None:
+        """Ends in `load_ended`, after a fresh poll of all its nodes."""
+
+    def unload(self, node: str, request: UnloadRequest, cause: Cause, parts: tuple[str, ...]) -> None:
+        """Ends in `unload_ended`, after a fresh poll of all its nodes. With `sleep` in the request the model may be
+        asleep then."""
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         """Replace the workers of these devices, which hold no model. Ends in `recycle_ended`."""
@@ -102,7 +104,8 @@ class ModelJobs:
         node, model = target
         self._fleet_state.unloads[target] = self._clock()
         self._event_log.happened("unload_started", node=node, model=model, cause=cause, for_model=for_model)
-        self._effects.unload(node, UnloadRequest(model_id=model, force=force, sleep=sleep), cause)
+        parts = tuple(holder.name for holder in self._fleet_state.fleet.holders(node, model))
+        self._effects.unload(node, UnloadRequest(model_id=model, force=force, sleep=sleep), cause, parts)
 
     def cancel_load(self, target: ModelOnNode) -> None:
         """End a load, before it begins or on its node; also one that another gateway ordered."""
@@ -277,4 +280,5 @@ class ModelJobs:
                 deterministic=spec.deterministic,
                 max_bytes=None if job.max_bytes is None else job.max_bytes * max(1, len(spec.nodes)),
             ),
+            tuple(name for name, _ in job.parts),
         )

@@ -9,8 +9,8 @@ from urllib.parse import parse_qs, unquote
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.inference import client_of
 from cortex.gateway.proxy.routes import JSON_HEADERS, error_response, json_response
-from cortex.gateway.responses.background import BackgroundRuns, current_body, ended_body, last_event_of
-from cortex.gateway.responses.keeper import head_of
+from cortex.gateway.responses.background import BackgroundRuns, current_body
+from cortex.gateway.responses.response_object import build_last_event, ended_body, head_of
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import StoredResponse
 from cortex.http.request import Request
@@ -158,7 +158,7 @@ class StoredResponses:
                 "stream: this response was made without `stream`, or another gateway runs it; poll it instead.",
                 param="stream",
             )
-        event = last_event_of(body, starting_after + 1)
+        event = build_last_event(body, starting_after + 1)
         return Response(200, ((b"content-type", sse.CONTENT_TYPE.encode()),), event)
 
 

@@ -10,24 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 import msgspec
-from msgspec import Raw
 
 from cortex.gateway.proxy.inference import Inference, ReceivedRequest, client_of
 from cortex.gateway.proxy.routes import JSON_HEADERS
-from cortex.gateway.responses.keeper import head_of, last_event, response_in_event
+from cortex.gateway.responses.background_run import BackgroundRun
+from cortex.gateway.responses.response_object import ended_body, head_of, without_output
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
-from cortex.gateway.responses.whole_events import WholeEvents
-from cortex.http.observer import Outcome
-from cortex.http.request import Headers, Request
+from cortex.http.request import Request
 from cortex.http.server.detached import DetachedExchange
-from cortex.http.server.exchange import Exchange
 from cortex.http.server.parser import no_room
 from cortex.tasks import SupervisedTask, Supervisor
-from cortex.wire import sse
 from cortex.wire.errors import InvalidValue, Overloaded
 from cortex.wire.openai_responses.kept import KeptResponse
 from cortex.wire.openai_responses.response import response_body
@@ -41,44 +36,6 @@ LINGER_S = 60.0
 """How long a run stays in memory after its end, for clients that follow it late."""
 MAX_UNWRITTEN_S = 3600.0
 """How long a run stays in memory after its end while its end cannot be written."""
-MAX_EVENT_BYTES = 64 * 1024 * 1024
-"""Events of one run that are kept for followers."""
-MAX_ERROR_BYTES = 1024 * 1024
-"""What is kept of the body of an error."""
-
-_EVENT_STREAM: Headers = (
-    (b"content-type", sse.CONTENT_TYPE.encode()),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
-_fields = msgspec.json.Decoder(dict[str, Raw])
-
-
-class _ErrorBody(msgspec.Struct, frozen=True):
-    message: str = "The node gave no reason."
-    code: str | None = None
-
-
-class _ErrorEvent(_ErrorBody, frozen=True):
-    """The payload of an `error` event, or an error envelope."""
-
-    error: _ErrorBody | None = None
-
-
-def ended_body(body: bytes | str, status: str, *, code: str | None = None, message: str = "") -> bytes:
-    """A response object that ended as `status` without an end of its own."""
-    error = None if code is None else {"code": code, "message": message}
-    return msgspec.json.encode(
-        _fields.decode(body) | {"status": Raw(msgspec.json.encode(status)), "error": Raw(msgspec.json.encode(error))}
-    )
-
-
-def last_event_of(body: bytes, number: int) -> bytes:
-    """The event that ends a stream, for a response that ended without one."""
-    status = head_of(body).status
-    kind = f"response.{status if status in ('completed', 'incomplete') else 'failed'}"
-    payload = {"type": kind, "sequence_number": number, "response": Raw(body)}
-    return sse.frame(msgspec.json.encode(payload), kind)
 
 
 def current_body(stored: StoredResponse, now_s: float) -> bytes:
@@ -88,177 +45,6 @@ def current_body(stored: StoredResponse, now_s: float) -> bytes:
         return stored.body.encode()
     reason = "The gateway that ran this response ended before it was complete. Send the request again."
     return ended_body(stored.body, "failed", code="server_error", message=reason)
-
-
-class BackgroundRun:
-    """One response in the background: the sink of its exchange, and the keeper of its request."""
-
-    headers: Headers = ()
-    capture = None
-
-    def __init__(
-        self,
-        kept: KeptResponse,
-        key_id: str,
-        body: bytes,
-        on_end: Callable[[BackgroundRun], None],
-        *,
-        streams: bool,
-        max_bytes: int,
-    ) -> None:
-        """`body` is the response object at the start. With `streams` its events are kept for followers. An event of
-        more than `max_bytes` ends the run."""
-        self.kept = kept
-        self.key_id = key_id
-        self.body = body
-        """The response object now."""
-        self.ended_at: float | None = None
-        self.exchange: DetachedExchange | None = None
-        self.rejection: tuple[int, bytes] | None = None
-        """Status and body of a response that is not a stream: the request was rejected."""
-        self.is_announced = False
-        """The client knows its id."""
-        self.is_written = False
-        """Its end is in the database."""
-        self.num_body_bytes = 0
-        """Of its request, which count as buffered until it ends."""
-        self.streams = streams
-        self._on_end = on_end
-        self._arriving = WholeEvents(max_bytes)
-        self._events: list[bytes] = []
-        self._num_event_bytes = 0
-        self._followers: list[_Follower] = []
-        self._status = 0
-        self._error = b""
-
-    # --- the sink of its exchange
-
-    def on_start(self, status: int) -> None:
-        self._status = status
-
-    def on_data(self, data: bytes) -> None:
-        if self._status != 200:
-            self._error += data[: MAX_ERROR_BYTES - len(self._error)]
-            return
-        for event in self._arriving.push(data).split(b"\n\n"):
-            if event.startswith(b":"):
-                for follower in self._followers:
-                    follower.keep_alive(event + b"\n\n")
-            elif event:
-                self._take(event + b"\n\n")
-        if self._arriving.num_dropped:
-            reason = "The response has an event that is larger than responses.max_entry_mb of the gateway."
-            self.cancel(code="server_error", message=reason)
-
-    def on_end(self) -> None:
-        if self._status != 200:
-            self.rejection = (self._status, self._error)
-        if self.ended_at is None:
-            self._fail(self._error)
-
-    # --- the keeper of its request
-
-    def ended(self, status: int, outcome: Outcome) -> None:
-        """The exchange has reported everything already."""
-
-    # --- for the runs
-
-    def cancel(self, *, code: str | None = None, message: str = "") -> None:
-        """End the run as cancelled, or as failed for a reason. The request to the node is aborted at once."""
-        if self.ended_at is None:
-            self._end(ended_body(self.body, "cancelled" if code is None else "failed", code=code, message=message))
-            if self.exchange is not None:
-                self.exchange.cancel()
-
-    def follow(self, exchange: Exchange, headers: Headers, starting_after: int) -> None:
-        """Send the events after number `starting_after` to a client, and all that follow."""
-        exchange.start(200, (*_EVENT_STREAM, *headers))
-        follower = _Follower(
-            exchange, self._events, starting_after + 1, lambda: self.ended_at is not None, self._followers.remove
-        )
-        self._followers.append(follower)
-        exchange.listen(follower)
-        follower.pump()
-
-    def _take(self, event: bytes) -> None:
-        if self.ended_at is not None:
-            return
-        if self.streams:
-            self._num_event_bytes += len(event)
-            if self._num_event_bytes > MAX_EVENT_BYTES:
-                reason = f"The response has more than {MAX_EVENT_BYTES} bytes of events; make it without `stream`."
-                self.cancel(code="server_error", message=reason)
-                return
-            self._events.append(event)
-        if event.startswith((b"event: response.created\n", b"event: response.in_progress\n")):
-            self.body = response_in_event(_payload(event))
-        elif payload := last_event(event):
-            self._end(response_in_event(payload), is_told=True)
-        elif event.startswith(b"event: error\n"):
-            self._fail(_payload(event))
-        for follower in self._followers:
-            follower.pump()
-
-    def _fail(self, error: bytes) -> None:
-        try:
-            found = msgspec.json.decode(error, type=_ErrorEvent)
-        except msgspec.DecodeError:
-            found = _ErrorEvent()
-        reason = found.error or found
-        self._end(ended_body(self.body, "failed", code=reason.code or "server_error", message=reason.message))
-
-    def _end(self, body: bytes, *, is_told: bool = False) -> None:
-        """The response has ended; `is_told`: the last event says so."""
-        self.body = body
-        self.ended_at = time.monotonic()
-        if self.streams and not is_told:
-            self._events.append(last_event_of(body, len(self._events)))
-        for follower in self._followers:
-            follower.pump()
-        self._on_end(self)
-
-
-class _Follower:
-    """A client that gets the events of a run, at its own pace."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        events: list[bytes],
-        position: int,
-        has_ended: Callable[[], bool],
-        leave: Callable[[_Follower], None],
-    ) -> None:
-        """`leave` is called when the client disconnects."""
-        self._exchange = exchange
-        self._events = events
-        self._position = position
-        self._has_ended = has_ended
-        self._leave = leave
-
-    # --- the listener of its exchange
-
-    def on_client_full(self) -> None:
-        """`pump` has noticed."""
-
-    def on_client_ready(self) -> None:
-        self.pump()
-
-    def on_client_disconnected(self) -> None:
-        self._leave(self)
-
-    # --- for its run
-
-    def pump(self) -> None:
-        while self._position < len(self._events) and not self._exchange.paused:
-            self._exchange.write(self._events[self._position])
-            self._position += 1
-        if self._has_ended() and self._position >= len(self._events):
-            self._exchange.finish()
-
-    def keep_alive(self, comment: bytes) -> None:
-        if self._position >= len(self._events) and not self._exchange.paused:
-            self._exchange.write(comment)
 
 
 class BackgroundRuns:
@@ -392,8 +178,7 @@ class BackgroundRuns:
         if len(body) > self._store.max_entry_bytes:
             self._store.too_large()
             reason = "The response is larger than responses.max_entry_mb of the gateway."
-            body = ended_body(run.body, "failed", code="server_error", message=reason)
-            body = msgspec.json.encode(_fields.decode(body) | {"output": Raw(b"[]")})
+            body = without_output(ended_body(run.body, "failed", code="server_error", message=reason))
         try:
             await self._store.finish(run.kept.id, run.key_id, head_of(body).status, body)
             run.is_written = True
@@ -422,7 +207,3 @@ class BackgroundRuns:
 def _without_body(request: Request) -> Request:
     """`request` as a run keeps it: its body is sent from another copy, and is as large as the client likes."""
     return Request(request.method, request.path, request.query, request.headers, b"", request.client)
-
-
-def _payload(event: bytes) -> bytes:
-    return event.partition(b"\ndata: ")[2].rstrip(b"\n")

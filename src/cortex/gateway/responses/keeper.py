@@ -6,14 +6,12 @@ each event. A response without its end is not stored: of a client that disconnec
 
 from __future__ import annotations
 
-import re
-import uuid
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
 from msgspec import Raw
 
+from cortex.gateway.responses.response_object import head_of, last_event, response_in_event
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse
 from cortex.gateway.responses.whole_events import WholeEvents
@@ -22,44 +20,6 @@ from cortex.http.request import Headers
 from cortex.parsing import items
 from cortex.wire.headers import NOT_STORED
 from cortex.wire.openai_responses.kept import KeptResponse
-
-_LAST_EVENT = re.compile(rb"(?:\A|\n)event: response\.(?:completed|incomplete|failed)\ndata: ([^\n]*)\n")
-
-
-class ResponseHead(msgspec.Struct, frozen=True):
-    """What is read of a response object."""
-
-    id: str
-    status: str
-    background: bool = False
-
-
-class _Event(msgspec.Struct, frozen=True):
-    response: Raw
-
-
-_head_decoder = msgspec.json.Decoder(ResponseHead)
-_event_decoder = msgspec.json.Decoder(_Event)
-
-
-def new_response_id() -> str:
-    return f"resp_{uuid.uuid4().hex}"
-
-
-def head_of(response: bytes | str) -> ResponseHead:
-    """The head of a response object."""
-    return _head_decoder.decode(response)
-
-
-def response_in_event(payload: bytes) -> bytes:
-    """The response object in the payload of an event."""
-    return bytes(_event_decoder.decode(payload).response)
-
-
-def last_event(events: bytes) -> bytes | None:
-    """The payload of the event that ends a response, if it is among whole `events`."""
-    match = _LAST_EVENT.search(events)
-    return match[1] if match else None
 
 
 class StreamCapture:

@@ -18,7 +18,8 @@ from cortex.gateway.proxy.inference import Inference, ReceivedRequest, client_of
 from cortex.gateway.proxy.request import ResponseKeeper
 from cortex.gateway.proxy.routes import Route
 from cortex.gateway.responses.background import BackgroundRuns
-from cortex.gateway.responses.keeper import NotStored, StoringKeeper, new_response_id
+from cortex.gateway.responses.keeper import NotStored, StoringKeeper
+from cortex.gateway.responses.response_object import new_response_id
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import StoredResponse
 from cortex.http.server.exchange import Exchange

@@ -7,22 +7,16 @@ Each model has one controller; the node finds it and passes requests on.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import platform
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cortex
 from cortex.neuron.config import HARNESSES, NeuronConfig
-from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
-from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.event_feed import EventFeed
 from cortex.neuron.node.generation import Generation
@@ -33,16 +27,15 @@ from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_c
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings, equal_parts
-from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, can_sleep, sleep_budget_bytes
+from cortex.neuron.node.models import Models
+from cortex.neuron.node.prompts import Prompts
 from cortex.neuron.node.spanning.hosted_shares import HostedShares, Place
 from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
-from cortex.neuron.node.status import describe
+from cortex.neuron.node.status import describe_node
 from cortex.neuron.node.texts import Texts, TextSource
-from cortex.neuron.text.model import TextModel, TextSurvey, survey_text
-from cortex.neuron.text.preparation import Prepared
-from cortex.neuron.text.template.prompt import PromptRules
+from cortex.neuron.text.model import TextSurvey, survey_text
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices
@@ -51,7 +44,6 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.tasks import SupervisedTask, Supervisor, run_once
 from cortex.wire.errors import LoadFailed, ShuttingDown, shorten
 from cortex.wire.node import (
-    Discovery,
     Health,
     LoadRequest,
     ModelState,
@@ -59,7 +51,6 @@ from cortex.wire.node import (
     NodeEvent,
     UnloadRequest,
 )
-from cortex.wire.packed_request import PackedRequest
 
 log = logging.getLogger(__name__)
 
@@ -93,15 +84,15 @@ class Node:
         timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
         forecast = Forecast(config)
         ceilings = Ceilings.of(config)
-        self.discovery = _discovery(inventory, config.limits.sleep_mb)
+        self.discovery = describe_node(inventory, limits.sleep_mb, HARNESSES)
         self.devices = NodeDevices(inventory, parts.engine, timeouts, parts.read_devices, forecast.reserve, ceilings)
         self._config = config
-        self._policy = parts.policy
         self._started_s = time.monotonic()
         self._library = Library(config)
         open_text = parts.open_text or partial(TokenizerClient, memory_bytes=config.text.memory_mb << 20)
         self._texts = Texts(open_text, config.text, limits.max_queue)
-        room = DeviceRoom(self.devices, forecast, MemoryCeilings(ceilings, self._holdings), parts.read_devices)
+        held = MemoryCeilings(ceilings, self._holdings)
+        room = DeviceRoom(self.devices, forecast, held, parts.read_devices)
         self._loader = ModelLoader(
             config,
             self._library,
@@ -115,12 +106,19 @@ class Node:
             lead=Lead(config, self.devices, forecast, parts.connect_peer),
         )
         self.shares = HostedShares(Place(self._library, self._loader, room, self.devices))
-        self._controllers: dict[str, ModelController] = {}
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
-        self._sleep_budget = SleepBudget(
-            self._sleep_budget_bytes,
-            self._sleeping_models,
-            lambda model_id: self._controllers[model_id].unload_if_asleep(),
+        self._models = Models(
+            self._library,
+            self._loader,
+            self.files,
+            self._texts,
+            self._model_changed,
+            parts.policy,
+            devices=inventory.devices,
+            sleep_mb=limits.sleep_mb,
+        )
+        self.prompts = Prompts(
+            self._models, self._library, self._loader, self._texts, limits.max_prompt_tokens, self._check_open
         )
         self._feed = EventFeed()
         self._startup_models = StartupModels(
@@ -169,28 +167,15 @@ class Node:
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
-        return tuple(self.model(model.id) for model in self._library)
+        return self._models.statuses()
 
     def model(self, model_id: str) -> ModelStatus:
         """Raises ModelNotFound."""
-        controller = self._controllers.get(model_id)
-        known = self._library.find(model_id)
-        model = controller.model if controller is not None else known
-        survey = self._loader.surveys.get(model_id)
-        footprint = self._loader.footprint(model, survey.facts) if survey is not None else None
-        stage_layers = self._loader.stage_layers(model, survey.facts) if survey is not None else ()
-        num_in_preparation = self._texts.num_jobs(model_id)
-        return describe(
-            model, controller, survey, footprint, stage_layers, num_in_preparation, self.files.disk_bytes(model)
-        )
+        return self._models.status(model_id)
 
     def engine_stats(self) -> dict[str, EngineStats]:
         """The engines' counters by model id, as of their latest reports; models in memory only."""
-        return {
-            model_id: controller.instance.stats
-            for model_id, controller in self._controllers.items()
-            if controller.instance is not None
-        }
+        return self._models.engine_stats()
 
     def task_restarts(self) -> Mapping[str, int]:
         """How often each background task failed and was started again."""
@@ -205,80 +190,35 @@ class Node:
 
     async def load(self, request: LoadRequest, *, wait: bool) -> ModelStatus:
         """Idempotent: joins a load in progress. With `wait`, returns when the model is ready or raises why not."""
-        self._reject_when_closing()
+        self._check_open()
         if request.harness not in self.discovery.harnesses:
             offered = ", ".join(self.discovery.harnesses)
             raise LoadFailed(f"this node has no harness {shorten(request.harness)!r}; it has {offered}")
         model = self._library.adopt(request)
         self.files.reject_if_deleting(model)
         if wait:
-            await self._controller(model.id).ensure_ready(model)
+            await self._models.controller(model.id).ensure_ready(model)
         else:
-            self._controller(model.id).want_ready(model)
+            self._models.controller(model.id).want_ready(model)
         return self.model(request.model_id)
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
         """Returns when the model's memory is free; with `sleep`, when its device memory is. Running requests get
         `drain_s` to finish, or nothing with `force`."""
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
-        controller = self._controller(request.model_id)
+        controller = self._models.controller(request.model_id)
         ensure_unloaded = controller.ensure_asleep if request.sleep else controller.ensure_gone
         await ensure_unloaded(0.0 if request.force else drain_s)
         await self._rest_text(request.model_id)
         return self.model(request.model_id)
-
-    async def text(self, model_id: str) -> TextModel:
-        """The model's tokenizer, template and parsers, read once and without its weights. Raises ModelNotFound,
-        LoadFailed or ShuttingDown."""
-        return await self._texts.get(model_id, await self._text_path(model_id))
-
-    async def prepare(self, request: PackedRequest, *, principal: str, in_context: bool = True) -> Prepared:
-        """The prompts and the grammar of a request, prepared in the tokenizer process of its model; cancelling the call
-        ends that. With `in_context`, the prompts must fit the model's context. Raises a CortexError."""
-        model_id = request.head.model
-        path = await self._text_path(model_id)
-        rules = self._prompt_rules(model_id)
-        if in_context:
-            limits = self._config.limits
-            rules = replace(
-                rules,
-                context_tokens=self.model(model_id).context_tokens,
-                max_prompt_tokens=limits.max_prompt_tokens,
-            )
-        return await self._texts.prepare(model_id, path, request, rules, principal)
-
-    async def count_tokens(self, request: PackedRequest, *, principal: str) -> int:
-        """The number of tokens in the prompt of a request, which need not fit the context. Raises as `prepare` does."""
-        model_id = request.head.model
-        path = await self._text_path(model_id)
-        return await self._texts.count(model_id, path, request, self._prompt_rules(model_id), principal)
-
-    async def encode(self, model_id: str, text: str, *, principal: str) -> tuple[int, ...]:
-        """The tokens of a text, including control tokens in it. Raises as `prepare` does."""
-        return await self._texts.encode(model_id, await self._text_path(model_id), text, principal)
-
-    def _prompt_rules(self, model_id: str) -> PromptRules:
-        controller = self._controllers.get(model_id)
-        model = controller.model if controller is not None else self._library.find(model_id)
-        return PromptRules(control_tokens_in_messages=model.control_tokens_in_messages)
-
-    async def _text_path(self, model_id: str) -> Path:
-        """The model's local files. Raises ModelNotFound, LoadFailed or ShuttingDown."""
-        self._reject_when_closing()
-        model = self._library.find(model_id)
-        survey = self._loader.surveys.get(model_id)
-        path = survey.facts.path if survey is not None else await self._loader.find_local(model)
-        if path is None:
-            raise LoadFailed(f"the files of {model_id} are not on this node yet; POST /models/load fetches them")
-        return path
 
     def submit(self, model_id: str, request: EngineRequest) -> Generation:
         """Starts or queues a request for a model that is ready.
 
         Raises ModelNotFound, Overloaded, Recovering, ShuttingDown, LoadFailed or ContextLengthExceeded.
         """
-        self._reject_when_closing()
-        return self._controller(model_id).serving_instance().submit(request)
+        self._check_open()
+        return self._models.controller(model_id).serving_instance().submit(request)
 
     async def host_share(self, connection: Connection) -> None:
         """Holds a part of a model that another node leads, for as long as its connection lasts."""
@@ -298,86 +238,43 @@ class Node:
             regular.cancel()
         for task in self._background:
             task.cancel()
-        controllers = tuple(self._controllers.values())
-        instances = [controller.instance for controller in controllers if controller.instance is not None]
-        for instance in instances:
-            instance.close_admission(_shutting_down())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.drain_s):
-                await asyncio.gather(*(instance.drained() for instance in instances))
-        for instance in instances:
-            instance.host.stop_reloads()
-            instance.end(_shutting_down())
-        for controller in controllers:
-            controller.close()
+        await self._models.close(_shutting_down(), self._config.drain_s)
         await self.shares.close()
         await self.devices.close()
         await self._texts.close()
         await self.files.close()
-        await asyncio.gather(*(controller.closed() for controller in controllers))
+        await self._models.closed()
         await asyncio.gather(*self._background, *(task.ended() for task in self._regular), return_exceptions=True)
         self._feed.close()
 
-    def _controller(self, model_id: str) -> ModelController:
-        """Raises ModelNotFound."""
-        if model_id not in self._controllers:
-            self._controllers[model_id] = ModelController(
-                self._library.find(model_id), self._loader, self._sleep_budget, self._model_changed, self._policy
-            )
-        return self._controllers[model_id]
-
-    def _reject_when_closing(self) -> None:
+    def _check_open(self) -> None:
         if self._closing:
             raise _shutting_down()
 
     def _model_changed(self, model_id: str) -> None:
         self._feed.publish(_model_event(self.model(model_id)))
-        if not self._is_in_memory(model_id):
+        if not self._models.is_in_memory(model_id):
             self._run_in_background(self._rest_text(model_id), f"end the tokenizer process of {model_id}")
 
     async def _rest_text(self, model_id: str) -> None:
-        if not self._is_in_memory(model_id):  # a caller may have loaded it again
+        if not self._models.is_in_memory(model_id):  # a caller may have loaded it again
             await self._texts.rest(model_id)
 
-    def _is_in_memory(self, model_id: str) -> bool:
-        """Whether the model is loaded or asleep, or about to be."""
-        controller = self._controllers.get(model_id)
-        return controller is not None and controller.life.state not in (ModelState.COLD, ModelState.FAILED)
-
     def _holdings(self) -> list[Holding]:
-        """What models hold of the devices. A sleeping one may hold a part still."""
-        found = [
+        """What models, and the parts here of models that other nodes lead, hold of the devices."""
+        shares = [
             Holding(share.model_id, share.devices, equal_parts(share.num_bytes, len(share.devices)))
             for share in self.shares.statuses()
             if share.devices
         ]
-        for controller in self._controllers.values():
-            if (instance := controller.instance) is None:
-                continue
-            indices, resident = instance.host.device_indices, instance.resident
-            held = resident.device_bytes(len(indices))
-            if controller.life.state is ModelState.ASLEEP:
-                held = equal_parts(resident.process_bytes, len(indices))
-            found.append(Holding(controller.model_id, indices, held))
-        return found
+        return [*shares, *self._models.holdings()]
 
     def _models_in_memory(self) -> list[tuple[str, Path | None]]:
         surveys = self._loader.surveys
         return [
             (model_id, surveys[model_id].facts.path if model_id in surveys else None)
-            for model_id in (*self._controllers, *(share.model_id for share in self.shares.statuses()))
-            if self._is_in_memory(model_id) or self.shares.has(model_id)
+            for model_id in (*self._models.in_memory(), *(share.model_id for share in self.shares.statuses()))
         ]
-
-    def _sleeping_models(self) -> list[SleepingModel]:
-        return [
-            SleepingModel(model_id, host_bytes, controller.instance.idle_s, controller.life.state is ModelState.ASLEEP)
-            for model_id, controller in self._controllers.items()
-            if controller.instance is not None and (host_bytes := controller.instance.host_bytes)
-        ]
-
-    def _sleep_budget_bytes(self, held_bytes: int) -> int:
-        return sleep_budget_bytes(self._config.limits.sleep_mb, self.devices.all, read_host_memory(), held_bytes)
 
     def _activation_event(self) -> NodeEvent:
         return NodeEvent(kind="activation", at_s=time.time(), activation=self._startup_models.status())
@@ -396,7 +293,7 @@ class Node:
             if sample % _SCAN_EVERY_SAMPLES == 0:
                 await self._scan_cache()
                 await self._loader.survey_library()
-            await self._texts.rest_idle(self._is_in_memory)
+            await self._texts.rest_idle(self._models.is_in_memory)
             await asyncio.sleep(_SAMPLE_S)
             sample += 1
 
@@ -421,19 +318,3 @@ def _shutting_down() -> ShuttingDown:
 
 def _model_event(status: ModelStatus) -> NodeEvent:
     return NodeEvent(kind="model", at_s=time.time(), model=status)
-
-
-def _discovery(inventory: Inventory, sleep_mb: int | None) -> Discovery:
-    return Discovery(
-        host=socket.gethostname(),
-        os=f"{platform.system()} {platform.release()}",
-        version=cortex.__version__,
-        devices=inventory.devices,
-        kernel=platform.release(),
-        driver=inventory.driver,
-        cuda_version=inventory.cuda_version,
-        driver_problem=inventory.driver_problem,
-        max_devices_per_model=len(inventory.devices),
-        can_sleep=can_sleep(sleep_mb, inventory.devices),
-        harnesses=HARNESSES,
-    )

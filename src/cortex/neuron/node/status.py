@@ -1,18 +1,39 @@
-"""A model's status as the API reports it: from its configuration, its files and its controller. Pure."""
+"""What the API reports about the node, and about a model: from its configuration, its files and its controller."""
 
 from __future__ import annotations
 
+import platform
+import socket
 import time
 
+import cortex
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.forecast import Footprint
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import Survey
+from cortex.neuron.node.sleep_budget import can_sleep
 from cortex.neuron.text.defaults import as_sampling
-from cortex.wire.node import Capabilities, ModelLoad, ModelState, ModelStatus
+from cortex.neuron.worker.discovery import Inventory
+from cortex.wire.node import Capabilities, Discovery, ModelLoad, ModelState, ModelStatus
 
 
-def describe(
+def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[str, ...]) -> Discovery:
+    return Discovery(
+        host=socket.gethostname(),
+        os=f"{platform.system()} {platform.release()}",
+        version=cortex.__version__,
+        devices=inventory.devices,
+        kernel=platform.release(),
+        driver=inventory.driver,
+        cuda_version=inventory.cuda_version,
+        driver_problem=inventory.driver_problem,
+        max_devices_per_model=len(inventory.devices),
+        can_sleep=can_sleep(sleep_mb, inventory.devices),
+        harnesses=harnesses,
+    )
+
+
+def describe_model(
     model: KnownModel,
     controller: ModelController | None,
     survey: Survey | None,
@@ -40,6 +61,7 @@ def describe(
         stage_layers=instance.stage_layers if instance is not None else stage_layers,
         device_bytes=resident.device_bytes(len(instance.host.device_indices)) if instance and resident else (),
         nodes=model.nodes,
+        parallel="pipeline" if model.pipeline_parallel > 1 else "tensor" if model.tensor_parallel > 1 else None,
         harness=model.harness,
         family=facts.family if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,

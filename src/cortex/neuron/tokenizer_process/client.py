@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from pathlib import Path
 
 from cortex.ipc.channel import Unsendable
-from cortex.ipc.pool import PoolLost, WorkerLost, WorkerPool
+from cortex.ipc.pool import PoolLost, RestartedPool, WorkerLost, WorkerPool
 from cortex.neuron.text.errors import TextModelError
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
@@ -34,8 +32,6 @@ from cortex.neuron.weights.errors import CheckpointError
 from cortex.wire.errors import BodyTooLarge, LoadFailed, Recovering
 from cortex.wire.rejection import Rejected
 
-log = logging.getLogger(__name__)
-
 UNREADABLE = (OSError, TextModelError, CheckpointError)
 """The errors that reading a model's text files may raise."""
 
@@ -51,10 +47,8 @@ class TokenizerClient:
         """`memory_bytes`: the most that one job may allocate. Does not start the process."""
         self._model = model
         self._memory_bytes = memory_bytes
-        self._starting = asyncio.Lock()
-        self._pool: WorkerPool[Reply] | None = None
+        self._pool: RestartedPool[Reply] = RestartedPool(f"the tokenizer process of {model}", self._start)
         self._fingerprint: str | None = None
-        self._is_closed = False
         self._num_calls = 0
         self._last_call_s = time.monotonic()
 
@@ -66,7 +60,7 @@ class TokenizerClient:
     @property
     def process_id(self) -> int | None:
         """None while no process was started."""
-        return self._pool.process_id if self._pool is not None else None
+        return self._pool.process_id
 
     async def read(self) -> TextModel:
         """The model's text. Raises the errors in `UNREADABLE`, or Recovering."""
@@ -77,19 +71,18 @@ class TokenizerClient:
 
     async def wake(self) -> None:
         """Starts the process unless it runs, without waiting until it is ready. Raises OSError or Recovering."""
-        await self._running_pool()
+        try:
+            await self._pool.running()
+        except PoolLost as error:
+            raise self._recovering(error) from error
 
     async def rest(self) -> None:
         """Ends the process; the next call starts a new one."""
-        async with self._starting:
-            pool, self._pool = self._pool, None
-            if pool is not None:
-                await pool.stop()
+        await self._pool.rest()
 
     async def close(self) -> None:
         """Ends the process for good; running and later calls raise Recovering."""
-        self._is_closed = True
-        await self.rest()
+        await self._pool.close()
 
     # Jobs. They raise a CortexError: what is wrong with the request, LoadFailed when a new process can no longer read
     # the files, or Recovering. `is_long`: the job yields the cores to others.
@@ -127,32 +120,18 @@ class TokenizerClient:
         process died twice."""
         self._num_calls += 1
         try:
-            for _ in range(2):
-                pool = await self._running_pool()
-                try:
-                    reply = await pool.run(job, in_background=is_long)
-                except PoolLost as error:
-                    log.warning("lost the tokenizer process of %s: %s", self._model, error)
-                    continue
-                if isinstance(reply, FilesUnreadable | Rejected):
-                    raise error_of(reply)
-                return reply
-            raise Recovering(f"the tokenizer process of {self._model.name} died twice during this request; try again")
+            reply = await self._pool.run(job, in_background=is_long)
+        except PoolLost as error:
+            raise self._recovering(error) from error
         finally:
             self._num_calls -= 1
             self._last_call_s = time.monotonic()
+        if isinstance(reply, FilesUnreadable | Rejected):
+            raise error_of(reply)
+        return reply
 
-    async def _running_pool(self) -> WorkerPool[Reply]:
-        """The process, started if necessary. Raises OSError or Recovering."""
-        async with self._starting:
-            if self._is_closed:
-                raise Recovering(f"the tokenizer of {self._model.name} was closed; try again")
-            if self._pool is not None and not self._pool.has_ended:
-                return self._pool
-            if self._pool is not None:
-                await self._pool.stop()
-            self._pool = await self._start()
-            return self._pool
+    def _recovering(self, error: PoolLost) -> Recovering:
+        return Recovering(f"the tokenizer of {self._model.name} cannot run: {error}; try again")
 
     async def _start(self) -> WorkerPool[Reply]:
         """A process that reads the model's files, which must match what was read before."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from cortex.ipc.channel import Message
 from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.preparation import Prepared
@@ -30,64 +31,60 @@ _ERROR_TYPES = (
 """Errors of a model's files that keep their type; subclasses come before their bases."""
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Encoded by position: both sides are always the same version."""
-
-
-class Describe(_Message, frozen=True):
+class Describe(Message, frozen=True):
     """Asks for the facts in the model's text files."""
 
 
-class Encode(_Message, frozen=True):
+class Encode(Message, frozen=True):
     """Asks for the tokens of a text, including control tokens in it."""
 
     text: str
     rules: PromptRules
 
 
-class Prepare(_Message, frozen=True):
+class Prepare(Message, frozen=True):
     """Asks for the prompts and the grammar of a request."""
 
     request: bytes
     rules: PromptRules
 
 
-class Count(_Message, frozen=True):
+class Count(Message, frozen=True):
     """Asks for the number of tokens in the prompt of a request."""
 
     request: bytes
     rules: PromptRules
 
 
-class Described(_Message, frozen=True):
+class Described(Message, frozen=True):
     facts: TextFacts
     fingerprint: str
     reasoning_end: tuple[int, ...]
 
 
-class Encoded(_Message, frozen=True):
+class Encoded(Message, frozen=True):
     ids: bytes
     """Token ids as packed 32-bit numbers, which decode much faster than a list."""
 
 
-class Counted(_Message, frozen=True):
+class Counted(Message, frozen=True):
     num_tokens: int
 
 
-class PackedPrompt(_Message, frozen=True):
+class PackedPrompt(Message, frozen=True):
     text: str
     ids: bytes
     turn_ends: tuple[int, ...]
     starts_in_reasoning: bool
 
 
-class PackedPrepared(_Message, frozen=True):
+class PackedPrepared(Message, frozen=True):
     prompts: tuple[PackedPrompt, ...]
     grammar: str | None
     response_grammar: str | None
 
 
-class FilesUnreadable(_Message, frozen=True):
+class FilesUnreadable(Message, frozen=True):
     """The model's text files cannot be used; `kind` names one of `_ERROR_TYPES`."""
 
     kind: str

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +62,8 @@ class Span:
     meeting: Meeting
     shares: tuple[Share, ...] = ()
     """Of the leader's group: the other nodes."""
+    held_ports: tuple[socket.socket, ...] = ()
+    """The ports of `meeting`, until the load has ended."""
 
 
 class WorkerGroup:
@@ -126,6 +129,8 @@ class WorkerGroup:
             await self._ended(loads)
             raise
         finally:
+            for held in self._span.held_ports if self._span is not None else ():
+                held.close()  # the leader's worker has them
             # In a task: a load that is cancelled here would leave its ranks in memory.
             run_once(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True), f"remove {directory}")
         self._residents = tuple(load.result() for load in loads)

@@ -72,17 +72,19 @@ class ProgressWatch:
         since_s = now_s if progress != self.progress else self.since_s
         return ProgressWatch(activity, progress, since_s)
 
-    def without_work(self, now_s: float) -> ProgressWatch:
-        """The state while no work is pending, which restarts the clock."""
+    def restarted(self, now_s: float) -> ProgressWatch:
+        """The state while no work is pending, and after a reply: the clock restarts."""
         return ProgressWatch(self.activity, self.progress, now_s)
 
-    def verdict(self, now_s: float, timeouts: WorkerTimeouts) -> str | None:
-        """Why the worker must be replaced, or None."""
-        limit_s = timeouts.without_progress_s(self.activity)
+    def verdict(self, now_s: float, timeouts: WorkerTimeouts, *, is_called: bool = True) -> str | None:
+        """Why the worker must be replaced, or None. Without a call, it can only be in a step: a worker that stops
+        right after a load has reported nothing else."""
+        activity = self.activity if is_called or self.activity == "idle" else "step"
+        limit_s = timeouts.without_progress_s(activity)
         silent_s = now_s - self.since_s
         if silent_s < limit_s:
             return None
-        return f"no progress in '{self.activity}' for {silent_s:.0f} s with work pending (limit {limit_s:.0f} s)"
+        return f"no progress in '{activity}' for {silent_s:.0f} s with work pending (limit {limit_s:.0f} s)"
 
 
 class WorkerLost(Exception):
@@ -174,6 +176,7 @@ class WorkerProcess:
             reply = self._replies.pop(number, None)
             if reply is not None and not reply.done():
                 reply.set_result(event)
+            self._watch = self._watch.restarted(_now_s())
 
     def _channel_closed(self, reason: str) -> None:
         # Either the process is exiting and can be reaped in a moment, or its stream was corrupt. It is unusable.
@@ -201,11 +204,11 @@ class WorkerProcess:
         while True:
             await asyncio.sleep(interval_s)
             if not self._replies and not self._has_live_requests():
-                self._watch = self._watch.without_work(_now_s())
-            elif (verdict := self._watch.verdict(_now_s(), self._timeouts)) is not None:
+                self._watch = self._watch.restarted(_now_s())
+            elif verdict := self._watch.verdict(_now_s(), self._timeouts, is_called=bool(self._replies)):
                 log.error("killing the worker of %s: %s", self._device.thread_name, verdict)
                 self.kill(verdict)
-                self._watch = self._watch.without_work(_now_s())
+                self._watch = self._watch.restarted(_now_s())
 
 
 def _describe_exit(return_code: int) -> str:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
-
+from cortex.ipc.channel import Message
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker.faults import FaultKind
@@ -54,11 +53,7 @@ class DeviceAddress:
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": self.uuid or str(self.index)}
 
 
-class ProtocolMessage(msgspec.Struct, frozen=True, array_like=True):
-    """Base of all messages; encoded by position, as both sides are always the same version."""
-
-
-class MemoryReading(ProtocolMessage, frozen=True):
+class MemoryReading(Message, frozen=True):
     """A device's memory, and the part of it that this worker holds."""
 
     total_bytes: int
@@ -67,67 +62,67 @@ class MemoryReading(ProtocolMessage, frozen=True):
     """CUDA: the bytes that the allocator reserved. CPU: the process's anonymous memory."""
 
 
-class Load(ProtocolMessage, frozen=True, tag="load"):
+class Load(Message, frozen=True):
     handle: int
     spec: LoadSpec
 
 
-class CancelLoad(ProtocolMessage, frozen=True, tag="cancel_load"):
+class CancelLoad(Message, frozen=True):
     """Cancels a running or queued load; ignored when the load has ended."""
 
     handle: int
 
 
-class Submit(ProtocolMessage, frozen=True, tag="submit"):
+class Submit(Message, frozen=True):
     handle: int
     request: EngineRequest
 
 
-class Cancel(ProtocolMessage, frozen=True, tag="cancel"):
+class Cancel(Message, frozen=True):
     handle: int
     request_id: str
 
 
-class Unload(ProtocolMessage, frozen=True, tag="unload"):
+class Unload(Message, frozen=True):
     """Frees the model. Requests still in it end with `RequestFailed`."""
 
     handle: int
 
 
-class Sleep(ProtocolMessage, frozen=True, tag="sleep"):
+class Sleep(Message, frozen=True):
     """Frees the model's device memory and keeps its weights in host memory. Requests still in it are cancelled."""
 
     handle: int
 
 
-class Wake(ProtocolMessage, frozen=True, tag="wake"):
+class Wake(Message, frozen=True):
     """Makes a sleeping model serve again; `LoadProgress` is reported meanwhile."""
 
     handle: int
 
 
-class QueryMemory(ProtocolMessage, frozen=True, tag="query_memory"):
+class QueryMemory(Message, frozen=True):
     query: int
 
 
-class Exit(ProtocolMessage, frozen=True, tag="exit"):
+class Exit(Message, frozen=True):
     """Exit now, with everything that is loaded."""
 
 
-class AnnouncedStep(ProtocolMessage, frozen=True, tag="step"):
+class AnnouncedStep(Message, frozen=True):
     """From the leader of a divided model to the other ranks: run this step too."""
 
     plan: StepPlan
 
 
-class FollowStep(ProtocolMessage, frozen=True):
+class FollowStep(Message, frozen=True):
     """Within a worker: the leader of this model announced a step."""
 
     handle: int
     plan: StepPlan
 
 
-class Compiled(ProtocolMessage, frozen=True):
+class Compiled(Message, frozen=True):
     """Within a worker: the grammar of a request was compiled, or (`problem`) cannot be."""
 
     handle: int
@@ -138,27 +133,27 @@ class Compiled(ProtocolMessage, frozen=True):
 Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | QueryMemory | Exit
 
 
-class Hello(ProtocolMessage, frozen=True, tag="hello"):
+class Hello(Message, frozen=True):
     """The first event of a worker: its channel works, its engine is being imported."""
 
     process_id: int
 
 
-class LoadProgress(ProtocolMessage, frozen=True, tag="load_progress"):
+class LoadProgress(Message, frozen=True):
     handle: int
     stage: str
     done_bytes: int
     total_bytes: int
 
 
-class Loaded(ProtocolMessage, frozen=True, tag="loaded"):
+class Loaded(Message, frozen=True):
     handle: int
     info: EngineInfo
     before: MemoryReading
     after: MemoryReading
 
 
-class ModelLoadFailed(ProtocolMessage, frozen=True, tag="load_failed"):
+class ModelLoadFailed(Message, frozen=True):
     """The load failed and left nothing behind. `cancelled`: by `CancelLoad`."""
 
     handle: int
@@ -167,14 +162,14 @@ class ModelLoadFailed(ProtocolMessage, frozen=True, tag="load_failed"):
     cancelled: bool = False
 
 
-class Outputs(ProtocolMessage, frozen=True, tag="outputs"):
+class Outputs(Message, frozen=True):
     """Everything one step of one model produced."""
 
     handle: int
     outputs: tuple[StepOutput, ...]
 
 
-class RequestFailed(ProtocolMessage, frozen=True, tag="request_failed"):
+class RequestFailed(Message, frozen=True):
     """This request failed; the others in the model are not affected."""
 
     handle: int
@@ -183,20 +178,20 @@ class RequestFailed(ProtocolMessage, frozen=True, tag="request_failed"):
     message: str
 
 
-class ModelBroken(ProtocolMessage, frozen=True, tag="model_broken"):
+class ModelBroken(Message, frozen=True):
     """The model's steps keep failing although the device works: it was closed and must be loaded again."""
 
     handle: int
     message: str
 
 
-class Unloaded(ProtocolMessage, frozen=True, tag="unloaded"):
+class Unloaded(Message, frozen=True):
     handle: int
     before: MemoryReading
     after: MemoryReading
 
 
-class Slept(ProtocolMessage, frozen=True, tag="slept"):
+class Slept(Message, frozen=True):
     """The model is asleep and holds `host_bytes` of host memory."""
 
     handle: int
@@ -205,20 +200,20 @@ class Slept(ProtocolMessage, frozen=True, tag="slept"):
     after: MemoryReading
 
 
-class SleepFailed(ProtocolMessage, frozen=True, tag="sleep_failed"):
+class SleepFailed(Message, frozen=True):
     """The model is still awake."""
 
     handle: int
     message: str
 
 
-class Woken(ProtocolMessage, frozen=True, tag="woken"):
+class Woken(Message, frozen=True):
     handle: int
     before: MemoryReading
     after: MemoryReading
 
 
-class WakeFailed(ProtocolMessage, frozen=True, tag="wake_failed"):
+class WakeFailed(Message, frozen=True):
     """The model is still asleep; if it is `damaged`, it was closed."""
 
     handle: int
@@ -227,12 +222,12 @@ class WakeFailed(ProtocolMessage, frozen=True, tag="wake_failed"):
     damaged: bool = False
 
 
-class Memory(ProtocolMessage, frozen=True, tag="memory"):
+class Memory(Message, frozen=True):
     query: int
     memory: MemoryReading
 
 
-class Report(ProtocolMessage, frozen=True, tag="report"):
+class Report(Message, frozen=True):
     """The heartbeat, sent by a thread that never waits for the device.
 
     `progress` grows with every step, every executed command and every piece of a load. The watchdog compares this
@@ -244,7 +239,7 @@ class Report(ProtocolMessage, frozen=True, tag="report"):
     stats: dict[int, EngineStats]
 
 
-class Faulted(ProtocolMessage, frozen=True, tag="faulted"):
+class Faulted(Message, frozen=True):
     """The device context is unusable; the worker exits after this event."""
 
     message: str
@@ -257,7 +252,7 @@ Event = Reply | Hello | LoadProgress | Outputs | RequestFailed | ModelBroken | R
 # Between the daemon and the fork server, one message per packet
 
 
-class Fork(ProtocolMessage, frozen=True, tag="fork"):
+class Fork(Message, frozen=True):
     """Fork a worker for this device. Its channel comes with the packet, as a file descriptor."""
 
     worker_number: int
@@ -265,7 +260,7 @@ class Fork(ProtocolMessage, frozen=True, tag="fork"):
     device: DeviceAddress
 
 
-class Kill(ProtocolMessage, frozen=True, tag="kill"):
+class Kill(Message, frozen=True):
     """Kill that worker; ignored when it has exited."""
 
     worker_number: int
@@ -274,16 +269,16 @@ class Kill(ProtocolMessage, frozen=True, tag="kill"):
 ForkServerCommand = Fork | Kill
 
 
-class Warm(ProtocolMessage, frozen=True, tag="warm"):
+class Warm(Message, frozen=True):
     """The engine is imported: from now on a fork takes milliseconds."""
 
 
-class Forked(ProtocolMessage, frozen=True, tag="forked"):
+class Forked(Message, frozen=True):
     worker_number: int
     process_id: int
 
 
-class Exited(ProtocolMessage, frozen=True, tag="exited"):
+class Exited(Message, frozen=True):
     """The worker has exited and is reaped. `return_code` is negative for a signal."""
 
     worker_number: int

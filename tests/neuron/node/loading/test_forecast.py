@@ -1,6 +1,8 @@
 """The forecast of a model's memory, compared with what the engine takes."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from cortex.wire.node import Device
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -32,15 +34,15 @@ SIZES = {
     "max_position_embeddings": 256,
     "eos_token_id": None,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-DELTA = {
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }
-FAMILIES = {
+FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
     "llama, tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)),
@@ -60,12 +62,12 @@ def gpu(total_bytes: int) -> Device:
     return Device(index=0, kind="cuda", name="card", total_bytes=total_bytes)
 
 
-def forecast(dtype: str = "auto", **limits: int) -> Forecast:
+def forecast(dtype: Literal["auto", "float32"] = "auto", **limits: int) -> Forecast:
     return Forecast(NeuronConfig(harness=HarnessSettings(torch=TorchHarness(dtype=dtype)), limits=Limits(**limits)))
 
 
-def model_at(path: Path, **facts: int) -> KnownModel:
-    return KnownModel("m", source=str(path), **facts)
+def model_at(path: Path, memory_bytes: int | None = None) -> KnownModel:
+    return KnownModel("m", source=str(path), memory_bytes=memory_bytes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

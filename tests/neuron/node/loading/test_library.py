@@ -69,6 +69,17 @@ def test_load_request_overrides_only_the_options_it_has() -> None:
     assert opted_out.control_tokens_in_messages
 
 
+@pytest.mark.parametrize(
+    ("source", "quant", "wanted"),
+    [("org/m:q4", None, "q4"), ("org/m@main:Q8_0", None, "Q8_0"), ("org/m:F16", "q4", "q4"), ("org/m", None, None)],
+)
+def test_quantisation_in_the_source_is_that_of_the_model(source: str, quant: str | None, wanted: str | None) -> None:
+    library = Library(NeuronConfig(models=(ModelEntry(id="m", source=source, quant=quant),)), {})
+    assert library.find("m").quant == wanted
+    assert library.adopt(LoadRequest(model_id="m")).quant == wanted
+    assert library.adopt(LoadRequest(model_id="new", source=source, quant=quant)).quant == wanted
+
+
 @pytest.mark.parametrize("model_id", ["nonsense", "a/../b", "x" * 500])
 def test_rejects_ids_that_cannot_name_a_model(model_id: str) -> None:
     with pytest.raises(ModelNotFound):

@@ -137,6 +137,21 @@ async def test_deletes_only_the_quantisation_of_the_model_and_no_repository_of_t
         assert [path.name for path in snapshot.iterdir()] == ["model-Q8_0.gguf"]
 
 
+async def test_dense_weights_that_two_models_are_quantised_from_are_not_deleted_with_one_of_them(
+    tmp_path: Path,
+) -> None:
+    snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / "a"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").write_bytes(b"x")
+    models = [{"id": "small", "source": MODEL, "quant": "q4"}, {"id": "large", "source": MODEL, "quant": "q8"}]
+    async with running_node(tmp_path, {"models": models}) as node:
+        with pytest.raises(ModelInUse, match="large is configured with the same repository"):
+            await node.files.delete(FilesRequest(model_id="small"))
+        with pytest.raises(ModelNotFound, match="has no q4 of org/model"):
+            await node.files.delete(FilesRequest(model_id="small", quant="q4"))
+        assert (snapshot / "model.safetensors").exists()
+
+
 async def test_offer_of_the_hub_is_read_without_a_download(
     real_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,7 @@ from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.kernels.quantised.layout import Q4
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.registry import read_architecture
-from cortex.neuron.node.loading.files import with_quant
-from cortex.neuron.node.loading.preflight import ModelFacts, check_quant, choose_devices, inspect
+from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, inspect, objection, recipe_for
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Device
@@ -158,7 +157,7 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:
         ({"num_hidden_layers": 10**9}, None, "1000000000 layers; at most 1000 are supported"),
         ({"rms_norm_eps": "small"}, None, "config is damaged"),
         ({"model_type": "qwen3", "layer_types": 7}, None, "config is damaged"),
-        ({}, "q3_k_m", "cannot be quantised as q3_k_m; choose one of q4_k, q5_k, q6_k, q8_0"),
+        ({}, "q3_k_m", "cannot be quantised as q3_k_m at load; choose one of q4_k, q5_k, q6_k, q8_0"),
     ],
 )
 def test_rejects_an_unusable_model_with_a_reason(
@@ -177,31 +176,54 @@ def test_rejects_damaged_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "stored", "asked"),
+    ("path", "stored", "asked"),
     [
-        ("model-Q4_K_M.gguf", "q4_k", "Q4_K_M"),
-        ("model-Q4_K_M.gguf", "q4_k", "q4_k"),
-        ("model.gguf", "q4_k", "Q4_K_S"),
-        ("model.gguf", "q8_0", "q8_0"),
-        ("model.gguf", "q8_0", "int8"),
-        ("model.gguf", "q6_k", "q6k"),
-        ("model-F16.gguf", None, "F16"),
+        ("model-Q4_K_M.gguf", "Q4_K", "Q4_K_M"),
+        ("model-Q4_K_M.gguf", "Q5_0", "int4"),
+        ("model-Q4_K_M.gguf", "Q4_K", "q4_k"),
+        ("model.gguf", "Q4_K", "Q4_K_S"),
+        ("model.gguf", "Q8_0", "q8_0"),
+        ("model.gguf", "Q8_0", "int8"),
+        ("model.gguf", "Q6_K", "q6k"),
+        ("model.gguf", "Q2_K", "q2k"),
+        ("model-Q3_K_L.gguf", "Q3_K", "q3"),
+        ("Q3_K_M/model-00001-of-00002.gguf", "Q4_K", "q3km"),
+        ("model-F16.gguf", "F16", "F16"),
+        ("model.gguf", "F16", "fp16"),
+        ("folder", "BF16", "bf16"),
+        ("folder", "INT8", "int8"),
+        ("folder", "INT4", "q4"),
+        ("folder", "FP8", "fp8"),
     ],
 )
-def test_accepts_a_gguf_of_the_requested_quantisation(name: str, stored: str | None, asked: str) -> None:
-    check_quant(replace(FACTS, path=Path(name), quant=stored), name, asked)
+def test_weights_of_the_requested_quantisation_stay_as_they_are(path: str, stored: str, asked: str) -> None:
+    assert recipe_for(Path("/models", path), stored, "m", asked) is None
+
+
+@pytest.mark.parametrize("spelling", ["q4", "Q4_K_M", "q4km", "int4", "INT4", "4bit", "q4_0"])
+@pytest.mark.parametrize(("path", "stored"), [("folder", "BF16"), ("folder", "F32"), ("model-F16.gguf", "F16")])
+def test_dense_weights_are_quantised_at_load_as_any_spelling_says(path: str, stored: str, spelling: str) -> None:
+    assert recipe_for(Path("/models", path), stored, "m", spelling) is RECIPES["q4_k"]
 
 
 @pytest.mark.parametrize(
-    ("name", "stored", "reason"),
+    ("path", "stored", "asked", "reason"),
     [
-        ("model-Q4_K_M.gguf", "q4_k", "quantised as q4_k, not as q8_0"),
-        ("model.gguf", None, "plain numbers, not as q8_0"),
+        ("model-Q4_K_M.gguf", "Q4_K", "q8_0", "m is quantised as q4_k, not as q8_0; name the GGUF of q8_0, or the unq"),
+        ("model.gguf", "IQ4_XS", "q8", "m is quantised as iq4_xs, not as q8"),
+        ("folder", "FP8", "q4", "m is quantised as fp8, not as q4; name the unquantised model as the source, or omit"),
+        ("folder", "BF16", "fp8", "m cannot be quantised as fp8 at load; choose one of q4_k, q5_k, q6_k, q8_0, or"),
+        ("model-F16.gguf", "F16", "q2_k", "m cannot be quantised as q2_k at load"),
     ],
 )
-def test_rejects_another_quantisation_and_says_what_to_do(name: str, stored: str | None, reason: str) -> None:
+def test_rejects_another_quantisation_and_says_what_to_do(path: str, stored: str, asked: str, reason: str) -> None:
     with pytest.raises(LoadFailed, match=reason):
-        check_quant(replace(FACTS, path=Path(name), quant=stored), name, "q8_0")
+        recipe_for(Path("/models", path), stored, "m", asked)
+
+
+@pytest.mark.parametrize(("quant", "fits"), [("q4", True), ("int8", True), ("fp8", True), ("q2_k", False), ("", False)])
+def test_dense_weights_are_not_downloaded_for_a_quantisation_without_a_recipe(quant: str, fits: bool) -> None:
+    assert (objection(quant) is None) is fits
 
 
 def test_packed_matrices_are_counted_in_quantised_bytes_on_a_gpu() -> None:
@@ -214,21 +236,6 @@ def test_packed_matrices_are_counted_in_quantised_bytes_on_a_gpu() -> None:
 def test_dense_weights_are_quantised_at_load_by_the_requested_recipe(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m")
     assert inspect(path).recipe is None
-    facts = inspect(path, "Q4_K_M")
-    assert facts.recipe is RECIPES["q4_k"]
-    assert facts.quant == "q4_k"
-
-
-@pytest.mark.parametrize(
-    ("source", "quant", "named"),
-    [
-        ("org/model-GGUF", "Q4_K_M", "org/model-GGUF:Q4_K_M"),
-        ("org/model-GGUF@main", "Q4_K_M", "org/model-GGUF@main:Q4_K_M"),
-        ("org/model-GGUF:Q8_0", "Q4_K_M", "org/model-GGUF:Q8_0"),
-        ("org/model", None, "org/model"),
-        ("/", "Q4_K_M", "/"),
-        ("not a model", "Q4_K_M", "not a model"),
-    ],
-)
-def test_quantisation_selects_a_file_of_a_repository(source: str, quant: str | None, named: str) -> None:
-    assert with_quant(source, quant) == named
+    for spelling, name in (("Q4_K_M", "q4_k"), ("int8", "q8_0")):
+        facts = inspect(path, spelling)
+        assert (facts.recipe, facts.quant) == (RECIPES[name], name)

@@ -377,6 +377,9 @@ def test_returns_a_local_path_unchanged(tmp_path: Path, client: Client) -> None:
     (tmp_path / "model.gguf").touch()
     assert client.resolve(None, str(tmp_path)) == tmp_path
     assert client.resolve(None, str(tmp_path / "model.gguf")) == tmp_path / "model.gguf"
+    (tmp_path / "m-Q4_K_M.gguf").touch()
+    assert client.resolve(None, str(tmp_path), quant="int4") == tmp_path / "m-Q4_K_M.gguf"
+    assert client.resolve(None, str(tmp_path), quant="q8") == tmp_path
 
 
 @pytest.mark.parametrize(
@@ -408,3 +411,45 @@ def test_rejects_redirect_loops_and_redirects_out_of_http(start_hub: StartHub, c
     hub.redirect_to = f"{hub.endpoint}/{hub.repository}/resolve/{hub.commit}"
     with pytest.raises(HubError, match="loop"):
         client.resolve(hub)
+
+
+MIXED = {"config.json": b"{}", "model.safetensors": b"dense", "m-Q8_0.gguf": b"eight", "m-Q4_K_M.gguf": b"four"}
+
+
+@pytest.mark.parametrize(
+    ("files", "quant", "entry"),
+    [
+        (MIXED, "int4", "m-Q4_K_M.gguf"),
+        (MIXED, "q8", "m-Q8_0.gguf"),
+        (MIXED, "q6k", ""),
+        (MIXED, None, ""),
+        ({"m-Q8_0.gguf": b"eight"}, None, "m-Q8_0.gguf"),
+    ],
+)
+def test_quantisation_selects_a_gguf_or_the_dense_weights_that_are_quantised_at_load(
+    start_hub: StartHub, client: Client, files: dict[str, bytes], quant: str | None, entry: str
+) -> None:
+    hub = start_hub(files)
+    found = client.resolve(hub, quant=quant)
+    assert found == client.cache / "models--org--model" / "snapshots" / COMMIT / entry
+    assert client.resolve(None, quant=quant) == client.resolve(None, quant=quant, offline=True) == found
+    if quant is not None:
+        assert client.resolve(hub, f"org/model:{quant}") == found
+
+
+@pytest.mark.parametrize(
+    ("files", "quant", "reason"),
+    [
+        (MIXED, "q2", "has no q2, and not so; the nearest is org/model:Q4_K_M"),
+        ({"model.safetensors": b"dense"}, "q2", "has no q2, and not so"),
+        ({"m-Q8_0.gguf": b"eight"}, "q4", "has no q4; the nearest is org/model:Q8_0"),
+        ({"m-Q8_0-00001-of-00002.gguf": b"one"}, "q8", "lacks m-Q8_0-00002-of-00002.gguf, a part of the model"),
+    ],
+)
+def test_nothing_is_downloaded_for_a_quantisation_that_the_repository_cannot_give(
+    start_hub: StartHub, client: Client, files: dict[str, bytes], quant: str, reason: str
+) -> None:
+    hub = start_hub(files)
+    with pytest.raises(NotOnHub, match=reason):
+        client.resolve(hub, quant=quant, objection=lambda wanted: "not so" if wanted == "q2" else None)
+    assert not hub.contents_requests()

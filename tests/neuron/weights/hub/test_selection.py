@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cortex.neuron.weights.errors import NotOnHub
-from cortex.neuron.weights.hub.selection import Selection, missing_parts, select, variants
+from cortex.neuron.weights.hub.selection import Selection, gguf_of, missing_parts, select, variants
 
 QUANTS = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf", "m-bf16.gguf", "mmproj-m-f16.gguf"]
 
@@ -63,22 +63,71 @@ def test_error_lists_the_alternatives_when_no_model_matches(paths: list[str], qu
         ("q4_k_m", "m-Q4_K_M.gguf"),
         ("q4km", "m-Q4_K_M.gguf"),
         ("q4", "m-Q4_K_M.gguf"),
+        ("q4_k", "m-Q4_K_M.gguf"),
+        ("q4k", "m-Q4_K_M.gguf"),
+        ("Q4_K_S", "m-Q4_K_S.gguf"),
+        ("q3", "m-UD-Q3_K_XL.gguf"),
+        ("q3kxl", "m-UD-Q3_K_XL.gguf"),
+        ("iq4xs", "m-IQ4_XS.gguf"),
+        ("q5", "m.q5.gguf"),
         ("q6k", "m-Q6_K.gguf"),
+        (" Q6_K ", "m-Q6_K.gguf"),
         ("q8", "m-Q8_0.gguf"),
         ("int8", "m-Q8_0.gguf"),
         ("8bit", "m-Q8_0.gguf"),
         ("INT4", "m-Q4_K_M.gguf"),
+        ("f16", "m-fp16.gguf"),
+        ("FP16", "m-fp16.gguf"),
     ],
 )
 def test_any_spelling_selects_a_gguf(quant: str, selected: str) -> None:
-    paths = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q6_K.gguf", "m-Q8_0.gguf", "model.safetensors"]
+    paths = [
+        "m-IQ4_XS.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q6_K.gguf", "m-Q8_0.gguf", "m-UD-Q3_K_XL.gguf",
+        "m-fp16.gguf", "m.q5.gguf", "model.safetensors",
+    ]  # fmt: skip
     assert select("org/m", paths, quant).entry == selected
+    assert gguf_of([selected], quant) == selected
 
 
-def test_dense_weights_are_selected_where_there_is_no_gguf_to_quantise_them_at_load() -> None:
-    assert select("org/m", ["config.json", "model.safetensors"], "q4") == Selection(
-        ("config.json", "model.safetensors"), entry=None
-    )
+def test_bits_alone_select_uneven_levels_where_nothing_else_has_them() -> None:
+    assert select("org/m", ["m-IQ4_NL.gguf", "m-Q8_0.gguf"], "q4").entry == "m-IQ4_NL.gguf"
+
+
+@pytest.mark.parametrize("ggufs", [[], ["m-Q8_0.gguf"], ["m-Q8_0.gguf", "m-Q6_K.gguf", "mmproj-Q4_K_M.gguf"]])
+@pytest.mark.parametrize("quant", ["q4", "Q4_K_M", "int4"])
+def test_dense_weights_are_selected_where_no_gguf_has_the_quantisation(ggufs: list[str], quant: str) -> None:
+    found = select("org/m", ["config.json", "model.safetensors", *ggufs], quant)
+    assert found == Selection(("config.json", "model.safetensors"), entry=None)
+
+
+@pytest.mark.parametrize(
+    ("ggufs", "message"),
+    [
+        ([], "org/m has no q2, and no recipe for it$"),
+        (["m-Q4_K_M.gguf"], "has no q2, and no recipe for it; the nearest is org/m:Q4_K_M"),
+    ],
+)
+def test_dense_weights_that_cannot_be_quantised_so_are_not_downloaded(ggufs: list[str], message: str) -> None:
+    with pytest.raises(NotOnHub, match=message):
+        select("org/m", ["model.safetensors", *ggufs], "q2", objection=lambda _: "no recipe for it")
+
+
+def test_two_models_of_one_quantisation_are_told_apart() -> None:
+    paths = ["big-Q4_K_M.gguf", "small-Q4_K_M.gguf", "small-Q8_0.gguf"]
+    assert list(variants(paths)) == ["big-Q4_K_M", "small-Q4_K_M", "Q8_0"]
+    assert select("org/m", paths, "small-Q4_K_M") == Selection(("small-Q4_K_M.gguf",), "small-Q4_K_M.gguf")
+    assert select("org/m", paths, "q8").entry == "small-Q8_0.gguf"
+    with pytest.raises(NotOnHub, match="there are big-Q4_K_M, small-Q4_K_M, Q8_0"):
+        select("org/m", paths, "q4")
+    with pytest.raises(NotOnHub, match="there are big-Q4_K_M, small-Q4_K_M, Q8_0"):
+        select("org/m", ["model.safetensors", *paths], "Q4_K_M")
+
+
+@pytest.mark.parametrize(
+    ("path", "quant"), [("m-Q4_K_M.gguf", "q8"), ("m.gguf", "q4"), ("m-Q8_0.gguf", "q"), ("m-IQ4_XS.gguf", "q4_k_m")]
+)
+def test_a_file_of_another_quantisation_is_not_taken_for_it(path: str, quant: str) -> None:
+    assert gguf_of([path], quant) is None
 
 
 def test_finds_missing_parts_of_a_split_model() -> None:

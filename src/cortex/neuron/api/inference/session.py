@@ -58,8 +58,8 @@ class Session:
         request = self._packed.head
         status = await self._drain_gate.wait_for(ready(self._backend, request.model))
         self.phase = "render"
-        text = await self._drain_gate.wait_for(self._backend.text(request.model))
-        preparing = self._backend.prepare(self._packed, principal=self._principal)
+        text = await self._drain_gate.wait_for(self._backend.prompts.text(request.model))
+        preparing = self._backend.prompts.prepare(self._packed, principal=self._principal)
         prepared = await self._drain_gate.wait_for(preparing)
         check_num_scores(request, sum(len(rendered.ids) for rendered in prepared.prompts))
         self.phase = "prefill"

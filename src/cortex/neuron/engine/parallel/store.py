@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed
 
 from cortex.neuron.engine.errors import LoadCancelled, LoadError
+from cortex.neuron.engine.parallel.ports import listening
 from cortex.neuron.engine.request import Meeting, RankSpec
 
 _library: Any = torch.distributed
@@ -41,9 +42,8 @@ def open_store(spec: RankSpec, poll: Callable[[], None]) -> Any:
 
 
 def _serve(meeting: Meeting, size: int) -> Any:
-    family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
     try:
-        listener = socket.create_server((meeting.host, meeting.store_port), family=family)
+        listener = listening(meeting.host, meeting.store_port)
         return _library.TCPStore(
             meeting.host,
             meeting.store_port,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from cortex.neuron.node.loading.preflight import objection
 from cortex.neuron.weights import hub
 from cortex.neuron.weights.errors import CheckpointError
-from cortex.neuron.weights.hub.source import parse_source
 
 
 def fetch(
@@ -18,14 +18,18 @@ def fetch(
     cancelled: Callable[[], bool],
 ) -> Path:
     """The local path of `source`, downloaded if necessary. Raises the errors of `neuron.weights`."""
-    return hub.resolve(with_quant(source, quant), cache_dir=cache, progress=progress, cancelled=cancelled)
+    return hub.resolve(
+        source, quant=quant, objection=objection, cache_dir=cache, progress=progress, cancelled=cancelled
+    )
 
 
 def find_local(source: str, cache: Path, quant: str | None) -> Path | None:
     """The local path of `source` when the whole model is on disk; never uses the network."""
     try:
         return hub.resolve(
-            with_quant(source, quant),
+            source,
+            quant=quant,
+            objection=objection,
             cache_dir=cache,
             offline=True,
             progress=lambda *_: None,
@@ -33,16 +37,3 @@ def find_local(source: str, cache: Path, quant: str | None) -> Path | None:
         )
     except CheckpointError:
         return None
-
-
-def with_quant(source: str, quant: str | None) -> str:
-    """Adds `quant` to a hub id, where it selects one of the GGUF files. Paths and sources with a quant stay as is."""
-    if quant is None:
-        return source
-    try:
-        parsed = parse_source(source)
-    except CheckpointError:
-        return source  # `hub.resolve` raises the same error
-    if isinstance(parsed, Path) or parsed.quant is not None:
-        return source
-    return f"{source}:{quant}"

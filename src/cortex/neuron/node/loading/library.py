@@ -70,12 +70,25 @@ FindLocal = Callable[[str, Path, str | None], Path | None]
 """(source, cache, quant) → local path when the whole model is on disk. Blocks; never uses the network."""
 
 
+def _with_own_quant(model: KnownModel) -> KnownModel:
+    """The model with the quantisation that its source names, as in `owner/name:q4`, unless it has one of its own."""
+    if model.quant is not None:
+        return model
+    try:
+        parsed = parse_source(model.source)
+    except (CheckpointError, OSError, ValueError):
+        return model  # the load says why
+    if isinstance(parsed, Path) or parsed.quant is None:
+        return model
+    return replace(model, quant=parsed.quant)
+
+
 class Library:
     """Belongs to the daemon's loop."""
 
     def __init__(self, config: NeuronConfig, env: Mapping[str, str] = os.environ) -> None:
         self.cache = cache_directory(config, env)
-        self._models = {model.id: model for model in _configured(config)}
+        self._models = {model.id: _with_own_quant(model) for model in _configured(config)}
         self._configured = frozenset(self._models)
         configured = (Path(model.source) for model in self._models.values() if model.source.startswith(_PATH_PREFIXES))
         self._roots = tuple(_resolved(path) for path in (self.cache, *config.model_roots, *configured))
@@ -129,7 +142,7 @@ class Library:
             shares = max(request.tensor_parallel, known.tensor_parallel)
             divided = replace(known, pipeline_parallel=stages, tensor_parallel=1 if stages > 1 else shares)
         max_bytes = None if request.max_bytes is None else max(1, request.max_bytes // known.replicas)
-        return replace(
+        adopted = replace(
             divided,
             source=source,
             harness=request.harness,
@@ -143,6 +156,7 @@ class Library:
             deterministic=request.deterministic or known.deterministic,
             memory_bytes=smallest(known.memory_bytes, max_bytes),
         )
+        return _with_own_quant(adopted)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone. A configured model stays: it can be downloaded again."""

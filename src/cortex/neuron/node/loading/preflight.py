@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
 from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.hub.selection import gguf_of
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
@@ -33,8 +33,6 @@ from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Device
 
 _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
-_MIXTURE = re.compile(r"_(?:XS|S|M|L|XL)$")
-"""`Q4_K_M` names a mixture of Q4_K with other formats; the tensors themselves are stored as Q4_K."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +86,8 @@ class ModelFacts:
 
 
 def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelFacts:
-    """Reads the config and the headers of the files at `path`. With `quant`, a GGUF file must be stored in that format,
-    and dense weights are quantised so as they are loaded.
+    """Reads the config and the headers of the files at `path`. With `quant`, quantised weights must be stored in that
+    format, and dense ones are quantised so as they are loaded.
 
     `name`: the model's name for messages, because a snapshot's folder is named by a digest. `num_ranks`: divides the
     model among this many devices; the facts are those of the rank with the largest share. Raises LoadFailed.
@@ -100,61 +98,65 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
         raise LoadFailed(str(error)) from error
     name = name or path.name
     try:
-        recipe = _recipe(path, name, quant)
         architecture = read_architecture(checkpoint.config)
         if num_ranks > 1:
             last = Shard(num_ranks - 1, num_ranks)  # what cannot be divided evenly is larger there
             whole, architecture = architecture, architecture.sharded(last)
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(last))
-        facts = _read_facts(path, architecture, checkpoint.tensors, recipe)
+        facts = _read_facts(path, architecture, checkpoint.tensors, name, quant)
     except UnsupportedModel as error:
         raise LoadFailed(f"{name} cannot be loaded: {error}") from error
     except CheckpointError as error:
         raise LoadFailed(f"{name} cannot be divided among {num_ranks} devices: {error}") from error
     finally:
         checkpoint.close()
-    if quant is not None and (recipe is None or facts.is_published):
-        check_quant(facts, name, quant)
     return facts
 
 
-def _recipe(path: Path, name: str, quant: str | None) -> Recipe | None:
-    """How dense weights are to be quantised; None for files that are quantised already. Raises LoadFailed."""
-    if quant is None or path.suffix == ".gguf" or quant.upper() in PUBLISHED_LAYOUTS:
+def objection(quant: str) -> str | None:
+    """Why dense weights cannot be quantised as `quant` at load; None: they can, or may be published in it."""
+    if recipe_of(quant) is not None or quant.upper() in PUBLISHED_LAYOUTS:
+        return None
+    return f"dense weights cannot be quantised as {quant} at load; choose one of {', '.join(RECIPES)}"
+
+
+def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
+    """How weights that are stored as `stored` are quantised at load; None: they are quantised as `quant` already.
+
+    Raises LoadFailed for weights that are not and cannot be.
+    """
+    # The folder may name the format, as in Q8_0/model-00001-of-00002.gguf.
+    if any(gguf_of([each], quant) for each in (f"{path.parent.name}/{path.name}", f"{stored}.gguf")):
         return None
     recipe = recipe_of(quant)
-    if recipe is None:
+    if stored in _DENSE_FORMATS and recipe is not None:
+        return recipe
+    if stored in _DENSE_FORMATS:
         raise LoadFailed(
-            f"{name} cannot be quantised as {quant}; choose one of {', '.join(RECIPES)}, or name a GGUF of {quant} "
-            "as the source"
+            f"{name} cannot be quantised as {quant} at load; choose one of {', '.join(RECIPES)}, or name a GGUF of "
+            f"{quant} as the source"
         )
-    return recipe
-
-
-def check_quant(facts: ModelFacts, name: str, quant: str) -> None:
-    """Raises LoadFailed unless files that are quantised already are quantised as `quant`."""
-    wanted, stored = recipe_of(quant), recipe_of(facts.quant or "")
-    is_named = quant.upper() in facts.path.stem.upper()
-    is_stored = _MIXTURE.sub("", quant.upper()) == (facts.quant or "").upper()
-    if is_named or is_stored or (wanted is not None and wanted == stored):
-        return
+    if recipe is not None and recipe == recipe_of(stored):
+        return None
+    other = "unquantised model" if stored in PUBLISHED_LAYOUTS else f"GGUF of {quant}, or the unquantised model,"
     raise LoadFailed(
-        f"{name} is quantised as {facts.quant or 'plain numbers'}, not as {quant}; name the "
-        f"{'unquantised model' if facts.is_published else f'GGUF of {quant}'} as the source, or omit `quant`"
+        f"{name} is quantised as {stored.lower()}, not as {quant}; name the {other} as the source, or omit `quant`"
     )
 
 
 def _read_facts(
-    path: Path, architecture: Architecture, tensors: Mapping[str, TensorInfo], recipe: Recipe | None
+    path: Path, architecture: Architecture, tensors: Mapping[str, TensorInfo], name: str, quant: str | None
 ) -> ModelFacts:
+    """Raises LoadFailed for weights that are not and cannot be quantised as `quant`."""
     formats = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype not in _DENSE_FORMATS}
     elements: Counter[str] = Counter()
     for tensor in tensors.values():
         elements[tensor.dtype] += math.prod(tensor.shape)
     most = max(elements, key=lambda stored: elements[stored], default="F32")
-    quant = most.lower() if most not in _DENSE_FORMATS else recipe.name if recipe is not None else None
+    recipe = recipe_for(path, most, name, quant) if quant is not None else None
+    found = most.lower() if most not in _DENSE_FORMATS else recipe.name if recipe is not None else None
     num_ranks = architecture.shard.size
-    return ModelFacts(path, architecture, quant, formats, packed_layouts(tensors, recipe), recipe, num_ranks)
+    return ModelFacts(path, architecture, found, formats, packed_layouts(tensors, recipe), recipe, num_ranks)
 
 
 def choose_devices(

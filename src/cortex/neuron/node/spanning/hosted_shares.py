@@ -72,9 +72,6 @@ class HostedShares:
     def statuses(self) -> tuple[ModelShare, ...]:
         return tuple(share.status() for share in self._shares)
 
-    def has(self, model_id: str) -> bool:
-        return any(share.model_id == model_id for share in self._shares)
-
     async def serve(self, connection: Connection) -> None:
         """Serves one lead until its connection ends. Nothing of its share is left then, also when this is cancelled."""
         share: _Share | None = None

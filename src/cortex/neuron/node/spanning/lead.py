@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from cortex.neuron.config import NeuronConfig, PeerEntry
+from cortex.neuron.engine.parallel import ports
 from cortex.neuron.engine.request import Meeting, StageSpec
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.loading.device_choice import ChosenDevices
@@ -85,14 +87,16 @@ class Lead:
             prepared = await asyncio.gather(*(share.prepare(order, facts.digest) for share in shares))
             if model.pipeline_parallel > 1:
                 chosen = replace(chosen, stages=self._stages(model, facts, chosen, prepared))
-            meeting = await asyncio.to_thread(_meeting, self._address or shares[0].local_host)
+            host = self._address or shares[0].local_host
+            held_ports = await asyncio.to_thread(_held_ports, host)
         except BaseException:
             for share in shares:
                 await share.close()
             raise
         size, each = _size(model), len(chosen.devices)
         ranks = (*range(each), *range(each, size, each))
-        return self._devices.group(chosen.indices, claim, Span(ranks, size, meeting, tuple(shares))), chosen
+        span = Span(ranks, size, _meeting(host, *held_ports), tuple(shares), held_ports)
+        return self._devices.group(chosen.indices, claim, span), chosen
 
     def _stages(
         self, model: KnownModel, facts: ModelFacts, own: ChosenDevices, prepared: Sequence[SharePrepared]
@@ -141,17 +145,20 @@ def _request(model: KnownModel) -> LoadRequest:
     )
 
 
-def _meeting(host: str) -> Meeting:
-    """Two ports that are free now. The leader's worker listens there when it begins the load."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with (
-            socket.create_server((host, 0), family=family) as store,
-            socket.create_server((host, 0), family=family) as steps,
-        ):
-            ports = store.getsockname()[1], steps.getsockname()[1]
-    except OSError as error:
-        raise LoadFailed(
-            f"`peer_address` {host} is no address of this host: {error}; correct it in neuron.toml"
-        ) from error
-    return Meeting(host, *ports, secret=secrets.token_hex(16), own_host=host)
+def _held_ports(host: str) -> tuple[socket.socket, socket.socket]:
+    """Raises LoadFailed."""
+    with contextlib.ExitStack() as held:
+        try:
+            store, steps = (held.enter_context(ports.held(host)) for _ in range(2))
+        except OSError as error:
+            raise LoadFailed(
+                f"`peer_address` {host} is no address of this host: {error}; correct it in neuron.toml"
+            ) from error
+        held.pop_all()
+    return store, steps
+
+
+def _meeting(host: str, store: socket.socket, steps: socket.socket) -> Meeting:
+    """The leader's worker listens there when it begins the load."""
+    numbers = store.getsockname()[1], steps.getsockname()[1]
+    return Meeting(host, *numbers, secret=secrets.token_hex(16), own_host=host)

@@ -27,14 +27,15 @@ def repository_bytes(cache: Path) -> dict[str, int]:
 
 
 def files_of(cache: Path, source: HubSource) -> frozenset[Path]:
-    """The snapshot files of a model: those of its quantisation, or of the whole repository without one."""
+    """The snapshot files of a model: the GGUF files of its quantisation, or the whole repository without one. Dense
+    weights belong to no quantisation: other models may be quantised from them, too."""
     repository = RepositoryCache(cache, source.repository)
     found: set[Path] = set()
     for snapshot in _snapshots(repository):
         paths = repository.paths_in(snapshot.name)
         if source.quant is not None:
             try:
-                paths = list(select(source.repository, paths, source.quant).paths)
+                paths = list(select(source.repository, paths, source.quant, objection=lambda _: "dense").paths)
             except CheckpointError:
                 continue
         found.update(snapshot / path for path in paths)

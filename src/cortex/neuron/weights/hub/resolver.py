@@ -7,15 +7,16 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
 from cortex.neuron.weights.directory import read_json
-from cortex.neuron.weights.errors import Cancelled, CheckpointError, DiskFull, HubError, HubUnreachable
+from cortex.neuron.weights.errors import Cancelled, CheckpointError, DiskFull, HubError, HubUnreachable, NotOnHub
 from cortex.neuron.weights.hub.cache import RepositoryCache, cache_directory, hub_home
 from cortex.neuron.weights.hub.download import FileDownload
 from cortex.neuron.weights.hub.listing import Listing, RemoteFile, fetch_listing
-from cortex.neuron.weights.hub.selection import SHARD, Selection, missing_parts, select
+from cortex.neuron.weights.hub.selection import SHARD, Objection, Selection, gguf_of, missing_parts, select
 from cortex.neuron.weights.hub.source import HubSource, parse_source
 from cortex.neuron.weights.hub.transport import Transport
 
@@ -33,6 +34,8 @@ Progress = Callable[[int, int], None]
 def resolve(
     source: str,
     *,
+    quant: str | None = None,
+    objection: Objection = lambda _: None,
     progress: Progress,
     cancelled: Callable[[], bool],
     cache_dir: Path | None = None,
@@ -43,19 +46,27 @@ def resolve(
 ) -> Path:
     """The model directory or `.gguf` file that `source` names, downloaded first if necessary.
 
+    `quant` and `objection` select the files of a repository as `select` describes it, unless `source` itself names a
+    quantisation, and `quant` selects the GGUF file in a local directory.
+
     Blocks, so call it on a thread. Raises Cancelled soon after `cancelled()` becomes true. Arguments that are None are
     taken from the environment (`HF_HUB_CACHE`, `HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`, `HF_ENDPOINT`). When the hub
     rejects the request or does not respond, a complete model in the cache is used. Raises CheckpointError.
     """
     parsed = parse_source(source)
     if isinstance(parsed, Path):
-        return parsed
+        return _in_directory(parsed, quant)
+    if parsed.quant is None:
+        parsed = replace(parsed, quant=quant)
     cache = RepositoryCache(cache_dir or cache_directory(environment), parsed.repository)
     if offline is None:
         offline = is_offline(environment)
     if offline:
         return _cached(
-            cache, parsed, HubUnreachable(f"{parsed.repository} is not in the cache and the node is offline")
+            cache,
+            parsed,
+            objection,
+            HubUnreachable(f"{parsed.repository} is not in the cache and the node is offline"),
         )
     transport = transport_to_hub(environment, endpoint=endpoint, token=token)
     pool = ThreadPoolExecutor(_NUM_DOWNLOADS_AT_ONCE, thread_name_prefix="hub")
@@ -63,8 +74,10 @@ def resolve(
         try:
             [listing] = _finished([pool.submit(fetch_listing, transport, parsed)], transport, cancelled)
         except HubError as error:
-            return _cached(cache, parsed, error)
-        selection = select(parsed.repository, listing.files, parsed.quant)
+            return _cached(cache, parsed, objection, error)
+        selection = select(parsed.repository, listing.files, parsed.quant, objection=objection)
+        if missing := missing_parts(selection):
+            raise NotOnHub(f"{parsed.repository} lacks {missing[0]}, a part of the model; choose another quantisation")
         _download(pool, transport, cache, parsed, listing, selection, progress, cancelled)
         cache.remember(parsed.revision, listing.commit)
     except OSError as error:
@@ -172,14 +185,22 @@ def _check_disk(cache: RepositoryCache, files: Sequence[RemoteFile]) -> None:
         )
 
 
-def _cached(cache: RepositoryCache, source: HubSource, reason: HubError) -> Path:
+def _in_directory(path: Path, quant: str | None) -> Path:
+    """The GGUF file in a directory that is quantised as `quant`; the path itself where there is none."""
+    if quant is None or not path.is_dir():
+        return path
+    found = gguf_of((entry.name for entry in path.iterdir()), quant)
+    return path if found is None else path / found
+
+
+def _cached(cache: RepositoryCache, source: HubSource, objection: Objection, reason: HubError) -> Path:
     """The model in the cache. Raises `reason` where the cache has no complete one."""
     commit = cache.commit_of(source.revision)
     if commit is None:
         raise reason
     snapshot = cache.snapshot(commit)
     try:
-        selection = select(source.repository, cache.paths_in(commit), source.quant)
+        selection = select(source.repository, cache.paths_in(commit), source.quant, objection=objection)
         missing = missing_parts(selection) if selection.entry else _missing_shards(snapshot, selection)
     except CheckpointError:
         raise reason from None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,8 +14,17 @@ from cortex.neuron.weights.errors import NotOnHub
 SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _COMPANION: Final = re.compile(r"[^/]+\.(?:json|jinja)|merges\.txt|tokenizer\.model")
 _GGUF_PART: Final = re.compile(r"(?P<stem>.*?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.gguf", re.IGNORECASE)
-_BARE_BITS: Final = re.compile(r"(?:INT)?(\d)(?:[_-]?BITS?)?")
-_QUANT: Final = re.compile(r"(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)+|TQ\d_\d|MXFP4(?:_MOE)?|BF16|F16|F32)", re.IGNORECASE)
+_QUANT: Final = re.compile(
+    r"(?<![A-Z0-9])(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|FP?16|FP?32)(?![A-Z0-9])", re.IGNORECASE
+)
+_BARE_BITS: Final = re.compile(r"(?:Q|INT)?(\d)(?:BITS?)?")
+_OF_BITS: Final = ("Q{}", "Q{}KM", "Q{}KS", "Q{}KL", "Q{}KXL", "Q{}K", "Q{}0", "Q{}1", "IQ{}XS", "IQ{}NL")
+"""What bits alone mean, the recommended kind first."""
+_MIXTURES: Final = ("", "M", "S", "L", "XL")
+"""What `Q4_K` and other names mean, after which files name the size of a mixture of formats."""
+
+Objection = Callable[[str], str | None]
+"""A quantisation → why dense weights cannot be quantised so at load; None: they can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +35,26 @@ class Selection:
     entry: str | None
 
 
-def select(repository: str, paths: Iterable[str], quant: str | None) -> Selection:
-    """Select from `paths`. `quant` selects one of the GGUF models; dense weights are quantised as they are loaded.
+def select(
+    repository: str,
+    paths: Iterable[str],
+    quant: str | None,
+    *,
+    objection: Objection = lambda _: None,
+) -> Selection:
+    """Select from `paths`. With `quant`, a GGUF model of it, in any spelling; where there is none, the dense weights,
+    which are quantised as they are loaded.
 
     Raises NotOnHub with the alternatives.
     """
     paths = sorted(paths)
     models = _gguf_models(paths)
     weights = _safetensors(paths)
-    if quant is not None and (models or not weights):
-        return _gguf_selection(models[_label_for(repository, models, quant)])
+    if quant is not None:
+        label = _label_for(models, quant)
+        if label is not None:
+            return _gguf_selection(models[label])
+        _reject_unless_quantised_at_load(repository, models, weights, quant, objection)
     if weights:
         companions = [path for path in paths if _COMPANION.fullmatch(path)]
         return Selection((*companions, *weights), entry=None)
@@ -43,6 +63,13 @@ def select(repository: str, paths: Iterable[str], quant: str | None) -> Selectio
     if models:
         raise NotOnHub(f"{repository} holds several GGUF models; name one, such as {repository}:{_suggested(models)}")
     raise NotOnHub(f"{repository} has neither safetensors nor GGUF weights; choose a repository that has")
+
+
+def gguf_of(paths: Iterable[str], quant: str) -> str | None:
+    """The GGUF file among `paths` whose name says that it is quantised as `quant`, in any spelling."""
+    models = _gguf_models(sorted(paths))
+    label = _label_for(models, quant)
+    return None if label is None else models[label][0]
 
 
 def variants(paths: Iterable[str]) -> dict[str | None, Selection]:
@@ -78,37 +105,61 @@ def _safetensors(paths: list[str]) -> list[str]:
 
 
 def _gguf_models(paths: list[str]) -> dict[str, list[str]]:
-    """The paths of each GGUF model, by its quantisation, or by its name where that has none."""
-    models: dict[str, list[str]] = {}
+    """The paths of each GGUF model, by its quantisation, or by its name where that has none or others have the same."""
+    parts: dict[str, list[str]] = {}
     for path in paths:
         match = _GGUF_PART.fullmatch(path)
-        if match is None or "mmproj" in path.lower() or "imatrix" in path.lower():
-            continue
-        labels = _QUANT.findall(match["stem"])
-        models.setdefault(labels[-1].upper() if labels else match["stem"], []).append(path)
-    return models
+        if match is not None and "mmproj" not in path.lower() and "imatrix" not in path.lower():
+            parts.setdefault(match["stem"], []).append(path)
+    labels = {stem: labels[-1].upper() if (labels := _QUANT.findall(stem)) else stem for stem in parts}
+    shared = Counter(labels.values())
+    return {label if shared[label] == 1 else stem: parts[stem] for stem, label in labels.items()}
 
 
 def _gguf_selection(paths: list[str]) -> Selection:
     return Selection(tuple(paths), entry=paths[0])
 
 
-def _label_for(repository: str, models: dict[str, list[str]], quant: str) -> str:
-    wanted = quant.upper()
+def _label_for(models: dict[str, list[str]], quant: str) -> str | None:
+    """The model that is quantised as `quant`: of that very name, else the first of those that the spelling can mean."""
     for label, paths in models.items():
-        if wanted in (label.upper(), label.upper().removeprefix("UD-")) or quant in paths:
+        if quant in (label, *paths):
             return label
-    if match := _BARE_BITS.fullmatch(wanted):  # `int8`, `8bit` and `8` are Q8
-        wanted = f"Q{match[1]}"
-    spelled = {re.sub(r"[^A-Z0-9]", "", label.upper()): label for label in models}
-    for ending in ("", "KM", "KS", "K", "0"):  # `q6k` is Q6_K, and `q4` the recommended kind of four bits
-        found = spelled.get(re.sub(r"[^A-Z0-9]", "", wanted) + ending)
-        if found is not None:
-            return found
-    if not models:
+    wanted = _plain(quant)
+    names = [wanted + mixture for mixture in _MIXTURES]
+    if match := _BARE_BITS.fullmatch(wanted):
+        names = [name.format(match[1]) for name in _OF_BITS]
+    spelled = {_plain(label): label for label in reversed(models)}
+    return next((spelled[name] for name in names if name in spelled), None)
+
+
+def _plain(label: str) -> str:
+    """A spelling without case, signs and what does not change the format: `UD-Q4_K_XL` is `Q4KXL`, `fp16` `F16`."""
+    plain = re.sub(r"[^A-Z0-9]", "", label.strip().upper().removeprefix("UD-"))
+    return re.sub(r"FP(16|32)", r"F\1", plain)
+
+
+def _reject_unless_quantised_at_load(
+    repository: str,
+    models: dict[str, list[str]],
+    weights: list[str],
+    quant: str,
+    objection: Objection,
+) -> None:
+    """Raises NotOnHub unless there are dense weights to quantise, and no GGUF model that could be meant instead."""
+    is_ambiguous = any(gguf_of([path], quant) for paths in models.values() for path in paths)
+    problem = objection(quant) if weights else None
+    if weights and problem is None and not is_ambiguous:
+        return
+    if not models and not weights:
         raise NotOnHub(f"{repository} has no weights, so no {quant}; choose a repository that has")
-    near = min(models, key=lambda label: (abs(_bits(label) - _bits(wanted)), -_similarity(label, wanted)))
-    raise NotOnHub(f"{repository} has no {quant}; the nearest is {repository}:{near} (there are {', '.join(models)})")
+    reason = f"{repository} has no {quant}" if problem is None else f"{repository} has no {quant}, and {problem}"
+    if is_ambiguous:
+        reason = f"{repository} has several models in {quant}"
+    if models:
+        near = min(models, key=lambda label: (abs(_bits(label) - _bits(quant)), -_similarity(label, quant.upper())))
+        reason += f"; the nearest is {repository}:{near} (there are {', '.join(models)})"
+    raise NotOnHub(reason)
 
 
 def _bits(label: str) -> int:

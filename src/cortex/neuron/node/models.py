@@ -1,0 +1,136 @@
+"""The models of a node: one controller for each that was used, their status, and what they hold of the memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from cortex.neuron.engine.memory.host import read_host_memory
+from cortex.neuron.engine.request import EngineStats
+from cortex.neuron.node.controller import ModelController
+from cortex.neuron.node.loading.library import KnownModel, Library
+from cortex.neuron.node.loading.loader import ModelLoader
+from cortex.neuron.node.loading.model_files import ModelFiles
+from cortex.neuron.node.memory_ceilings import Holding, equal_parts
+from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, sleep_budget_bytes
+from cortex.neuron.node.status import describe_model
+from cortex.neuron.node.texts import Texts
+from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.wire.errors import CortexError
+from cortex.wire.node import Device, ModelState, ModelStatus
+
+
+class Models:
+    """Belongs to the daemon's loop."""
+
+    def __init__(
+        self,
+        library: Library,
+        loader: ModelLoader,
+        files: ModelFiles,
+        texts: Texts,
+        on_changed: Callable[[str], None],
+        policy: BackoffPolicy,
+        *,
+        devices: tuple[Device, ...],
+        sleep_mb: int | None,
+    ) -> None:
+        """`on_changed`: called with the id of a model whose status has changed."""
+        self._library = library
+        self._loader = loader
+        self._files = files
+        self._texts = texts
+        self._on_changed = on_changed
+        self._policy = policy
+        self._controllers: dict[str, ModelController] = {}
+        self._sleep_budget = SleepBudget(
+            lambda held_bytes: sleep_budget_bytes(sleep_mb, devices, read_host_memory(), held_bytes),
+            self._sleeping,
+            lambda model_id: self._controllers[model_id].unload_if_asleep(),
+        )
+
+    def controller(self, model_id: str) -> ModelController:
+        """Raises ModelNotFound."""
+        if model_id not in self._controllers:
+            self._controllers[model_id] = ModelController(
+                self._library.find(model_id), self._loader, self._sleep_budget, self._on_changed, self._policy
+            )
+        return self._controllers[model_id]
+
+    def options(self, model_id: str) -> KnownModel:
+        """The model with the options of its latest or next load. Raises ModelNotFound."""
+        known = self._library.find(model_id)
+        controller = self._controllers.get(model_id)
+        return controller.model if controller is not None else known
+
+    def statuses(self) -> tuple[ModelStatus, ...]:
+        return tuple(self.status(model.id) for model in self._library)
+
+    def status(self, model_id: str) -> ModelStatus:
+        """Raises ModelNotFound."""
+        model = self.options(model_id)
+        survey = self._loader.surveys.get(model_id)
+        return describe_model(
+            model,
+            self._controllers.get(model_id),
+            survey,
+            self._loader.footprint(model, survey.facts) if survey is not None else None,
+            self._loader.stage_layers(model, survey.facts) if survey is not None else (),
+            self._texts.num_jobs(model_id),
+            self._files.disk_bytes(model),
+        )
+
+    def engine_stats(self) -> dict[str, EngineStats]:
+        """The engines' counters by model id, as of their latest reports; models in memory only."""
+        return {
+            model_id: controller.instance.stats
+            for model_id, controller in self._controllers.items()
+            if controller.instance is not None
+        }
+
+    def in_memory(self) -> list[str]:
+        return [model_id for model_id in self._controllers if self.is_in_memory(model_id)]
+
+    def is_in_memory(self, model_id: str) -> bool:
+        """Whether the model is loaded or asleep, or about to be."""
+        controller = self._controllers.get(model_id)
+        return controller is not None and controller.life.state not in (ModelState.COLD, ModelState.FAILED)
+
+    def holdings(self) -> list[Holding]:
+        """What the models hold of the devices. A sleeping one may hold a part still."""
+        found = []
+        for controller in self._controllers.values():
+            if (instance := controller.instance) is None:
+                continue
+            indices, resident = instance.host.device_indices, instance.resident
+            held = resident.device_bytes(len(indices))
+            if controller.life.state is ModelState.ASLEEP:
+                held = equal_parts(resident.process_bytes, len(indices))
+            found.append(Holding(controller.model_id, indices, held))
+        return found
+
+    def _sleeping(self) -> list[SleepingModel]:
+        return [
+            SleepingModel(model_id, host_bytes, controller.instance.idle_s, controller.life.state is ModelState.ASLEEP)
+            for model_id, controller in self._controllers.items()
+            if controller.instance is not None and (host_bytes := controller.instance.host_bytes)
+        ]
+
+    async def close(self, reason: CortexError, drain_s: float) -> None:
+        """Ends queued requests at once, and running ones after `drain_s`. The workers must be ended next."""
+        instances = [each.instance for each in self._controllers.values() if each.instance is not None]
+        for instance in instances:
+            instance.close_admission(reason)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await asyncio.gather(*(instance.drained() for instance in instances))
+        for instance in instances:
+            instance.host.stop_reloads()
+            instance.end(reason)
+        for controller in self._controllers.values():
+            controller.close()
+
+    async def closed(self) -> None:
+        """Returns when nothing is in progress."""
+        await asyncio.gather(*(controller.closed() for controller in self._controllers.values()))

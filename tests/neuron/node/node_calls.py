@@ -1,0 +1,53 @@
+"""What tests ask of a node, and how they wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import faulty_engine
+
+from cortex.neuron.engine.memory.host import anonymous_bytes
+from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.node.generation import Generation
+from cortex.neuron.node.node import Node
+from cortex.wire.node import LoadRequest, ModelStatus
+
+WAIT_S = 60.0
+"""Upper bound of a wait; only reached on failure."""
+
+
+def request(request_id: str = "r", token: int = faulty_engine.PLAIN, max_tokens: int = 5) -> EngineRequest:
+    return EngineRequest(id=request_id, prompt=(token,), max_tokens=max_tokens)
+
+
+async def tokens_of(generation: Generation) -> list[int]:
+    return [token async for batch in generation for output in batch for token in output.tokens]
+
+
+async def load(
+    node: Node, model_id: str = "m", *, source: str | None = None, devices: tuple[int, ...] = ()
+) -> ModelStatus:
+    return await node.load(LoadRequest(model_id=model_id, source=source, devices=devices), wait=True)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def has_worker(node: Node) -> bool:
+    """On its first device."""
+    return node.devices.supervisors[0].process_id is not None
+
+
+def worker_of(node: Node, device: int = 0) -> int:
+    """The process of a device, which must exist."""
+    process_id = node.devices.supervisors[device].process_id
+    assert process_id is not None
+    return process_id
+
+
+def worker_bytes(node: Node) -> int:
+    return anonymous_bytes(worker_of(node))

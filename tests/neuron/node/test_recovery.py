@@ -1,0 +1,85 @@
+"""A node whose workers are lost."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import faulty_engine
+import faulty_models
+import pytest
+from faulty_models import models, running_node, write_model
+
+from cortex.neuron.text.model import TextModel
+from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.wire.errors import (
+    Recovering,
+)
+from cortex.wire.node import ModelState
+
+from .node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_of
+
+
+async def test_recovers_each_time_its_worker_is_killed_mid_stream(tmp_path: Path) -> None:
+    async with running_node(tmp_path, models(tmp_path, m={})) as node:
+        await load(node)
+        for _ in range(6):
+            stream = node.submit("m", request("long", max_tokens=10**6))
+            await anext(stream)
+            os.kill(worker_of(node), signal.SIGKILL)
+            with pytest.raises(Recovering):
+                await tokens_of(stream)
+            with pytest.raises(Recovering):
+                node.submit("m", request())
+            await load(node)
+            assert await tokens_of(node.submit("m", request("short"))) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("token", [faulty_engine.DEVICE_FAULT, faulty_engine.HANG, faulty_engine.SEGFAULT])
+async def test_device_fault_ends_streams_with_a_retryable_error_and_the_models_recover(
+    tmp_path: Path, token: int
+) -> None:
+    timeouts = WorkerTimeouts(step_s=3.0)
+    async with running_node(tmp_path, models(tmp_path, m={}, other={}), timeouts=timeouts) as node:
+        await load(node)
+        await load(node, "other")
+        innocent = node.submit("other", request("innocent", max_tokens=10**6))
+        await anext(innocent)
+        with pytest.raises(Recovering):
+            await tokens_of(node.submit("m", request("fatal", token)))
+        with pytest.raises(Recovering):
+            await tokens_of(innocent)
+        assert node.model("m").state is ModelState.RECOVERING
+        await asyncio.gather(load(node), load(node, "other"))
+        assert await tokens_of(node.submit("m", request())) == [1, 2, 3, 4, 5]
+
+
+async def test_model_fails_after_repeated_faults(tmp_path: Path) -> None:
+    async with running_node(tmp_path, models(tmp_path, m={})) as node:
+        await load(node)
+        write_model(tmp_path / "m", load="fault")
+        os.kill(worker_of(node), signal.SIGKILL)
+        await until(lambda: node.model("m").state is ModelState.RECOVERING)
+        await until(lambda: node.model("m").state is ModelState.FAILED)
+        assert "gave up after" in (node.model("m").reason or "")
+        write_model(tmp_path / "m")
+        assert (await load(node)).state is ModelState.READY
+
+
+async def test_recovers_when_the_worker_is_lost_after_the_weights_and_before_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer_ready = asyncio.Event()
+
+    class SlowText(faulty_models.PlainText):
+        async def read(self) -> TextModel:
+            await tokenizer_ready.wait()
+            return await super().read()
+
+    async with running_node(tmp_path, models(tmp_path, m={}), open_text=SlowText) as node:
+        loading = asyncio.create_task(load(node, "m"))
+        await until(lambda: (p := node.model("m").progress) is not None and p.stage == "read")
+        await asyncio.sleep(0.2)  # by now the worker has loaded it
+        os.kill(worker_of(node), signal.SIGKILL)
+        await until(lambda: not has_worker(node))
+        tokenizer_ready.set()
+        assert (await asyncio.wait_for(loading, WAIT_S)).state is ModelState.READY
+        assert await asyncio.wait_for(tokens_of(node.submit("m", request())), WAIT_S) == [1, 2, 3, 4, 5]

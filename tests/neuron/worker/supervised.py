@@ -1,0 +1,55 @@
+"""A supervisor with real worker processes, whose engine fails on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import faulty_engine
+
+from cortex.neuron.engine.memory.host import anonymous_bytes
+from cortex.neuron.engine.request import EngineRequest, LoadSpec
+from cortex.neuron.worker.factory import WorkerFactory
+from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.neuron.worker.protocol import DeviceAddress
+from cortex.neuron.worker.supervisor import WorkerSupervisor
+
+CPU = DeviceAddress("cpu", 0)
+SHORT_TIMEOUTS = WorkerTimeouts(step_s=3.0, load_s=3.0)
+"""For workers that hang. A busy machine does not stop a healthy one for so long."""
+
+
+def request(request_id: str, token: int = faulty_engine.PLAIN, max_tokens: int = 5) -> EngineRequest:
+    return EngineRequest(id=request_id, prompt=(token,), max_tokens=max_tokens)
+
+
+def model(tmp_path: Path, name: str = "model", **behaviour: Any) -> LoadSpec:
+    """How it behaves: see `faulty_engine`."""
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "faulty.json").write_text(json.dumps(behaviour))
+    return LoadSpec(path=str(folder))
+
+
+@contextlib.asynccontextmanager
+async def supervised(timeouts: WorkerTimeouts | None = None) -> AsyncIterator[WorkerSupervisor]:
+    worker_factory = WorkerFactory("faulty_engine:load")
+    supervisor = WorkerSupervisor(CPU, worker_factory, timeouts=timeouts)
+    try:
+        yield supervisor
+    finally:
+        await supervisor.close()
+        await worker_factory.close()
+
+
+def worker_of(supervisor: WorkerSupervisor) -> int:
+    """The id of its worker process, which must exist."""
+    assert supervisor.process_id is not None
+    return supervisor.process_id
+
+
+def worker_bytes(supervisor: WorkerSupervisor) -> int:
+    return anonymous_bytes(worker_of(supervisor))

@@ -37,7 +37,7 @@ _REMEDIES: dict[int | str, str] = {
     503: "try again in a moment",
     "model_in_use": "see `cortex ps`",
     "hub_unavailable": "try again once the node reaches it",
-    "source_not_found": "check the name; a repository with access control needs HF_TOKEN on the node",
+    "source_not_found": "check the name, the revision and the quantisation",
     "disk_full": "delete models with `cortex rm`, or choose another node with --node",
     "operator_only": "set CORTEX_API_KEY to a key made with `cortex keys add NAME --operator`",
 }

@@ -113,7 +113,7 @@ class Library:
 
     def adopt(self, request: LoadRequest) -> KnownModel:
         """The model with the options of a load request, and the configured ones where the request has none. A new id
-        is kept with its source; the other options hold for this load alone.
+        is kept with its source; the other options hold for this load alone (but see `remember_quant`).
 
         Raises ModelNotFound for an id that is neither known, nor a hub id, nor an existing path. Raises LoadFailed for
         a path outside the model roots, whether or not it exists.
@@ -157,6 +157,13 @@ class Library:
             memory_bytes=smallest(known.memory_bytes, max_bytes),
         )
         return _with_own_quant(adopted)
+
+    def remember_quant(self, model_id: str, quant: str | None) -> None:
+        """Take `quant` for later loads that name none, unless the model is configured: `owner/name` that was pulled as
+        Q4_K_M is loaded as that."""
+        known = self._models.get(model_id)
+        if known is not None and model_id not in self._configured:
+            self._models[model_id] = replace(known, quant=quant)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone. A configured model stays: it can be downloaded again."""

@@ -78,7 +78,7 @@ def _exchange(part: Tensor, out: Tensor, buffers: Tensor, rank: int, *, gathers:
     )
 
 
-@jit(do_not_specialize=["rank", "size", "columns"])
+@jit(do_not_specialize=["rank", "columns"])
 def _exchange_kernel(
     part,
     out,
@@ -100,7 +100,8 @@ def _exchange_kernel(
     element = program * BLOCK + index
     inside = element < size
     number = part.dtype.element_ty
-    tl.store((own + chunk).to(tl.pointer_type(number)) + index, tl.load(part + element, mask=inside), mask=inside)
+    # The chunk of a buffer is always there as a whole, so only `part` and `out` need the mask.
+    tl.store(_aligned(own + chunk, number) + index, tl.load(part + element, mask=inside, other=0))
     tl.debug_barrier()  # the whole chunk is written before its flag
     lane = tl.arange(0, LANES)
     sender = tl.where(lane < RANKS, lane, rank)  # spare lanes repeat what this rank tells itself
@@ -111,24 +112,38 @@ def _exchange_kernel(
     tl.store(turn_at, turn)
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(RANKS):
-        theirs = (tl.load(buffers + peer) + chunk).to(tl.pointer_type(number)) + index
+        theirs = tl.load(_aligned(tl.load(buffers + peer) + chunk, number) + index)
         if GATHERS:
             place = element // columns * (RANKS * columns) + peer * columns + element % columns
-            tl.store(out + place, tl.load(theirs, mask=inside), mask=inside)
+            tl.store(out + place, theirs, mask=inside)
         else:
-            total += tl.load(theirs, mask=inside, other=0.0).to(tl.float32)
+            total += theirs.to(tl.float32)
     if not GATHERS:
         tl.store(out + element, total.to(number), mask=inside)
 
 
 @jit
+def _aligned(address, number):
+    return tl.multiple_of(address.to(tl.pointer_type(number)), 16)
+
+
+@jit
 def _raise_flag(address, turn):
-    """Everything that this program wrote before is visible to a rank that sees the flag."""
+    """Everything that this program wrote before is visible to a rank that sees the flag. One warp has all lanes."""
     if _INTERPRETED:
         tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), turn, sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
-            "{ st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2; }",
+            """
+            {
+            .reg .u32 thread;
+            .reg .pred is_first;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 is_first, thread, 32;
+            @is_first st.release.sys.global.u32 [$1], $2;
+            mov.u32 $0, $2;
+            }
+            """,
             "=r,l,r",
             [address, turn],
             dtype=tl.int32,
@@ -139,7 +154,7 @@ def _raise_flag(address, turn):
 
 @jit
 def _await_flag(address, turn):
-    """Compares differences, because the count wraps around."""
+    """The first warp waits, and the others for it, at the next barrier. Compares differences: the count wraps around."""
     if _INTERPRETED:
         flag = address.to(tl.pointer_type(tl.int32))
         while tl.min(tl.atomic_add(flag, 0 * turn, sem="acquire", scope="sys") - turn, 0) < 0:
@@ -149,12 +164,16 @@ def _await_flag(address, turn):
             """
             {
             .reg .u32 ahead;
-            .reg .pred is_behind;
+            .reg .pred is_other, is_behind;
+            mov.u32 ahead, %tid.x;
+            setp.ge.u32 is_other, ahead, 32;
+            @is_other bra done;
             again:
             ld.acquire.sys.global.u32 ahead, [$1];
             sub.u32 ahead, ahead, $2;
             setp.lt.s32 is_behind, ahead, 0;
             @is_behind bra again;
+            done:
             mov.u32 $0, ahead;
             }
             """,

@@ -21,7 +21,7 @@ from cortex.neuron.kernels.peer_exchange import MAX_BYTES, MAX_RANKS
 from cortex.neuron.layers.parallel import UNLIMITED_BYTES
 
 from ...rank_threads import RankThreads, run, tokens_of
-from ...tiny_llama import write_tiny_llama
+from ...small_llama import write_small_llama
 
 MAX_ROWS = 3
 
@@ -61,7 +61,7 @@ class _Replay:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"))
+    return write_small_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

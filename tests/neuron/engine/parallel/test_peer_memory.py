@@ -23,7 +23,7 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, Samp
 from cortex.neuron.kernels.peer_exchange import BUFFER_BYTES, MAX_BYTES, peer_sum_reference
 
 from ...rank_threads import run, tokens_of
-from ...tiny_llama import write_tiny_llama
+from ...small_llama import write_small_llama
 
 pytestmark = pytest.mark.gpu
 
@@ -166,7 +166,7 @@ def serve(rank: int, directory: str, plans: Any, path: str) -> tuple[int, list[d
 
 
 def test_divided_model_replays_graphs_with_its_messages(tmp_path: Path) -> None:
-    path = write_tiny_llama(tmp_path)
+    path = write_small_llama(tmp_path)
     (tmp_path / "ranks").mkdir()
     (leading, answers), (following, _) = Ranks(serve, tmp_path / "ranks", str(path)).results()
     assert leading == following == 3  # sizes 1, 2 and 4

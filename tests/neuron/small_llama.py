@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 HIDDEN, INNER, VOCAB, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS = 256, 512, 512, 2, 4, 2
 
 
-def write_tiny_llama(folder: Path) -> Path:
+def write_small_llama(folder: Path) -> Path:
     config = {
         "model_type": "llama",
         "hidden_size": HIDDEN,

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 import pytest
+from click.testing import CliRunner
 
+from cortex.cli.cortex import cortex
 from cortex.cli.failures import ExitCode
+from cortex.cli.neuron import neuron
 
 from .canned_responses import MODELS, delta, sse
 
@@ -118,13 +122,77 @@ def test_short_options_name_the_gateway_and_the_configuration(
     invoke: Invoke, gateway: CannedGateway, tmp_path: Path
 ) -> None:
     elsewhere = {"CORTEX_URL": "http://127.0.0.1:9"}
-    assert invoke("status", "-e", gateway.url, env=elsewhere).code is not ExitCode.UNREACHABLE
+    gateway.responses["GET", "/v1/models"] = MODELS
+    assert invoke("models", "-e", gateway.url, env=elsewhere).code is ExitCode.OK
     assert invoke("serve", "-c", str(tmp_path / "absent.toml")).code is ExitCode.CONFIG
 
 
-def test_every_command_has_a_short_help(invoke: Invoke) -> None:
-    from cortex.cli.cortex import cortex
-
-    for name, command in cortex.commands.items():
+@pytest.mark.parametrize("group", [cortex, neuron], ids=["cortex", "neuron"])
+def test_every_command_has_a_short_help(group: click.Group) -> None:
+    for name, command in group.commands.items():
         assert command.help, f"{name} has no help"
         assert not command.get_short_help_str(60).endswith("..."), f"the first line of {name}'s help is too long"
+
+
+@pytest.mark.parametrize("group", [cortex, neuron], ids=["cortex", "neuron"])
+def test_help_fits_80_columns(group: click.Group) -> None:
+    for arguments in ([], *([name] for name in group.commands)):
+        shown = CliRunner().invoke(group, [*arguments, "-h"], terminal_width=80).output
+        assert max(map(len, shown.splitlines())) <= 80, shown
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:99999", "http://127.0.0.1:x", "http://[::1", "ftp://host", "http://"]
+)
+def test_address_that_is_none_is_a_usage_error(invoke: Invoke, url: str) -> None:
+    outcome = invoke("status", "--url", url)
+    assert outcome.code is ExitCode.USAGE
+    assert f"{url} is not a gateway address" in outcome.error
+
+
+@pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
+def test_gateway_may_be_behind_a_path(gateway: CannedGateway, invoke: Invoke, suffix: str) -> None:
+    gateway.responses["GET", "/llm/v1/models"] = MODELS
+    assert "fast → small" in invoke("models", "--url", f"{gateway.url}/llm{suffix}").stdout
+
+
+def test_other_server_is_reported_as_such(gateway: CannedGateway, invoke: Invoke) -> None:
+    outcome = invoke("status")
+    assert outcome.code is ExitCode.UNREACHABLE
+    assert "check --url" in outcome.error
+
+
+def test_plain_http_under_https_names_the_cause(gateway: CannedGateway, invoke: Invoke) -> None:
+    outcome = invoke("status", "--url", gateway.url.replace("http:", "https:"))
+    assert outcome.code is ExitCode.UNREACHABLE
+    assert "write http://" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "shown"),
+    [
+        (
+            404,
+            "model_not_found",
+            "There is no model `x`: GET /v1/models lists what there is.",
+            "There is no model `x`; ",
+        ),
+        (400, "invalid_value", "There is no node x; the fleet has local.", "There is no node x; the fleet has local"),
+        (429, "insufficient_quota", "The key has 2 tokens; wait.", "The key has 2 tokens; wait"),
+    ],
+)
+def test_rejection_has_one_remedy(
+    gateway: CannedGateway, invoke: Invoke, status: int, code: str, message: str, shown: str
+) -> None:
+    gateway.responses["POST", "/fleet/models/x/load"] = (status, {"error": {"message": message, "code": code}})
+    error = invoke("load", "x").error
+    assert error.startswith(shown)
+    assert error.count(";") == 1
+
+
+def test_unknown_job_is_not_found(gateway: CannedGateway, invoke: Invoke) -> None:
+    missing = {"error": {"message": "There is no job x; GET /fleet/jobs lists the latest.", "code": "route_not_found"}}
+    gateway.responses["DELETE", "/fleet/jobs/x"] = (404, missing)
+    outcome = invoke("jobs", "--cancel", "x")
+    assert outcome.code is ExitCode.NOT_FOUND
+    assert outcome.error == "There is no job x; list them with `cortex jobs`"

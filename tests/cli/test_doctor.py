@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from cortex.cli.client import DEFAULT_URL
 from cortex.cli.failures import ExitCode
 from cortex.cli.neuron import neuron
 
 if TYPE_CHECKING:
-    from .conftest import Invoke
+    from .conftest import CannedGateway, Invoke, Outcome
 
 
 def test_doctor_reports_an_invalid_config_as_a_problem(invoke: Invoke, tmp_path: Path) -> None:
@@ -115,3 +116,67 @@ def test_doctor_names_the_address_of_an_unreachable_node_once(invoke: Invoke, tm
     findings = json.loads(invoke("doctor", "--json", "--config", str(config)).stdout)
     (finding,) = [finding for finding in findings if finding["topic"] == "nodes"]
     assert finding["what"] == "beast: no response from http://127.0.0.1:9 (Connection refused)"
+
+
+def findings(outcome: Outcome | Result, topic: str) -> dict[str, str]:
+    """What `doctor --json` found about `topic`: text → verdict."""
+    return {each["what"]: each["verdict"] for each in json.loads(outcome.stdout) if each["topic"] == topic}
+
+
+def test_doctor_checks_nodes_that_are_found_by_dns(gateway: CannedGateway, invoke: Invoke, tmp_path: Path) -> None:
+    gateway.responses["GET", "/discovery"] = {"host": "h", "os": "Linux", "version": "0", "devices": []}
+    port = gateway.url.rpartition(":")[2]
+    (tmp_path / "cortex.toml").write_text(f'[discovery]\ndns = "localhost"\nport = {port}\n')
+    (tmp_path / "models.toml").write_text('[[models]]\nid = "m"\nonly_on = ["127.0.0.1"]\n')
+    outcome = invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml"))
+    assert "127.0.0.1: " in findings(outcome, "nodes")
+    assert any("localhost resolves to" in what and "127.0.0.1" in what for what in findings(outcome, "config"))
+    assert "problem" not in findings(outcome, "config").values()
+
+
+def test_doctor_reports_a_name_without_nodes(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "cortex.toml").write_text('[discovery]\ndns = "no-such-name.invalid"\n')
+    outcome = invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml"))
+    assert outcome.code is ExitCode.FAILED
+    assert any("no-such-name.invalid resolves to no node" in what for what in findings(outcome, "config"))
+
+
+def test_doctor_recognises_a_port_that_cortex_uses(gateway: CannedGateway, invoke: Invoke, tmp_path: Path) -> None:
+    gateway.responses["GET", "/health"] = {"status": "ok"}
+    address = gateway.url.removeprefix("http://")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        (tmp_path / "cortex.toml").write_text(f'[gateway]\nlisten = "{address}"\nmetrics_listen = "{taken}"\n')
+        found = findings(invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml")), "ports")
+    assert found[f"{address} is in use by cortex"] == "fine"
+    assert found[f"{taken}: Address already in use"] == "note"
+
+
+def test_doctor_does_not_send_to_neuron_for_a_foreign_server(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "cortex.toml").write_text('[[neurons]]\nname = "x"\nendpoint = "http://127.0.0.1:9"\nkind = "openai"\n')
+    shown = invoke("doctor", "--config", str(tmp_path / "cortex.toml")).stdout
+    assert "start it, or correct its endpoint" in shown
+
+
+def test_neuron_doctor_reports_what_would_keep_the_node_from_starting(tmp_path: Path) -> None:
+    config = tmp_path / "neuron.toml"
+    config.write_text(f'key_file = "neuron.key"\n[harness.torch]\nhf_cache = "{tmp_path}/models"\n')
+    result = CliRunner().invoke(neuron, ["doctor", "--json", "--config", str(config)], standalone_mode=False)
+    assert result.return_value == ExitCode.FAILED
+    assert any("cannot read key_file" in what for what in findings(result, "config"))
+    assert any(f"model cache {tmp_path}/models" in what for what in findings(result, "disk"))
+
+
+def test_neuron_doctor_notes_a_node_that_needs_a_key(tmp_path: Path) -> None:
+    config = tmp_path / "neuron.toml"
+    config.write_text("")
+    result = CliRunner().invoke(neuron, ["doctor", "--json", "--config", str(config)], standalone_mode=False)
+    assert result.return_value == ExitCode.OK
+    assert any("without a key" in what and verdict == "note" for what, verdict in findings(result, "config").items())
+
+
+def test_discover_divides_the_cpu_as_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "neuron.toml").write_text("cpu_devices = 2\n")
+    result = CliRunner().invoke(neuron, ["discover", "--json", "--config", str(tmp_path / "neuron.toml")])
+    assert [device["index"] for device in json.loads(result.stdout)["devices"]] == [0, 1]

@@ -123,12 +123,13 @@ def test_usage_shows_the_contents_of_the_ledger(invoke: Invoke, tmp_path: Path) 
 def test_keys_list_shows_expiry_and_what_is_left(invoke: Invoke, tmp_path: Path) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text("")
-    options = ("--balance-tokens", "1000", "--window-tokens", "500", "--expires", "2020-01-31")
+    options = ("--balance-tokens", "1000", "--window-tokens", "500", "--expires", "2099-01-31")
     made = json.loads(invoke("keys", "add", "anna", *options, "--config", str(config), "--json").stdout)
     store = open_store(str(tmp_path / "cortex-spend.db"))
     slot = Slot.at(time.time(), key_id=made["id"], key_name="anna", model="small", node="beast")
     store.exchange({slot: Counts(requests=2, usage=Usage(prompt_tokens=100, completion_tokens=34))}, {})
     store.close()
+    assert invoke("keys", "change", "anna", "--expires", "2020-01-31", "--config", str(config)).code is ExitCode.OK
     (listed,) = json.loads(invoke("keys", "list", "--config", str(config), "--json").stdout)
     assert (listed["balance_left_tokens"], listed["window_left_tokens"], listed["is_expired"]) == (866, 366, True)
     shown = invoke("keys", "list", "--config", str(config)).stdout
@@ -153,3 +154,11 @@ def test_key_is_changed_in_place(invoke: Invoke, tmp_path: Path) -> None:
     assert invoke("keys", "change", "anna", "--config", str(config)).code is ExitCode.USAGE
     assert invoke("keys", "change", "carl", *limits, "--config", str(config)).code is ExitCode.NOT_FOUND
     assert config.read_text() == before
+
+
+def test_key_that_has_expired_already_is_not_made(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text("")
+    outcome = invoke("keys", "add", "anna", "--expires", "2020-01-31", "--config", str(config))
+    assert (outcome.code, config.read_text()) == (ExitCode.USAGE, "")
+    assert "in the future" in outcome.error

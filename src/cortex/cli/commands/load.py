@@ -50,7 +50,7 @@ def pin(model: str, node: str | None, dry_run: bool, wait: bool, gateway: Gatewa
 
 @click.command(cls=Command)
 @click.argument("model")
-@node_option
+@click.option("--node", help="Only from this node; from all when absent.")
 @click.option("--force", is_flag=True, help="Cancel its running requests instead of waiting for them.")
 @click.option(
     "--sleep", is_flag=True, help="Keep the weights in host memory if there is room; it wakes faster than it loads."

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 from urllib.parse import quote
 
 import click
 from rich.text import Text
 
 from cortex.cli import fleet_view
-from cortex.cli.client import GatewayClient, gateway_options
-from cortex.cli.failures import Command
+from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
+from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.fleet_view import HeldModel
 from cortex.cli.job_view import JobView, parse
 from cortex.cli.load_view import describe
@@ -68,10 +69,7 @@ def _memory(model: HeldModel) -> str:
 @json_option
 def jobs(cancel: str | None, gateway: GatewayClient, as_json: bool) -> None:
     """List loads, unloads and downloads, or cancel one."""
-    if cancel is not None:
-        found = [gateway.delete(f"/fleet/jobs/{quote(cancel, safe='')}")]
-    else:
-        found = gateway.get("/fleet/jobs")["jobs"]
+    found = [_cancelled(gateway, cancel)] if cancel is not None else gateway.get("/fleet/jobs")["jobs"]
     if as_json:
         print_json(found)
         return
@@ -84,6 +82,15 @@ def jobs(cancel: str | None, gateway: GatewayClient, as_json: bool) -> None:
         age = duration(max(0.0, time.time() - job.started_at))
         rows.add_row(job.id, job.kind, job.model, ", ".join(job.nodes), _with_reason(job, what), age, job.by)
     console().print(rows)
+
+
+def _cancelled(gateway: GatewayClient, job_id: str) -> Any:
+    try:
+        return gateway.delete(f"/fleet/jobs/{quote(job_id, safe='')}")
+    except GatewayRejected as rejected:
+        if rejected.status != 404:
+            raise
+        raise CommandError(rejected.message, "list them with `cortex jobs`", ExitCode.NOT_FOUND) from rejected
 
 
 def _with_reason(job: JobView, what: str) -> str:

@@ -68,8 +68,9 @@ def up(
 
     Starts a gateway and a neuron as one supervised command.
 
-    \b
     MODEL is a hub id, a model directory or a GGUF file; without one, a small demo model is downloaded once.
+
+    \b
       cortex up
       cortex up Qwen/Qwen3-0.6B
       cortex up Qwen/Qwen3-8B-GGUF:Q4_K_M

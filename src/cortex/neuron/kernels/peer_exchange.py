@@ -154,7 +154,7 @@ def _raise_flag(address, turn):
 
 @jit
 def _await_flag(address, turn):
-    """The first warp waits, and the others for it, at the next barrier. Compares differences: the count wraps around."""
+    """The first warp waits, the others for it at the next barrier. Compares differences: the count wraps around."""
     if _INTERPRETED:
         flag = address.to(tl.pointer_type(tl.int32))
         while tl.min(tl.atomic_add(flag, 0 * turn, sem="acquire", scope="sys") - turn, 0) < 0:

@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help setup up test lint types suite kernels hostile clients distribution format bench docs locks clean
 
 help: ## Show this table of contents
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 10 | sed 's/^/  make /'
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
 
 setup: $(TESTABLE) ## Create .venv with cortex, the engine and the development tools
 

@@ -80,6 +80,14 @@ class ServerCertificate:
         return stamp(self._certificate), stamp(self._key)
 
 
+def own_context(certificate: Path) -> ssl.SSLContext:
+    """Accepts the certificate of our own gateway, whatever public name it is for. Raises SettingsError."""
+    context = client_context(certificate)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
 def client_context(ca_file: Path | None) -> ssl.SSLContext:
     """Verifies certificate and host name of a server: against `ca_file` alone if given, else against the system's
     authorities. Raises SettingsError."""

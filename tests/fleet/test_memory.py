@@ -76,6 +76,38 @@ def test_reservation_before_the_unload_ends_makes_the_balance_negative(model: Ma
     assert (device.balance_bytes, device.available_bytes) == (-16 * GIB, 0)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "stored", "requested", "is_known"),
+    [
+        (None, None, None, True),
+        ("q4", None, None, False),
+        ("q4", "q4_k", "q4", True),
+        ("Q4_K_M", "q4_k", None, True),
+        ("q4", "q4_k", None, True),
+        ("q4_k", "q8_0", None, False),
+        ("q8", "q4_k", "q4", False),
+    ],
+)
+def test_estimate_of_another_quantisation_is_not_taken_for_the_wanted_one(
+    model: Make,
+    node: Make,
+    fleet: Make,
+    spec: Make,
+    wanted: str | None,
+    stored: str | None,
+    requested: str | None,
+    is_known: bool,
+) -> None:
+    held = model("m", estimate=16, state=ModelState.COLD)
+    status = msgspec.structs.replace(held.status, quant=stored, requested_quant=requested)
+    host = node("n", [24], msgspec.structs.replace(held, status=status))
+    other = node("other", [24])
+    spec_ = msgspec.structs.replace(spec("m", None), quant=wanted)
+    snapshot = fleet(host, other, specs=[spec_])
+    expected = Need(takes_bytes=16 * GIB, least_bytes=16 * GIB) if is_known else None
+    assert [need_of(spec_, each, snapshot) for each in (host, other)] == [expected, expected]
+
+
 def test_measured_size_wins_over_estimates(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     plain, sized = spec("m", None), spec("m", 7)
     cold = node("n", [24], model("m", estimate=6, state=ModelState.COLD))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 from cortex.exits import ExitCode
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
 from cortex.gateway.ledger.keys import as_toml, generate
+from cortex.gateway.process import report_unhandled
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.wire.node import ModelState
@@ -74,8 +77,16 @@ async def test_taken_port_exits_with_one_line(spawn: SpawnGateway, tmp_path: Pat
     )
     _, errors = await process.communicate()
     assert process.returncode == ExitCode.NO_ROOM
-    assert f"cannot listen on 127.0.0.1:{first.port}" in errors.decode().splitlines()[-1]
+    assert f"cannot listen on 127.0.0.1:{first.port}: Address already in use" in errors.decode().splitlines()[-1]
     assert "Traceback" not in errors.decode()
+
+
+async def test_failed_lookup_of_a_cancelled_connection_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.get_running_loop()
+    for error in (socket.gaierror(-2, "Name or service not known"), ValueError("a bug")):
+        report_unhandled(loop, {"message": "never retrieved", "exception": error})
+    assert "a bug" in caplog.text
+    assert "Name or service" not in caplog.text
 
 
 async def test_invalid_configuration_exits_with_one_line(tmp_path: Path) -> None:

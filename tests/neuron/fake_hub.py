@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -17,7 +18,7 @@ COMMIT = "c0ffee" + "0" * 34
 
 @dataclass
 class FakeHub:
-    """Serves `files` of one repository. Each request for contents consumes one entry of `faults`."""
+    """Serves `files` of one repository, and `others`. Each request for contents consumes one entry of `faults`."""
 
     files: dict[str, bytes]
     repository: str = "org/model"
@@ -32,6 +33,7 @@ class FakeHub:
     ignores_ranges: bool = False
     redirect_to: str | None = None
     requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    others: list[FakeHub] = field(default_factory=list)
     endpoint: str = ""
     stalled: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
@@ -62,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
     def do_GET(self) -> None:
-        hub = self.hub
+        hub = next((other for other in self.hub.others if f"/{other.repository}/" in self.path), self.hub)
         self.path = self.path.removeprefix("http://hub.invalid")  # a proxy gets absolute URLs
         headers = {name.lower(): value for name, value in self.headers.items()}
         hub.requests.append((self.path, headers))
@@ -109,21 +111,22 @@ class _Handler(BaseHTTPRequestHandler):
             pass
 
 
-@pytest.fixture
-def start_hub() -> Iterator[Callable[..., FakeHub]]:
-    servers: list[tuple[ThreadingHTTPServer, FakeHub]] = []
-
-    def start(files: dict[str, bytes], **options: Any) -> FakeHub:
-        hub = FakeHub(files, **options)
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-        server.daemon_threads = True
-        hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        servers.append((server, hub))
-        return hub
-
-    yield start
-    for server, hub in servers:
+@contextmanager
+def served(hub: FakeHub) -> Iterator[FakeHub]:
+    """The hub at its endpoint, until the block ends."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        yield hub
+    finally:
         hub.release.set()
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture
+def start_hub() -> Iterator[Callable[..., FakeHub]]:
+    with ExitStack() as stack:
+        yield lambda files, **options: stack.enter_context(served(FakeHub(files, **options)))

@@ -227,6 +227,10 @@ def test_environment_takes_precedence_over_file() -> None:
             "unknown key gateway.listn in environment variable CORTEX_GATEWAY__LISTN: did you mean `listen`?",
         ),
         (
+            {"CORTEX_GATWAY__LISTEN": "x"},
+            "unknown key gatway in environment variable CORTEX_GATWAY__LISTEN: did you mean `gateway`?",
+        ),
+        (
             {"CORTEX_GATEWAY__WORKERS": "many"},
             "invalid value for gateway.workers in environment variable CORTEX_GATEWAY__WORKERS: "
             'expected whole number ≥ 1, got "many"',

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.client
+import re
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ _EXIT_CODES: dict[int | str, ExitCode] = {
     404: ExitCode.NOT_FOUND,
     507: ExitCode.NO_ROOM,
     "hub_unavailable": ExitCode.UNREACHABLE,
+    "route_not_found": ExitCode.UNREACHABLE,
     "upstream_unavailable": ExitCode.UNREACHABLE,
     "source_not_found": ExitCode.NOT_FOUND,
 }
@@ -37,11 +39,15 @@ _REMEDIES: dict[int | str, str] = {
     503: "try again in a moment",
     "model_in_use": "see `cortex ps`",
     "hub_unavailable": "try again once the node reaches it",
-    "source_not_found": "check the name; a repository with access control needs HF_TOKEN on the node",
+    "route_not_found": "check --url: it must be the API of a gateway",
+    "source_not_found": "check the name, the revision and the quantisation",
     "disk_full": "delete models with `cortex rm`, or choose another node with --node",
     "operator_only": "set CORTEX_API_KEY to a key made with `cortex keys add NAME --operator`",
 }
 """By the error code of the gateway, or by the HTTP status."""
+
+_ROUTE_ADVICE = re.compile(r"[:;] GET /\S+ lists [^;]*")
+"""What an error advises to programs; people get a command instead."""
 
 
 class GatewayUnreachable(CommandError):
@@ -60,9 +66,12 @@ class GatewayRejected(CommandError):
     """The gateway responded with an error; `code` is its error code."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
-        remedy = _REMEDIES.get(code) or _REMEDIES.get(status, "see `cortex status` and `cortex doctor`")
+        message = _ROUTE_ADVICE.sub("", message.rstrip("."))
+        remedy = _REMEDIES.get(code) or _REMEDIES.get(status)
+        if remedy is None:
+            message, _, remedy = message.partition("; ")
         exit_code = _EXIT_CODES.get(code) or _EXIT_CODES.get(status, ExitCode.FAILED)
-        super().__init__(message.rstrip("."), remedy, exit_code)
+        super().__init__(message, remedy or "see `cortex status` and `cortex doctor`", exit_code)
         self.status = status
         self.code = code
 
@@ -74,20 +83,25 @@ class GatewayClient:
         self, url: str, api_key: str | None, timeout_s: float = 30.0, *, tls: ssl.SSLContext | None = None
     ) -> None:
         """`tls` verifies the certificate of an https gateway; absent: against the authorities of the system."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            host, self._port = parts.hostname, parts.port
+        except ValueError:  # of the port, or of brackets
+            host = None
+        if host is None or parts.scheme not in ("http", "https"):
             raise CommandError(f"{url} is not a gateway address", f"write it like {DEFAULT_URL}", ExitCode.USAGE)
-        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._host = host
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = f"{parts.scheme}://{parts.netloc}{self._base}"
         self._is_secure = parts.scheme == "https"
         self._tls = tls
-        self._host, self._port = parts.hostname, parts.port
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
         self._api_key = api_key
 
-    def at(self, url: str) -> GatewayClient:
-        """Another gateway, with the same key."""
-        return GatewayClient(url, self._api_key, self._timeout_s, tls=self._tls)
+    def at(self, url: str, tls: ssl.SSLContext | None) -> GatewayClient:
+        """Another gateway, with the same key; `tls` counts where this one has none."""
+        return GatewayClient(url, self._api_key, self._timeout_s, tls=self._tls or tls)
 
     def get(self, path: str) -> Any:
         """The decoded JSON of `GET path`."""
@@ -128,7 +142,7 @@ class GatewayClient:
             content = None if body is None else msgspec.json.encode(body)
             headers = {**self._headers, **({"content-type": "application/json"} if content else {})}
             try:
-                connection.request(method, path, body=content, headers=headers)
+                connection.request(method, self._base + path, body=content, headers=headers)
                 response = connection.getresponse()
                 rejection = response.read() if response.status >= 400 else None
             except TimeoutError as error:
@@ -136,6 +150,10 @@ class GatewayClient:
             except ssl.SSLCertVerificationError as error:
                 remedy = "name the authority of its certificate with --ca-file or CORTEX_CA_FILE"
                 raise GatewayUnreachable(self.url, f"certificate: {error.verify_message}", remedy) from error
+            except ssl.SSLError as error:
+                is_plain = error.reason == "WRONG_VERSION_NUMBER"
+                advice = "write http:// if it has no certificate" if is_plain else None
+                raise GatewayUnreachable(self.url, f"TLS: {error.reason or error}", advice) from error
             except (OSError, http.client.HTTPException) as error:
                 raise GatewayUnreachable(self.url, getattr(error, "strerror", None) or str(error)) from error
             if rejection is not None:

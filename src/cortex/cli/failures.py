@@ -23,7 +23,7 @@ from cortex.settings import SettingsError
 VERBOSE_KEY = "cortex.verbose"
 
 
-EXIT_CODES_HELP = """\b
+EXIT_CODES_HELP = """
 Exit codes: 0 done, 1 failed, 2 invalid command line, 3 invalid configuration, 4 no response from gateway, node or
 network, 5 no such model or key, 6 key rejected, 7 no room (port, disk, memory), 130 interrupted.
 """

@@ -66,13 +66,15 @@ def key() -> None:
 
 
 @neuron.command()
+@config_option
 @json_option
-def discover(as_json: bool) -> None:
+def discover(config: Path | None, as_json: bool) -> None:
     """Show the devices that a neuron would use on this machine."""
     require_engine()
     from cortex.neuron.worker.discovery import discover as look
+    from cortex.neuron.worker.discovery import divided
 
-    inventory = look()
+    inventory = divided(look(), _load(config or file_here("neuron.toml"), {}).cpu_devices)
     if as_json:
         print_json(inventory)
         return
@@ -100,7 +102,10 @@ def discover(as_json: bool) -> None:
 @click.option("--devices", default="0,1", show_default=True, help="Two or more devices, as `discover` numbers them.")
 @json_option
 def tp_smoke_command(devices: str, as_json: bool) -> None:
-    """Measure the link between devices, and say whether a model should be divided among them."""
+    """Measure the link between devices.
+
+    Says whether a model should be divided among them.
+    """
     require_engine()
     try:
         indices = [int(part) for part in devices.split(",")]
@@ -123,22 +128,31 @@ def doctor(config: Path | None, as_json: bool) -> int:
 def _findings(path: Path | None) -> Iterator[Finding]:
     yield from checks.versions()
     yield from checks.engine()
+    from cortex.neuron.api.server import Front, KeyNeeded
+    from cortex.neuron.config import NeuronConfig
+    from cortex.neuron.node.loading.library import cache_directory
+
+    settings = NeuronConfig()
     try:
         settings = _load(path, {})
-    except SettingsError as error:
-        yield Finding("config", Severity.PROBLEM, error.message, "fix the configuration")
-    else:
         yield Finding(
             "config", Severity.FINE, str(path) if path else "no file given: defaults and NEURON_… variables apply"
         )
-        yield from checks.ports((settings.address,))
-        directory = path.parent if path else Path.cwd()
-        for peer in settings.peers:
-            ca_file = directory / peer.ca_file.expanduser() if peer.ca_file is not None else None
-            yield from checks.Endpoint("peers", peer.name, peer.endpoint, peer.key_env, ca_file).check("this neuron")
-    yield from checks.devices()
-    yield from checks.disk()
-    yield from checks.cache()
+        Front(settings, path, insecure=False)
+    except KeyNeeded as error:  # only a note: `serve` may get --insecure
+        what, _, remedy = error.message.rpartition(": ")
+        yield Finding("config", Severity.NOTE, what, remedy)
+    except SettingsError as error:
+        yield Finding("config", Severity.PROBLEM, error.message, "fix the configuration")
+    yield from checks.ports((settings.address,))
+    directory = path.parent if path else Path.cwd()
+    for peer in settings.peers:
+        ca_file = directory / peer.ca_file.expanduser() if peer.ca_file is not None else None
+        yield from checks.Endpoint("peers", peer.name, peer.endpoint, peer.key_env, ca_file).check("this neuron")
+    yield from checks.devices(settings.cpu_devices)
+    hub_cache = cache_directory(settings, os.environ)
+    yield from checks.disk(hub_cache)
+    yield from checks.cache(hub_cache)
 
 
 def _load(path: Path | None, overrides: dict[str, str]) -> NeuronConfig:

@@ -134,12 +134,14 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     A node that has read the model's files also reports a minimum; the operator's estimate has none.
     """
     held = node.residencies.get(spec.id)
+    if held is not None and not _is_sized_for(spec, held.status):
+        held = None
     candidates = (
         None if held is None else _whole(held.status, held.status.measured_bytes),
         fleet.measured.get((spec.id, spec.quant, spec.context)),
         spec.vram_bytes,
         None if held is None else _whole(held.status, held.status.estimate_bytes),
-        _estimate_elsewhere(spec.id, fleet),
+        _estimate_elsewhere(spec, fleet),
     )
     takes_bytes = next((candidate for candidate in candidates if candidate is not None), None)
     if takes_bytes is None:
@@ -172,9 +174,19 @@ def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
     return found
 
 
-def _estimate_elsewhere(model_id: str, fleet: Fleet) -> int | None:
+def _is_sized_for(spec: ModelSpec, status: ModelStatus) -> bool:
+    """Whether the sizes that a node reports are those of the quantisation that the catalogue wants. Before its first
+    load there, a node knows a model as its files are: of dense weights that will be quantised, the size is unknown."""
+    if spec.quant is None or status.measured_bytes is not None or status.requested_quant == spec.quant:
+        return True
+    wanted, stored = spec.quant.lower(), status.quant
+    return stored is not None and (wanted.startswith(stored) or stored.startswith(wanted))
+
+
+def _estimate_elsewhere(spec: ModelSpec, fleet: Fleet) -> int | None:
     """The largest size that any node reports for the model."""
-    others = [node.residencies[model_id] for node in fleet.nodes if model_id in node.residencies]
+    held = [node.residencies[spec.id] for node in fleet.nodes if spec.id in node.residencies]
+    others = [each for each in held if _is_sized_for(spec, each.status)]
     return max((known for held in others if (known := _whole(held.status, held.num_bytes)) is not None), default=None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from pathlib import Path
 
@@ -28,6 +29,6 @@ async def listen_on(server: Server, listen: Listen, key: str, tls: ssl.SSLContex
     try:
         return await server.listen(listen.host, listen.port, tls=tls)
     except OSError as problem:
-        raise CannotListen(
-            f"cannot listen on {listen}: {problem.strerror or problem}; stop what uses it, or set {key}"
-        ) from problem
+        number = problem.errno or 0
+        reason = os.strerror(number) if number > 0 else problem.strerror or problem  # negative: of a failed lookup
+        raise CannotListen(f"cannot listen on {listen}: {reason}; stop what uses it, or set {key}") from problem

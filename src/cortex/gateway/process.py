@@ -7,7 +7,9 @@ import gc
 import logging
 import os
 import signal
+import socket
 from pathlib import Path
+from typing import Any
 
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles, load_catalogue
@@ -28,6 +30,7 @@ async def serve(config: Config, path: Path | None = None) -> None:
     files = ConfigurationFiles(path, os.environ)
     gateway = Gateway(config, load_catalogue(config, path), files.directory, files)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(report_unhandled)
     stop, reload = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -37,7 +40,7 @@ async def serve(config: Config, path: Path | None = None) -> None:
     gc.collect()
     gc.freeze()
     scheme = "http" if config.gateway.tls_cert is None else "https"
-    log.info("cortex listens on %s://%s:%s, nodes: %d", scheme, host, port, len(config.neurons))
+    log.info("cortex listens on %s://%s:%s, nodes: %d", scheme, host, port, len(gateway.config.neurons))
     reloader = gateway.tasks.start("reload", lambda: _reload_when_needed(gateway, files, reload))
     try:
         await stop.wait()
@@ -46,6 +49,12 @@ async def serve(config: Config, path: Path | None = None) -> None:
         reloader.cancel()
         await reloader.ended()
         await gateway.close(gateway.config.gateway.drain_s)
+
+
+def report_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what no code handles, except failed lookups: uvloop goes on with one whose connection was cancelled."""
+    if not isinstance(context.get("exception"), socket.gaierror):
+        loop.default_exception_handler(context)
 
 
 async def _reload_when_needed(gateway: Gateway, files: ConfigurationFiles, requested: asyncio.Event) -> None:

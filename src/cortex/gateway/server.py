@@ -249,7 +249,7 @@ class Gateway:
         else:
             self._health.stale_reason = None
             self.metrics.config_reloads.labels("applied").inc()
-            log.info("configuration reloaded, nodes: %d", len(config.neurons))
+            log.info("configuration reloaded, nodes: %d", len(self.config.neurons))
 
     async def _reload_files(self) -> None:
         if self._files is not None:

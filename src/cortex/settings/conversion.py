@@ -37,6 +37,9 @@ class Source:
         for length in range(len(path), 0, -1):
             if variable := self.variables.get(path[:length]):
                 return f" in environment variable {variable}"
+        inside = (variable for key, variable in self.variables.items() if key[: len(path)] == path)
+        if path not in self.lines and (variable := next(inside, None)):
+            return f" in environment variable {variable}"
         line = line_of(path, self.lines)
         return ("" if self.file is None else f" in {self.file}") + ("" if line is None else f" line {line}")
 

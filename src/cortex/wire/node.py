@@ -161,6 +161,9 @@ class ModelStatus(NodeValue, frozen=True):
     harness: str = "torch"
     family: str | None = None
     quant: str | None = None
+    """The format of most of its weights; absent: they are dense, or its files are not known."""
+    requested_quant: str | None = None
+    """The `quant` for which the sizes hold; absent: its files as they are."""
     source: str | None = None
     estimate_bytes: int | None = None
     """Expected memory on an empty device: weights and planned KV cache. `measured_bytes` replaces it after a load."""

@@ -140,6 +140,12 @@ def test_rejects_an_address_of_another_machine() -> None:
         require_free_ports("192.0.2.1", Ports(5001, 5002, 5003))
 
 
+def test_rejects_a_host_name_without_an_address() -> None:
+    with pytest.raises(CommandError, match="not an address of this machine") as failure:
+        require_free_ports("no-such-name.invalid", Ports(5001, 5002, 5003))
+    assert failure.value.exit_code is ExitCode.USAGE
+
+
 def test_error_of_a_taken_port_names_its_option() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

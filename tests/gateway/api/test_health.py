@@ -43,7 +43,7 @@ async def test_ready_while_a_node_takes_requests_and_degraded_while_one_does_not
 async def test_gateway_without_nodes_is_not_ready(start_gateway: StartGateway) -> None:
     client = await start_gateway()
     status, body = await client.get("/ready")
-    assert (status, body["status"], body["reasons"]) == (503, "degraded", ["no node is configured"])
+    assert (status, body["status"], body["reasons"]) == (503, "degraded", ["no node is configured or found by DNS"])
 
 
 async def test_only_operators_see_why_a_node_is_down(neurons: StartNeuron, start_gateway: StartGateway) -> None:

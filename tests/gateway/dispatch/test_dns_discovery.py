@@ -76,6 +76,13 @@ async def test_nodes_stay_while_there_is_no_response(caplog: pytest.LogCaptureFi
     assert caplog.text.count("cannot resolve neurons.svc") == 1
 
 
+async def test_name_without_addresses_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    discovery = DNSDiscovery(Resolver())
+    for _ in range(3):
+        await discovery.refresh(SECTION)
+    assert caplog.text.count("neurons.svc has no addresses") == 1
+
+
 async def test_nodes_leave_when_the_name_is_removed_from_the_configuration() -> None:
     discovery = DNSDiscovery(Resolver("10.0.0.1"))
     await discovery.refresh(SECTION)

@@ -1,10 +1,14 @@
-"""The databases that stored responses may use."""
+"""The databases that stored responses may use, and a node that makes responses."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+
+from .responding_node import node
+
+__all__ = ["node"]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -1,9 +1,8 @@
-"""The Responses API with state, through a real gateway over a fake node that answers in that dialect."""
+"""The Responses API with state, through a real gateway: stored responses and references to them."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,93 +15,22 @@ from cortex.gateway.config import ResponsesSection
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.meter import OpenMeter
 from cortex.gateway.responses.api import StoredResponses
-from cortex.gateway.responses.background import LOST_AFTER_S, BackgroundRuns, current_body
-from cortex.gateway.responses.response_object import head_of
+from cortex.gateway.responses.background import BackgroundRuns
 from cortex.gateway.responses.store import ResponseStore
-from cortex.gateway.responses.tables import NewResponse, StoredResponse
+from cortex.gateway.responses.tables import NewResponse
 from cortex.http.request import Request
 from cortex.http.server.detached import DetachedExchange
 from cortex.parsing.parser import BodyParser
 from cortex.tasks import Supervisor
-from cortex.wire import openai_responses, usage_report
-from cortex.wire.events import AnyEvent, Finish, Start, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop, Usage
-from cortex.wire.node import ModelState
+from cortex.wire import openai_responses
+from cortex.wire.events import TextDelta
 from cortex.wire.openai_responses import kept
 
-from ..fake_neuron import GB, REPORTED, Client, FakeNeuron, begin_stream, until
+from ..fake_neuron import GB, FakeNeuron, begin_stream, until
+from .responding_node import CALL, create, events_of, found, send, stream_events
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartGateway, StartNeuron
-
-
-READY = {"sizes": {"a": GB}, "states": {"a": ModelState.READY}}
-CALL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
-
-
-def events_of(request: Any) -> list[AnyEvent]:
-    """What the fake model says: it calls a tool once, then tells how many messages it was sent."""
-    start = Start(id="x", model="a", created=1, prompt_tokens=7)
-    last = request.messages[-1]
-    finish = Finish(reason="stop", usage=Usage(prompt_tokens=7, completion_tokens=3))
-    if request.tools and last.role == "user":
-        call: list[AnyEvent] = [
-            ToolCallStart(call=0, id="call_1", name="weather"),
-            ToolCallDelta(call=0, arguments="{}"),
-            ToolCallStop(call=0),
-        ]
-        return [start, *call, msgspec.structs.replace(finish, reason="tool_calls")]
-    return [start, TextDelta(text=f"{len(request.messages)} "), TextDelta(text="messages"), finish]
-
-
-async def answer(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """A node's response: the real codec of the dialect."""
-    raw = msgspec.json.encode(body)
-    request = openai_responses.parse(raw)
-    id = "resp_" + "0" * 32
-    if stored := kept.from_header(http.headers.get(kept.HEADER, "")):
-        id, request = stored.id, stored.described(request)
-    events = events_of(request)
-    if not request.stream:
-        whole = openai_responses.fold(events, request, id=id, created=1, model="a")
-        headers = {usage_report.HEADER: usage_report.header_value(REPORTED)}
-        return web.Response(body=whole, content_type="application/json", headers=headers)
-    response = await begin_stream(http)
-    encoder = openai_responses.Encoder(request, id=id, created=1, model="a")
-    for event in events:
-        await response.write(encoder.encode(event))
-        if isinstance(event, Start):
-            await node.stream_gate.wait()
-    await response.write(usage_report.comment(REPORTED))
-    await response.write_eof()
-    return response
-
-
-@pytest.fixture
-async def node(neurons: StartNeuron) -> FakeNeuron:
-    return await neurons("beast", answer=answer, **READY)
-
-
-async def create(client: Client, _headers: dict[str, str] | None = None, **fields: Any) -> tuple[int, Any]:
-    return await client.post("/v1/responses", {"model": "a", "input": "hello", **fields}, **(_headers or {}))
-
-
-async def send(client: Client, method: str, path: str, **headers: str) -> tuple[int, Any]:
-    async with client.session.request(method, client.url + path, headers=headers) as response:
-        return response.status, msgspec.json.decode(await response.read())
-
-
-async def found(client: Client, path: str, status: str = "completed") -> dict[str, Any]:
-    """The response at `path`, once it is there and has the status."""
-    deadline = time.monotonic() + 20
-    while (got := await client.get(path))[0] != 200 or got[1]["status"] != status:
-        assert time.monotonic() < deadline, got
-        await asyncio.sleep(0.01)
-    response: dict[str, Any] = got[1]
-    return response
-
-
-def stream_events(text: bytes) -> list[dict[str, Any]]:
-    return [msgspec.json.decode(line[6:]) for line in text.split(b"\n") if line.startswith(b"data: ")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -287,93 +215,6 @@ async def test_counts_input_tokens_of_the_whole_conversation(node: FakeNeuron, s
     assert len(node.seen[-1].body["input"]) == 3
 
 
-async def test_background_responses_are_queued_run_and_complete(node: FakeNeuron, start_gateway: StartGateway) -> None:
-    client = await start_gateway(node)
-    node.stream_gate = asyncio.Event()
-    status, queued = await create(client, background=True)
-    assert (status, queued["status"], queued["background"], queued["output"]) == (200, "queued", True, [])
-    path = f"/v1/responses/{queued['id']}"
-    await found(client, path, "in_progress")
-    status, error = await create(client, previous_response_id=queued["id"])
-    assert (status, "wait until it has ended" in error["error"]["message"]) == (400, True)
-    node.stream_gate.set()
-    done = await found(client, path)
-    assert done["output"][0]["content"][0]["text"] == "1 messages"
-    assert done["usage"]["output_tokens"] == 3
-    await client.gateway.close()
-    again = await start_gateway(node)
-    assert await again.get(path) == (200, done)
-
-
-async def test_background_responses_can_be_cancelled(node: FakeNeuron, start_gateway: StartGateway) -> None:
-    client = await start_gateway(node)
-    node.stream_gate = asyncio.Event()
-    _, queued = await create(client, background=True)
-    await until(lambda: node.seen)
-    path = f"/v1/responses/{queued['id']}"
-    status, cancelled = await client.post(path + "/cancel")
-    assert (status, cancelled["status"]) == (200, "cancelled")
-    await until(lambda: node.seen[0].left_at is not None)
-    assert (await client.post(path + "/cancel"))[1]["status"] == "cancelled"
-    assert (await client.get(path))[1]["status"] == "cancelled"
-    _, foreground = await create(client, stream=False)
-    status, error = await client.post(f"/v1/responses/{foreground['id']}/cancel")
-    assert (status, "background" in error["error"]["message"]) == (400, True)
-
-
-async def test_a_background_stream_survives_its_client_and_can_be_resumed(
-    node: FakeNeuron, start_gateway: StartGateway
-) -> None:
-    client = await start_gateway(node)
-    node.stream_gate = asyncio.Event()
-    body = msgspec.json.encode({"model": "a", "input": "x", "stream": True, "background": True})
-    async with client.session.post(client.url + "/v1/responses", data=body) as response:
-        first = stream_events(await response.content.readuntil(b"\n\n"))[0]
-    node.stream_gate.set()
-    path = f"/v1/responses/{first['response']['id']}?stream=true&starting_after=0"
-    async with client.session.get(client.url + path) as response:
-        events = stream_events(await response.read())
-    assert [event["sequence_number"] for event in events] == list(range(1, len(events) + 1))
-    assert (events[0]["type"], events[-1]["type"]) == ("response.in_progress", "response.completed")
-
-
-async def test_background_requests_are_rejected_at_once_where_that_is_known(
-    node: FakeNeuron, start_gateway: StartGateway
-) -> None:
-    client = await start_gateway(node, responses=ResponsesSection(max_background=1))
-    assert (await create(client, background=True, temperature=-1))[0] == 400
-    assert (await create(client, background=True, model="unknown"))[0] == 404
-    node.stream_gate = asyncio.Event()
-    assert (await create(client, background=True))[0] == 200
-    assert (await create(client, background=True))[0] == 503
-
-
-async def test_bodies_of_background_responses_count_as_buffered_until_they_end(
-    node: FakeNeuron, start_gateway: StartGateway
-) -> None:
-    client = await start_gateway(node)
-    buffered = client.gateway.server.buffered
-    node.stream_gate = asyncio.Event()
-    _, queued = await create(client, background=True, input="x" * 100_000)
-    await until(lambda: 100_000 < buffered.num_bytes < 150_000)
-    buffered.max_bytes = buffered.num_bytes + 50_000
-    assert (await create(client, background=True, input="x" * 40_000))[0] == 503, "its body is there twice for a while"
-    node.stream_gate.set()
-    await found(client, f"/v1/responses/{queued['id']}")
-    await until(lambda: buffered.num_bytes == 0)
-
-
-async def test_a_background_response_whose_node_fails_has_failed(node: FakeNeuron, start_gateway: StartGateway) -> None:
-    async def broken(*_: Any) -> web.StreamResponse:
-        return web.json_response({"error": {"message": "out of luck", "code": "generation_failed"}}, status=500)
-
-    client = await start_gateway(node)
-    node.answer = broken
-    _, queued = await create(client, background=True)
-    failed = await found(client, f"/v1/responses/{queued['id']}", "failed")
-    assert failed["error"]["code"] == "generation_failed"
-
-
 async def test_serves_stored_responses_from_a_translated_server(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
@@ -392,41 +233,6 @@ async def test_other_methods_are_not_allowed(
 ) -> None:
     client = await start_gateway(node)
     assert (await send(client, method, path))[0] == 405
-
-
-async def test_gateways_on_one_database_share_responses_and_cancel_each_others_runs(
-    node: FakeNeuron, start_gateway: StartGateway, database: str
-) -> None:
-    """The second gateway reads, continues and cancels what the first one makes."""
-    section = ResponsesSection(database=database)
-    one, other = await start_gateway(node, responses=section), await start_gateway(node, responses=section)
-    _, made = await create(one)
-    assert await found(other, f"/v1/responses/{made['id']}") == made  # once the first one has written it
-    assert (await create(other, previous_response_id=made["id"]))[0] == 200
-    node.stream_gate = asyncio.Event()
-    _, queued = await create(one, background=True)
-    await until(lambda: len(node.seen) == 3)
-    path = f"/v1/responses/{queued['id']}"
-    assert (await other.get(path))[1]["status"] == "queued"
-    assert (await other.post(path + "/cancel"))[1]["status"] == "cancelled"
-    await until(lambda: node.seen[-1].left_at is not None)
-    assert (await one.get(path))[1]["status"] == "cancelled"
-
-
-async def test_a_background_response_of_a_gateway_that_is_gone_has_failed(
-    node: FakeNeuron, start_gateway: StartGateway
-) -> None:
-    client = await start_gateway(node)
-    stored = StoredResponse("resp_1", None, "in_progress", int(time.time()), "[]", '{"id":"resp_1","status":"queued"}')
-    assert head_of(current_body(stored, time.time())).status == "queued"
-    lost = msgspec.json.decode(current_body(stored, time.time() + LOST_AFTER_S + 1))
-    assert (lost["status"], lost["error"]["code"]) == ("failed", "server_error")
-    node.stream_gate = asyncio.Event()
-    _, queued = await create(client, background=True)
-    await client.gateway.close()
-    again = await start_gateway(node)
-    _, ended = await again.get(f"/v1/responses/{queued['id']}")
-    assert (ended["status"], ended["error"]["code"]) == ("failed", "shutting_down")
 
 
 def saying(text: str) -> Any:
@@ -473,15 +279,6 @@ async def test_reports_a_stream_whose_last_event_is_larger_than_an_entry_may_be(
         assert "max_entry_mb" in failed["error"]["message"]
     else:
         assert 'cortex_stored_responses_total{result="too_large"} 1.0' in client.metrics()
-
-
-async def test_background_requests_at_the_same_time_do_not_exceed_the_limit(
-    node: FakeNeuron, start_gateway: StartGateway
-) -> None:
-    client = await start_gateway(node, responses=ResponsesSection(max_background=1))
-    node.stream_gate = asyncio.Event()
-    results = await asyncio.gather(*(create(client, background=True) for _ in range(4)))
-    assert sorted(status for status, _ in results) == [200, 503, 503, 503]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -339,11 +339,14 @@ async def api(node: ScriptedNode, node_keys: NodeKeys, keepalive_s: float) -> As
     await runner.cleanup()
 
 
+Until = Callable[[Callable[[], object]], Awaitable[None]]
+
+
 @pytest.fixture
-def until() -> Callable[[Callable[[], bool]], Any]:
+def until() -> Until:
     """Waits for a condition; the timeout is only reached on failure."""
 
-    async def wait(condition: Callable[[], bool]) -> None:
+    async def wait(condition: Callable[[], object]) -> None:
         async with asyncio.timeout(30):
             while not condition():
                 await asyncio.sleep(0.005)
@@ -355,6 +358,9 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "org/tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
 
 
+ChatBody = Callable[..., dict[str, Any]]
+
+
 @pytest.fixture
-def chat_body() -> Callable[..., dict[str, Any]]:
+def chat_body() -> ChatBody:
     return chat

@@ -42,9 +42,9 @@ def has_worker(node: Node) -> bool:
     return node.devices.supervisors[0].process_id is not None
 
 
-def worker_of(node: Node) -> int:
-    """The process of its first device, which must exist."""
-    process_id = node.devices.supervisors[0].process_id
+def worker_of(node: Node, device: int = 0) -> int:
+    """The process of a device, which must exist."""
+    process_id = node.devices.supervisors[device].process_id
     assert process_id is not None
     return process_id
 

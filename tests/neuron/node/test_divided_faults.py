@@ -19,21 +19,13 @@ from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import ENGINE
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import Recovering
-from cortex.wire.node import LoadRequest, ModelState
+from cortex.wire.node import ModelState
+
+from .node_calls import load, worker_of
 
 FAULTS = [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)]
 """The place of a worker in its group, and what happens to it."""
 NUM_FAULTS = max(len(FAULTS), int(os.environ.get("CORTEX_GROUP_ROUNDS", "0")))
-
-
-def process_of(node: Node, device: int) -> int:
-    process_id = node.devices.supervisors[device].process_id
-    assert process_id is not None
-    return process_id
-
-
-async def load(node: Node, model_id: str) -> None:
-    assert (await node.load(LoadRequest(model_id=model_id), wait=True)).state is ModelState.READY
 
 
 async def recover_from_every_fault(node: Node, model_id: str, devices: tuple[int, ...]) -> None:
@@ -42,14 +34,14 @@ async def recover_from_every_fault(node: Node, model_id: str, devices: tuple[int
     for number, (place, fault) in enumerate(itertools.islice(itertools.cycle(FAULTS), NUM_FAULTS)):
         stream = node.submit(model_id, EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=400))
         await anext(stream)
-        group = [process_of(node, device) for device in devices]
+        group = [worker_of(node, device) for device in devices]
         os.kill(group[place], fault)
         with pytest.raises(Recovering):
             async for _ in stream:
                 pass
-        await load(node, model_id)
+        assert (await load(node, model_id)).state is ModelState.READY
         assert await generate(node, model_id, f"again {number}") == first
-        assert not set(group) & {process_of(node, device) for device in devices}
+        assert not set(group) & {worker_of(node, device) for device in devices}
 
 
 async def test_divided_models_recover_alone_from_faults_of_any_of_their_workers(tmp_path: Path) -> None:
@@ -68,11 +60,11 @@ async def test_divided_models_recover_alone_from_faults_of_any_of_their_workers(
         await load(node, "beside")
         beside = node.submit("beside", EngineRequest(id="beside", prompt=(1, 2, 3), max_tokens=4000))
         await anext(beside)
-        bystander = process_of(node, 4)
+        bystander = worker_of(node, 4)
         await asyncio.gather(
             recover_from_every_fault(node, "shares", (0, 1)), recover_from_every_fault(node, "stages", (2, 3))
         )
-        assert process_of(node, 4) == bystander
+        assert worker_of(node, 4) == bystander
         assert await anext(beside)
     finally:
         await node.close()

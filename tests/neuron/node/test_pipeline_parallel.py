@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from faulty_models import parts
 from tiny_llama import generate, write_llama
@@ -15,34 +16,30 @@ from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import ENGINE
 from cortex.wire.errors import LoadFailed
-from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node import ModelState, UnloadRequest
+
+from .node_calls import load
 
 
-async def start(tmp_path, num_devices, **models):
+async def start(tmp_path: Path, num_devices: int, *models: ModelEntry) -> Node:
     source = write_llama(tmp_path / "model", 1, num_layers=5)
-    entries = tuple(
-        ModelEntry(id=name, source=source, **{"context_tokens": 512, **each}) for name, each in models.items()
-    )
+    entries = tuple(msgspec.structs.replace(model, source=source, context_tokens=512) for model in models)
     config = NeuronConfig(
         models=entries, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0, cpu_devices=num_devices
     )
     return await Node.start(config, parts(engine=ENGINE, timeouts=None, policy=BackoffPolicy()))
 
 
-async def load(node, model_id):
-    return await node.load(LoadRequest(model_id=model_id), wait=True)
-
-
 async def test_stages_serve_sleep_wake_and_unload_beside_other_divisions(tmp_path: Path) -> None:
     node = await start(
         tmp_path,
         3,
-        whole={"devices": (1,)},
-        stages={"pipeline_parallel": 3},
-        shares={"tensor_parallel": 2, "devices": (1, 2)},
-        turned={"pipeline_parallel": 2, "devices": (0, 2)},
-        four={"pipeline_parallel": 4},
-        both={"pipeline_parallel": 2, "replicas": 2},
+        ModelEntry(id="whole", devices=(1,)),
+        ModelEntry(id="stages", pipeline_parallel=3),
+        ModelEntry(id="shares", tensor_parallel=2, devices=(1, 2)),
+        ModelEntry(id="turned", pipeline_parallel=2, devices=(0, 2)),
+        ModelEntry(id="four", pipeline_parallel=4),
+        ModelEntry(id="both", pipeline_parallel=2, replicas=2),
     )
     with pytest.raises(LoadFailed, match="asks for pipeline_parallel = 4, but may use 3 devices"):
         await load(node, "four")
@@ -70,7 +67,7 @@ async def test_stages_serve_sleep_wake_and_unload_beside_other_divisions(tmp_pat
 
 
 async def test_replicas_of_a_model_in_stages_serve_alike(tmp_path: Path) -> None:
-    node = await start(tmp_path, 4, both={"pipeline_parallel": 2, "replicas": 2})
+    node = await start(tmp_path, 4, ModelEntry(id="both", pipeline_parallel=2, replicas=2))
     status = await load(node, "both")
     assert (status.state, status.devices) == (ModelState.READY, (0, 1, 2, 3))
     assert status.stage_layers[:2] == status.stage_layers[2:]
@@ -80,7 +77,7 @@ async def test_replicas_of_a_model_in_stages_serve_alike(tmp_path: Path) -> None
 
 
 async def test_rejects_more_devices_than_layers_before_a_worker_starts(tmp_path: Path) -> None:
-    node = await start(tmp_path, 6, deep={"pipeline_parallel": 6})
+    node = await start(tmp_path, 6, ModelEntry(id="deep", pipeline_parallel=6))
     with pytest.raises(LoadFailed, match="deep has 5 layers, too few for pipeline_parallel = 6"):
         await load(node, "deep")
     assert all(supervisor.state == "none" for supervisor in node.devices.supervisors.values())

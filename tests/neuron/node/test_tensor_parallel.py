@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,16 @@ from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import ENGINE
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import LoadFailed
-from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node import ModelState, UnloadRequest
+
+from .node_calls import load, tokens_of
 
 ROUNDS = int(os.environ.get("CORTEX_GROUP_ROUNDS", "3"))
 """How often loads are repeated."""
 
 
 @pytest.fixture
-async def node(tmp_path: Path):
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
     """Three devices, and models on every two of them."""
     source = write_llama(tmp_path / "model", 1)
     models = (
@@ -45,11 +48,7 @@ async def node(tmp_path: Path):
     await node.close()
 
 
-async def load(node, model_id):
-    return await node.load(LoadRequest(model_id=model_id), wait=True)
-
-
-async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices(node) -> None:
+async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices(node: Node) -> None:
     assert node.discovery.max_devices_per_model == 3
     with pytest.raises(LoadFailed, match="may use 3 devices"):
         await load(node, "four")
@@ -75,7 +74,7 @@ async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices
         assert (await node.unload(UnloadRequest(model_id=name))).state is ModelState.COLD
 
 
-async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_deadlock(node) -> None:
+async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_deadlock(node: Node) -> None:
     """Worker 1 leads two busy models while it connects as the second rank of a third one, and follows two on its own
     devices that are loaded and used at once."""
     await asyncio.gather(load(node, "second"), load(node, "second twin"))
@@ -83,7 +82,7 @@ async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_dea
         node.submit(name, EngineRequest(id=name, prompt=(1, 2, 3), max_tokens=500))
         for name in ("second", "second twin")
     ]
-    readers = [asyncio.create_task(_read(stream)) for stream in streams]
+    readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
     for number in range(ROUNDS):
         await asyncio.gather(load(node, "divided"), load(node, "divided twin"))
         await asyncio.gather(
@@ -95,8 +94,3 @@ async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_dea
     for stream in streams:
         stream.cancel()
     await asyncio.gather(*readers)
-
-
-async def _read(stream) -> None:
-    async for _ in stream:
-        pass

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import http.client
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
 import socket
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,11 +28,12 @@ from cortex.cli.failures import CommandError
 from cortex.cli.output import size
 from cortex.cli.up.demo import SMOLLM2
 from cortex.cli.up.plan import reachable
-from cortex.gateway.config import Config, GatewaySection, load
+from cortex.gateway.config import Config, GatewaySection, NeuronSection, load
 from cortex.gateway.configuration_files import catalogue_path, load_catalogue
 from cortex.gateway.database import StoreError, driver_of, is_url
+from cortex.gateway.dispatch.dns_discovery import resolve_addresses, with_discovered
 from cortex.settings import Listen, SettingsError
-from cortex.tls import client_context
+from cortex.tls import client_context, own_context
 from cortex.wire.node import Discovery
 from cortex.wire.words import plural
 
@@ -83,6 +88,38 @@ def config(path: Path | None) -> Iterator[Finding]:
         yield Finding("config", Severity.PROBLEM, error.message, "fix the configuration")
 
 
+def discovery(path: Path | None) -> Iterator[Finding]:
+    """The nodes that are found by DNS."""
+    try:
+        settings = load(path, os.environ)
+    except SettingsError:
+        return  # reported by `config`
+    if (name := settings.discovery.dns) is None:
+        return
+    found, problem = _resolved(name)
+    if found:
+        yield Finding("config", Severity.FINE, f"{name} resolves to {', '.join(found)}")
+    else:
+        remedy = "correct discovery.dns, or start the nodes that it should name"
+        yield Finding("config", Severity.PROBLEM, f"{name} resolves to no node ({problem or 'no addresses'})", remedy)
+
+
+@functools.cache
+def _resolved(name: str) -> tuple[tuple[str, ...], str]:
+    """The addresses of `name`, and what went wrong. Cached, because a resolver that does not respond takes long."""
+    try:
+        return tuple(sorted(asyncio.run(resolve_addresses(name)))), ""
+    except OSError as error:
+        return (), error.strerror or str(error)
+
+
+def _nodes(settings: Config) -> tuple[NeuronSection, ...]:
+    """The nodes of the file and those that are found by DNS."""
+    section = settings.discovery
+    found = () if section.dns is None else _resolved(section.dns)[0]
+    return with_discovered(settings.neurons, found, section.port)
+
+
 def references(path: Path | None) -> Iterator[Finding]:
     """Names and addresses in the configuration that must fit each other."""
     try:
@@ -90,7 +127,7 @@ def references(path: Path | None) -> Iterator[Finding]:
         catalogue = load_catalogue(settings, path)
     except SettingsError:
         return  # reported by `config`
-    names = {section.name for section in settings.neurons}
+    names = {section.name for section in _nodes(settings)}
     for spec in catalogue.models:
         for key, wanted in (("pinned_on", spec.pinned_on), ("only_on", spec.only_on), ("nodes", spec.nodes)):
             for name in sorted(set(wanted) - names):
@@ -138,7 +175,8 @@ def database(path: Path | None) -> Iterator[Finding]:
         try:
             driver = driver_of(url)
         except StoreError as error:
-            yield Finding("database", Severity.PROBLEM, str(error), "correct ledger.database or responses.database")
+            what, _, remedy = str(error).rpartition(": ")
+            yield Finding("database", Severity.PROBLEM, what, remedy)
             continue
         try:
             driver.connect().close()
@@ -167,7 +205,7 @@ def nodes(path: Path | None) -> Iterator[Finding]:
     except SettingsError:
         return  # reported by `config`
     directory = path.parent if path else Path.cwd()
-    for section in settings.neurons:
+    for section in _nodes(settings):
         ca_file = settings.ca_file(section, directory)
         other = Endpoint("nodes", section.name, section.endpoint, settings.key_variable(section), ca_file, section.kind)
         yield from other.check("the gateway")
@@ -198,7 +236,8 @@ class Endpoint:
                 yield from self._discovered(msgspec.convert(client.get("/discovery"), Discovery))
         except GatewayUnreachable as error:
             what = f"no response from {self.url} ({error.reason})"
-            yield self._problem(what, "start it with `neuron serve`, or correct its endpoint")
+            start = "start it" if self.kind == "openai" else "start it with `neuron serve`"
+            yield self._problem(what, f"{start}, or correct its endpoint")
         except SettingsError as error:
             yield self._problem(error.message, "correct ca_file")
         except (CommandError, msgspec.ValidationError) as error:
@@ -219,13 +258,13 @@ class Endpoint:
             yield Finding(self.topic, Severity.NOTE, f"{self.name}: {discovery.driver_problem}", _driver_remedy())
 
 
-def devices() -> Iterator[Finding]:
+def devices(cpu_devices: int = 1) -> Iterator[Finding]:
     """The devices of this machine, as a neuron sees them."""
     if importlib.util.find_spec("pynvml") is None:
         return  # the engine is not installed; `engine` reports it
-    from cortex.neuron.worker.discovery import discover
+    from cortex.neuron.worker.discovery import discover, divided
 
-    inventory = discover()
+    inventory = divided(discover(), cpu_devices)
     for device in inventory.devices:
         reading = inventory.readings.get(device.index)
         free = f", {size(reading.free_bytes)} free" if reading else ""
@@ -248,6 +287,15 @@ def addresses(path: Path | None) -> tuple[Listen, ...]:
     return tuple(_reachable_address(listen) for listen in found if listen is not None)
 
 
+def own_certificate(path: Path) -> ssl.SSLContext | None:
+    """Accepts the certificate of the gateway that `path` configures; None for one without."""
+    try:
+        section = load(path, os.environ).gateway
+        return own_context(path.parent / section.tls_cert.expanduser()) if section.tls_cert is not None else None
+    except SettingsError:
+        return None  # reported by `config`
+
+
 def _reachable_address(listen: Listen) -> Listen:
     host = reachable(listen.host)
     return Listen(f"[{host}]:{listen.port}" if ":" in host else f"{host}:{listen.port}")
@@ -261,13 +309,29 @@ def ports(listens: tuple[Listen, ...]) -> Iterator[Finding]:
             socket.create_server((listen.host, listen.port), family=family).close()
             yield Finding("ports", Severity.FINE, f"{listen} is free")
         except OSError as error:
+            if _is_ours(listen):
+                yield Finding("ports", Severity.FINE, f"{listen} is in use by cortex")
+                continue
             remedy = "ignore this if cortex itself listens there; else stop that program or choose another port"
             yield Finding("ports", Severity.NOTE, f"{listen}: {os.strerror(error.errno or 0)}", remedy)
 
 
-def disk() -> Iterator[Finding]:
+def _is_ours(listen: Listen) -> bool:
+    """Whether a gateway, its metrics or a neuron responds there."""
+    for path, mark in (("/health", b'"status"'), ("/metrics", b"cortex_")):
+        with contextlib.closing(http.client.HTTPConnection(reachable(listen.host), listen.port, timeout=2)) as probe:
+            try:
+                probe.request("GET", path)
+                if mark in probe.getresponse().read(1 << 20):
+                    return True
+            except (OSError, http.client.HTTPException):
+                return False  # or TLS, whose certificate may be of any name
+    return False
+
+
+def disk(hub_cache: Path | None = None) -> Iterator[Finding]:
     """Free disk space in the model caches."""
-    folders = {"cortex cache": cache_directory(), "model cache": hub_cache_directory()}
+    folders = {"cortex cache": cache_directory(), "model cache": hub_cache or hub_cache_directory()}
     for name, folder in folders.items():
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free_bytes = shutil.disk_usage(existing).free
@@ -289,7 +353,7 @@ def hub_cache_directory() -> Path:
     return cache_directory(os.environ)
 
 
-def cache() -> Iterator[Finding]:
+def cache(hub_cache: Path | None = None) -> Iterator[Finding]:
     """Models that are already on disk."""
     demo = cache_directory() / "models" / SMOLLM2.file_name
     if not demo.exists():
@@ -298,7 +362,8 @@ def cache() -> Iterator[Finding]:
         yield Finding("cache", Severity.NOTE, f"{demo} is damaged", "the next `cortex up` downloads it again")
     else:
         yield Finding("cache", Severity.FINE, f"the demo model is in {demo.parent}")
-    models = sorted(folder.name.removeprefix("models--") for folder in hub_cache_directory().glob("models--*"))
+    folders = (hub_cache or hub_cache_directory()).glob("models--*")
+    models = sorted(folder.name.removeprefix("models--") for folder in folders)
     if models:
         names = ", ".join(name.replace("--", "/") for name in models[:5]) + (", …" if len(models) > 5 else "")
         yield Finding("cache", Severity.FINE, f"{plural(len(models), 'model')} from the hub: {names}")

@@ -33,11 +33,13 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
     """
     listens = checks.addresses(config)
     if config is not None and gateway.url == DEFAULT_URL:
-        gateway = gateway.at(f"http://{listens[0]}")
+        tls = checks.own_certificate(config)
+        gateway = gateway.at(f"{'http' if tls is None else 'https'}://{listens[0]}", tls)
     findings = [
         *checks.versions(),
         *checks.engine(),
         *checks.config(config),
+        *checks.discovery(config),
         *checks.references(config),
         *checks.database(config),
         *checks.gateway(gateway),

@@ -18,7 +18,7 @@ from cortex.cli.output import console, duration, json_option, print_json, table
 from cortex.gateway.config import Config, load
 from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.key_file import AmbiguousKey, KeyFile, KeyFileError, UnknownKey
-from cortex.gateway.ledger.keys import KeySection, as_toml, expiry_of, generate
+from cortex.gateway.ledger.keys import KeySection, as_toml, generate
 from cortex.gateway.ledger.limits import MINUTE_S, Spent
 from cortex.gateway.ledger.store import open_store
 
@@ -60,20 +60,18 @@ def add(
     if not name.strip():
         raise CommandError("a key needs a name", "name its owner: cortex keys add anna", ExitCode.USAGE)
     try:
-        if expires is not None:
-            expiry_of(expires)
+        made = generate(
+            name,
+            models=models,
+            requests_per_min=requests_per_min,
+            window_tokens=window_tokens,
+            window_s=window_s,
+            balance_tokens=balance_tokens,
+            operator=operator,
+            expires=expires,
+        )
     except ValueError as problem:
         raise click.BadParameter(str(problem), param_hint="--expires") from problem
-    made = generate(
-        name,
-        models=models,
-        requests_per_min=requests_per_min,
-        window_tokens=window_tokens,
-        window_s=window_s,
-        balance_tokens=balance_tokens,
-        operator=operator,
-        expires=expires,
-    )
     if config is not None:
         KeyFile(config).add(made.section)
     if as_json:

@@ -50,7 +50,7 @@ def pin(model: str, node: str | None, dry_run: bool, wait: bool, gateway: Gatewa
 
 @click.command(cls=Command)
 @click.argument("model")
-@node_option
+@click.option("--node", help="Only from this node; from all when absent.")
 @click.option("--force", is_flag=True, help="Cancel its running requests instead of waiting for them.")
 @click.option(
     "--sleep", is_flag=True, help="Keep the weights in host memory if there is room; it wakes faster than it loads."
@@ -148,7 +148,7 @@ def order(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """Give an order that is a job, and follow it unless told otherwise."""
+    """Give an order that is a job, and follow it if `wait`."""
     if dry_run:
         decision = gateway.post(model_path(model, action), _body(node=node, dry_run=True))
         if as_json:

@@ -8,7 +8,7 @@ import click
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command
-from cortex.cli.output import console, json_option, print_json, state, table
+from cortex.cli.output import console, json_option, print_json, size, state, table
 
 
 @click.command(cls=Command)
@@ -17,7 +17,8 @@ from cortex.cli.output import console, json_option, print_json, state, table
 def models(gateway: GatewayClient, as_json: bool) -> None:
     """List the models that clients can use.
 
-    Shows models and aliases with state, nodes (in parentheses: where it fits), context length and capabilities.
+    Shows models and aliases with state, nodes (in parentheses: where it fits), memory and quantisation, context length
+    and capabilities.
     """
     listed = gateway.get("/v1/models")["data"]
     if as_json:
@@ -26,9 +27,11 @@ def models(gateway: GatewayClient, as_json: bool) -> None:
     if not listed:
         console().print("no models yet: start one with `cortex up MODEL`, or list some in models.toml")
         return
-    rows = table("MODEL", "STATE", "WHERE", ">CONTEXT", "CAN")
+    rows = table("MODEL", "STATE", "WHERE", ">MEMORY", "QUANT", ">CONTEXT", "CAN")
     for entry in listed:
-        rows.add_row(_name(entry), state(_state(entry)), _places(entry), _context(entry), _abilities(entry))
+        memory, quants = _sizes(entry)
+        places, context = _places(entry), _context(entry)
+        rows.add_row(_name(entry), state(_state(entry)), places, memory, quants, context, _abilities(entry))
     console().print(rows)
 
 
@@ -49,6 +52,16 @@ def _places(entry: dict[str, Any]) -> str:
         return ", ".join(here)
     possible = entry.get("feasible_on", ())
     return f"({', '.join(possible)})" if possible else "fits nowhere"
+
+
+def _sizes(entry: dict[str, Any]) -> tuple[str, str]:
+    """The memory it takes, weights and KV cache, in each quantisation that a node has of it, and those."""
+    largest: dict[str, int] = {}
+    for each in entry.get("sizes", ()):
+        if each["bytes"]:
+            quant = each["quant"] or "dense"
+            largest[quant] = max(largest.get(quant, 0), each["bytes"])
+    return ", ".join(map(size, largest.values())), ", ".join(largest)
 
 
 def _context(entry: dict[str, Any]) -> str:

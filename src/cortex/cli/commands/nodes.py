@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 from urllib.parse import quote
 
 import click
 from rich.text import Text
 
 from cortex.cli import fleet_view
-from cortex.cli.client import GatewayClient, gateway_options
-from cortex.cli.failures import Command
-from cortex.cli.fleet_view import HeldModel
+from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
+from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.job_view import JobView, parse
-from cortex.cli.load_view import describe
+from cortex.cli.load_view import describe, memory_of
 from cortex.cli.output import console, duration, json_option, print_json, size, state, table
 from cortex.wire.node import ModelState
 
@@ -43,7 +43,7 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
             model.id,
             node.name if node.up else f"{node.name} (down)",
             state(describe(model)) if node.up else Text("unreachable", style="red"),
-            _memory(model),
+            memory_of(model),
             str(max(model.in_flight, model.load.running) or ""),
             f"{model.load.tokens_per_s:.0f}" if model.load.tokens_per_s else "",
             duration(model.idle_s) if model.idle_s >= 1 else "",
@@ -57,23 +57,13 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
     console().print(rows)
 
 
-def _memory(model: HeldModel) -> str:
-    if model.state is ModelState.ASLEEP:
-        return f"{size(model.host_bytes)} in RAM"
-    num_bytes = model.measured_bytes if model.measured_bytes is not None else model.estimate_bytes
-    return "" if num_bytes is None else size(num_bytes)
-
-
 @click.command(cls=Command)
 @click.option("--cancel", metavar="ID", help="Cancel this job.")
 @gateway_options
 @json_option
 def jobs(cancel: str | None, gateway: GatewayClient, as_json: bool) -> None:
     """List loads, unloads and downloads, or cancel one."""
-    if cancel is not None:
-        found = [gateway.delete(f"/fleet/jobs/{quote(cancel, safe='')}")]
-    else:
-        found = gateway.get("/fleet/jobs")["jobs"]
+    found = [_cancelled(gateway, cancel)] if cancel is not None else gateway.get("/fleet/jobs")["jobs"]
     if as_json:
         print_json(found)
         return
@@ -86,6 +76,15 @@ def jobs(cancel: str | None, gateway: GatewayClient, as_json: bool) -> None:
         age = duration(max(0.0, time.time() - job.started_at))
         rows.add_row(job.id, job.kind, job.model, ", ".join(job.nodes), _with_reason(job, what), age, job.by)
     console().print(rows)
+
+
+def _cancelled(gateway: GatewayClient, job_id: str) -> Any:
+    try:
+        return gateway.delete(f"/fleet/jobs/{quote(job_id, safe='')}")
+    except GatewayRejected as rejected:
+        if rejected.status != 404:
+            raise
+        raise CommandError(rejected.message, "list them with `cortex jobs`", ExitCode.NOT_FOUND) from rejected
 
 
 def _with_reason(job: JobView, what: str) -> str:

@@ -68,8 +68,9 @@ def up(
 
     Starts a gateway and a neuron as one supervised command.
 
-    \b
     MODEL is a hub id, a model directory or a GGUF file; without one, a small demo model is downloaded once.
+
+    \b
       cortex up
       cortex up Qwen/Qwen3-0.6B
       cortex up Qwen/Qwen3-8B-GGUF:Q4_K_M
@@ -148,8 +149,8 @@ def supervise(console: Console, plan: UpPlan) -> None:
 def fault_of(death: ChildDied) -> CommandError:
     """The error for a program that ended, with the last line of its log as the reason."""
     child = death.child
-    told = child.last_lines()
-    reason = told[0].removeprefix("cortex: ").removeprefix("neuron: ") if told else ending(child.process.returncode)
+    lines = child.last_lines()
+    reason = lines[0].removeprefix("cortex: ").removeprefix("neuron: ") if lines else ending(child.process.returncode)
     where = f"its log is {child.log}" if child.log else "its log is above"
     return CommandError(f"the {child.name} ended unexpectedly: {reason}", where)
 

@@ -31,6 +31,7 @@ def require_free_ports(host: str, ports: Ports) -> None:
     for address, port, option in wanted:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
+            socket.getaddrinfo(address, port, family)  # `create_server` gives its error another type
             socket.create_server((address, port), family=family).close()
         except PermissionError as error:
             raise CommandError(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import ssl
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -18,7 +16,7 @@ from cortex.cli.progress_view import ProgressView
 from cortex.cli.up.plan import UpPlan
 from cortex.cli.up.sources import ModelSource
 from cortex.cli.up.supervisor import ProcessSupervisor
-from cortex.tls import client_context
+from cortex.tls import own_context
 from cortex.wire.node import Health, ModelState, ModelStatus
 
 RESPONSE_TIMEOUT_S = 60.0
@@ -30,9 +28,10 @@ def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervi
 
     Raises `CommandError` when no model can be loaded or a program does not respond, `ChildDied` when a program ends.
     """
+    tls = own_context(plan.tls_cert) if plan.tls_cert is not None else None
     neuron, gateway = (
         GatewayClient(plan.neuron_url, plan.node_key, 2.0),
-        GatewayClient(plan.url, os.environ.get("CORTEX_API_KEY"), 2.0, tls=_own_certificate(plan.tls_cert)),
+        GatewayClient(plan.url, os.environ.get("CORTEX_API_KEY"), 2.0, tls=tls),
     )
     response_deadline = time.monotonic() + RESPONSE_TIMEOUT_S
     with ProgressView(console, [model.id for model in plan.models]) as view:
@@ -58,16 +57,6 @@ def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervi
     for status in failed:
         console.print(f"[yellow]{status.id} is not available:[/yellow] {reason_of(status)}")
     return True
-
-
-def _own_certificate(certificate: Path | None) -> ssl.SSLContext | None:
-    """Accepts the certificate of our own gateway, whatever public name it is for."""
-    if certificate is None:
-        return None
-    context = client_context(certificate)
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return context
 
 
 def statuses_of(neuron: GatewayClient, models: Sequence[ModelSource]) -> list[ModelStatus]:

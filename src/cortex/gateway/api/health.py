@@ -75,7 +75,7 @@ def _process_reasons(config: dict[str, str], failing: tuple[str, ...]) -> list[s
 
 def _node_reasons(nodes: tuple[Node, ...], *, for_operator: bool) -> list[str]:
     if not nodes:
-        return ["no node is configured"]
+        return ["no node is configured or found by DNS"]
     reasons = []
     for node in nodes:
         name = f"node {node.name}" if for_operator else "a node"

@@ -58,7 +58,9 @@ class DNSDiscovery:
                 )
             self._is_failing = True
             return
-        self._is_failing = False
+        if not found and not self._is_failing:
+            log.warning("discovery: %s has no addresses; correct discovery.dns if it should have", section.dns)
+        self._is_failing = not found
         misses = {address: count + 1 for address, count in self._misses.items() if count + 1 < MAX_MISSES}
         self._misses = misses | dict.fromkeys(found, 0)
 
@@ -66,10 +68,17 @@ class DNSDiscovery:
         """The configured nodes and the discovered ones. A configured node is not listed twice."""
         if self._section.dns is None:
             return configured
-        names, endpoints = {node.name for node in configured}, {node.endpoint for node in configured}
-        discovered = (_node(address, self._section.port) for address in sorted(self._misses))
-        new = (node for node in discovered if node.name not in names and node.endpoint not in endpoints)
-        return (*configured, *new)
+        return with_discovered(configured, self._misses, self._section.port)
+
+
+def with_discovered(
+    configured: tuple[NeuronSection, ...], addresses: Collection[str], port: int
+) -> tuple[NeuronSection, ...]:
+    """The configured nodes and those at `addresses`. A configured node is not listed twice."""
+    names, endpoints = {node.name for node in configured}, {node.endpoint for node in configured}
+    discovered = (_node(address, port) for address in sorted(addresses))
+    new = (node for node in discovered if node.name not in names and node.endpoint not in endpoints)
+    return (*configured, *new)
 
 
 def _node(address: str, port: int) -> NeuronSection:

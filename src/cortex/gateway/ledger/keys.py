@@ -96,7 +96,9 @@ def generate(
     operator: bool = False,
     expires: str | None = None,
 ) -> NewKey:
-    """A new key for `name`."""
+    """A new key for `name`. Raises ValueError, also when it has expired already."""
+    if expires is not None and expiry_of(expires) <= time.time():
+        raise ValueError(f"expires must be in the future, got `{expires}`")
     key_id = _random_text(_ID_LENGTH)
     text = f"{PREFIX}-{key_id}-{_random_text(_SECRET_LENGTH)}"
     section = KeySection(

@@ -54,7 +54,9 @@ def read_keys(config: NeuronConfig, directory: Path) -> tuple[str, ...]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8 text"
-        raise SettingsError(f"cannot read key_file {path}: {reason}") from problem
+        raise SettingsError(
+            f"cannot read key_file {path}: {reason}; make one with `neuron key`, readable for the node's user"
+        ) from problem
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise SettingsError(f"key_file {path} has no key: write one with `neuron key > {path}`")

@@ -40,6 +40,10 @@ class CannotListen(Exception):
     """The address cannot be bound; the message says what to do."""
 
 
+class KeyNeeded(SettingsError):
+    """Others could use the node without a key; the message says what to do."""
+
+
 def bind(address: Listen) -> socket.socket:
     """A listening socket. Raises `CannotListen`."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -76,7 +80,7 @@ class Front:
         if self.keys.required or config.address.is_loopback:
             return
         if not insecure:
-            raise SettingsError(
+            raise KeyNeeded(
                 f"the node would listen on {config.address} without a key, and anybody who can reach it could load and"
                 f" use models: set `key_file` (`neuron key` makes a key), or listen on 127.0.0.1:{config.address.port},"
                 " or start it with --insecure"

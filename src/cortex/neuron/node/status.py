@@ -65,6 +65,7 @@ def describe_model(
         harness=model.harness,
         family=facts.family if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,
+        requested_quant=survey.requested_quant if survey is not None else model.quant,
         source=model.source,
         estimate_bytes=footprint.expected_bytes if footprint is not None else None,
         least_bytes=footprint.least_bytes if footprint is not None else None,

@@ -20,7 +20,7 @@ from cortex.ipc.channel import ChannelError
 from cortex.ipc.child import attach_to_parent, die_with_parent
 from cortex.ipc.packets import PacketSocket
 from cortex.neuron.worker import worker
-from cortex.neuron.worker.executor import resolve_loader
+from cortex.neuron.worker.device_models import resolve_loader
 from cortex.neuron.worker.faults import explain
 from cortex.neuron.worker.protocol import DeviceAddress, Exited, Fork, Forked, ForkServerCommand, Kill, Warm
 

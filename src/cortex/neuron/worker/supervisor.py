@@ -16,40 +16,13 @@ from typing import Literal
 
 from cortex.ipc.channel import Unsendable
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
+from cortex.neuron.worker import protocol
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident, SleepRejected
 from cortex.neuron.worker.process import WorkerLost, WorkerProcess, WorkerTimeouts
-from cortex.neuron.worker.protocol import (
-    Cancel,
-    CancelLoad,
-    Command,
-    DeviceAddress,
-    Event,
-    Hello,
-    Load,
-    Loaded,
-    LoadProgress,
-    Memory,
-    MemoryReading,
-    ModelBroken,
-    ModelLoadFailed,
-    Outputs,
-    QueryMemory,
-    Reply,
-    Report,
-    RequestFailed,
-    Sleep,
-    SleepFailed,
-    Slept,
-    Submit,
-    Unload,
-    Unloaded,
-    Wake,
-    WakeFailed,
-    Woken,
-)
+from cortex.neuron.worker.protocol import Command, DeviceAddress, Event, MemoryReading, Reply
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +81,7 @@ class WorkerSupervisor:
         worker = await self._ensure_worker()
         handle = next(self._numbers)
         try:
-            reply = worker.call(handle, Load(handle, spec))
+            reply = worker.call(handle, protocol.Load(handle, spec))
         except Unsendable as error:
             raise LoadRejected(FaultKind.REQUEST, f"the load cannot be sent to the engine: {error}") from error
         self._models[handle] = _Model(sink)
@@ -117,26 +90,26 @@ class WorkerSupervisor:
         except asyncio.CancelledError:
             await self._cancel_load(worker, handle, reply)
             raise
-        if not isinstance(loaded, Loaded):
-            assert isinstance(loaded, ModelLoadFailed)
+        if not isinstance(loaded, protocol.Loaded):
+            assert isinstance(loaded, protocol.ModelLoadFailed)
             raise LoadRejected(loaded.kind, loaded.message, cancelled=loaded.cancelled)
         return _resident(loaded)
 
     async def _cancel_load(self, worker: WorkerProcess, handle: int, reply: asyncio.Future[Reply]) -> None:
-        worker.send(CancelLoad(handle))
+        worker.send(protocol.CancelLoad(handle))
         await asyncio.wait({reply}, timeout=self._timeouts.unload_s)
         if not reply.done():
             worker.kill(f"a cancelled load did not stop within {self._timeouts.unload_s:.0f} s")
             await asyncio.wait({reply})
-        if reply.exception() is None and isinstance(loaded := reply.result(), Loaded):
+        if reply.exception() is None and isinstance(loaded := reply.result(), protocol.Loaded):
             await self.unload(_resident(loaded))  # it finished just before
 
     async def unload(self, resident: Resident) -> Reclaimed:
         """Frees a model and waits, with a timeout, until its memory is free. Never fails: if the memory does not come
         back and the worker has no other models, the worker is replaced."""
         try:
-            unloaded = await self._call(resident.handle, Unload(resident.handle))
-            assert isinstance(unloaded, Unloaded)
+            unloaded = await self._call(resident.handle, protocol.Unload(resident.handle))
+            assert isinstance(unloaded, protocol.Unloaded)
             reclaimed = await self._await_memory(resident, resident.process_bytes, unloaded)
         except WorkerLost:
             return Reclaimed(resident.process_bytes, resident.process_bytes)
@@ -152,9 +125,9 @@ class WorkerSupervisor:
 
         Raises SleepRejected, also when the memory does not come back, or WorkerLost.
         """
-        slept = await self._call(resident.handle, Sleep(resident.handle))
-        if not isinstance(slept, Slept):
-            assert isinstance(slept, SleepFailed)
+        slept = await self._call(resident.handle, protocol.Sleep(resident.handle))
+        if not isinstance(slept, protocol.Slept):
+            assert isinstance(slept, protocol.SleepFailed)
             raise SleepRejected(slept.message)
         # On a CPU the weights stay in the memory that is measured.
         kept_bytes = slept.host_bytes if self.device.kind == "cpu" else 0
@@ -169,9 +142,9 @@ class WorkerSupervisor:
 
         Raises LoadRejected (it is still asleep), Damaged (it was closed) or WorkerLost.
         """
-        woken = await self._call(resident.handle, Wake(resident.handle))
-        if not isinstance(woken, Woken):
-            assert isinstance(woken, WakeFailed)
+        woken = await self._call(resident.handle, protocol.Wake(resident.handle))
+        if not isinstance(woken, protocol.Woken):
+            assert isinstance(woken, protocol.WakeFailed)
             raise Damaged(woken.message) if woken.damaged else LoadRejected(woken.kind, woken.message)
         process_bytes = resident.process_bytes + max(0, woken.after.process_bytes - woken.before.process_bytes)
         measured_bytes = max(process_bytes, resident.info.weight_bytes + resident.info.kv_bytes)
@@ -180,11 +153,13 @@ class WorkerSupervisor:
     async def memory(self) -> MemoryReading:
         """The worker's view of the device's memory, measured between two steps. Raises WorkerLost."""
         query = next(self._numbers)
-        reply = await self._call(query, QueryMemory(query))
-        assert isinstance(reply, Memory)
+        reply = await self._call(query, protocol.QueryMemory(query))
+        assert isinstance(reply, protocol.Memory)
         return reply.memory
 
-    async def _await_memory(self, resident: Resident, expected_bytes: int, freed: Unloaded | Slept) -> Reclaimed:
+    async def _await_memory(
+        self, resident: Resident, expected_bytes: int, freed: protocol.Unloaded | protocol.Slept
+    ) -> Reclaimed:
         deadline_s = _now_s() + self._timeouts.reclaim_s
         memory = freed.after
         while True:
@@ -196,9 +171,11 @@ class WorkerSupervisor:
             await asyncio.sleep(RECLAIM_INTERVAL_S)
             memory = await self.memory()
 
-    async def _call(self, number: int, command: Unload | Sleep | Wake | QueryMemory) -> Reply:
+    async def _call(
+        self, number: int, command: protocol.Unload | protocol.Sleep | protocol.Wake | protocol.QueryMemory
+    ) -> Reply:
         """Sends `command` and waits for its reply. Raises WorkerLost, also when the model was lost before."""
-        is_lost = not isinstance(command, QueryMemory) and number not in self._models
+        is_lost = not isinstance(command, protocol.QueryMemory) and number not in self._models
         if self._worker is None or is_lost:
             raise WorkerLost("the worker that held the model has ended" if is_lost else "the device has no worker")
         return await self._worker.call(number, command)
@@ -209,7 +186,7 @@ class WorkerSupervisor:
         """Sends a request to a model; its outputs, or its failure, go to the model's sink."""
         if (model := self._models.get(resident.handle)) is not None:
             try:
-                self._send(Submit(resident.handle, request))
+                self._send(protocol.Submit(resident.handle, request))
             except Unsendable as error:
                 model.sink.on_request_failed(request.id, FaultKind.REQUEST, str(error))
             else:
@@ -218,7 +195,7 @@ class WorkerSupervisor:
     def cancel(self, resident: Resident, request_id: str) -> None:
         """Cancels a request; its final output follows. Unknown ids are ignored."""
         if (model := self._models.get(resident.handle)) is not None and request_id in model.live:
-            self._send(Cancel(resident.handle, request_id))
+            self._send(protocol.Cancel(resident.handle, request_id))
 
     def stop_reloads(self) -> None:
         """Does nothing: the owner of a lost model decides about it."""
@@ -271,36 +248,40 @@ class WorkerSupervisor:
 
     def _on_event(self, event: Event) -> None:
         match event:
-            case Hello():
+            case protocol.Hello():
                 self.state = "running"
-            case Report():
+            case protocol.Report():
                 for handle, stats in event.stats.items():
                     if (model := self._models.get(handle)) is not None:
                         model.sink.on_stats(stats)
-            case Loaded():
+            case protocol.Loaded():
                 self._models[event.handle].is_loaded = True
-            case ModelLoadFailed() | WakeFailed(damaged=True):
+            case protocol.ModelLoadFailed() | protocol.WakeFailed(damaged=True):
                 self._models.pop(event.handle, None)
-            case Unloaded():
+            case protocol.Unloaded():
                 self._models.pop(event.handle, None)
                 self.freed_at_s = _now_s()
-            case Slept():
+            case protocol.Slept():
                 self.freed_at_s = _now_s()
-            case Outputs() | RequestFailed() | LoadProgress() | ModelBroken():
+            case protocol.Outputs() | protocol.RequestFailed() | protocol.LoadProgress() | protocol.ModelBroken():
                 if (model := self._models.get(event.handle)) is not None:
                     self._on_model_event(model, event)
 
-    def _on_model_event(self, model: _Model, event: Outputs | RequestFailed | LoadProgress | ModelBroken) -> None:
+    def _on_model_event(
+        self,
+        model: _Model,
+        event: protocol.Outputs | protocol.RequestFailed | protocol.LoadProgress | protocol.ModelBroken,
+    ) -> None:
         match event:
-            case Outputs():
+            case protocol.Outputs():
                 model.live.difference_update(o.request_id for o in event.outputs if o.finish is not None)
                 model.sink.on_outputs(event.outputs)
-            case RequestFailed():
+            case protocol.RequestFailed():
                 model.live.discard(event.request_id)
                 model.sink.on_request_failed(event.request_id, event.kind, event.message)
-            case LoadProgress():
+            case protocol.LoadProgress():
                 model.sink.on_progress(event.stage, event.done_bytes, event.total_bytes)
-            case ModelBroken():
+            case protocol.ModelBroken():
                 del self._models[event.handle]
                 model.sink.on_lost(event.message)
 
@@ -315,7 +296,7 @@ class WorkerSupervisor:
                 model.sink.on_lost(reason)
 
 
-def _resident(loaded: Loaded) -> Resident:
+def _resident(loaded: protocol.Loaded) -> Resident:
     grown_bytes = max(0, loaded.after.process_bytes - loaded.before.process_bytes)
     return Resident(
         handle=loaded.handle,

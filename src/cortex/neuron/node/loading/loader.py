@@ -107,6 +107,7 @@ class ModelLoader:
             own_stages = chosen.stages[: len(chosen.devices)]
             instance.stage_layers = tuple(stage.num_layers for stage in own_stages) * model.replicas
             await self._load_weights(instance, self.spec(model, survey.facts, chosen), path)
+            self._library.remember_quant(model.id, model.quant)
             return instance
 
     async def _host(
@@ -171,8 +172,12 @@ class ModelLoader:
         wanted = (path, model.quant, model.tensor_parallel)
         if known is not None and (known.facts.path, known.requested_quant, known.facts.num_ranks) == wanted:
             return known
-        survey = self.surveys[model.id] = await asyncio.to_thread(self._read_files, model, path)
+        survey = self.surveys[model.id] = await self.read(model, path)
         return survey
+
+    async def read(self, model: KnownModel, path: Path) -> Survey:
+        """What `survey` finds, without keeping it: of files beside those of a model in memory. Raises LoadFailed."""
+        return await asyncio.to_thread(self._read_files, model, path)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""

@@ -88,6 +88,7 @@ class ModelFiles:
             if known.request.quant != request.quant:
                 raise ModelInUse(f"{request.model_id} is being downloaded as {known.request.quant}; cancel that first")
             return known.status()
+        self._library.remember_quant(request.model_id, None)  # a pull without one is for the repository's own weights
         model = self._library.adopt(LoadRequest(model_id=request.model_id, source=request.source, quant=request.quant))
         self.reject_if_deleting(model)
         self._pulls.pop(request.model_id, None)
@@ -228,7 +229,8 @@ class ModelFiles:
 
         try:
             path = await self._loader.download(model, progressed)
-            await self._loader.survey(model, path)
+            is_in_memory = any(user == model.id for user, _ in self._in_use())
+            await (self._loader.read if is_in_memory else self._loader.survey)(model, path)
         except asyncio.CancelledError:
             return "cancelled", "the download was cancelled; what it has is kept", None
         except CortexError as error:
@@ -237,6 +239,7 @@ class ModelFiles:
         except Exception as problem:
             log.exception("%s: unexpected error in a download", model.id)
             return "failed", f"{type(problem).__name__}: {problem}; see the node's log", None
+        self._library.remember_quant(model.id, model.quant)
         log.info("%s: files are complete", model.id)
         return "done", None, None
 

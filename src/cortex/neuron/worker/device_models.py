@@ -1,0 +1,215 @@
+"""The models on a worker's device: how they are loaded, unloaded, put to sleep and woken. Runs on the engine thread.
+
+Each progress call of a load is a safe point at which the loaded models run for up to as long as the load did since the
+previous one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError
+from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.worker import memory, protocol
+from cortex.neuron.worker.faults import FaultKind, chain, explain, raise_device_fault
+from cortex.neuron.worker.loaded_model import LoadedModel
+from cortex.neuron.worker.protocol import DeviceAddress, Event
+from cortex.neuron.worker.step_link import FollowerLink, LeaderLink
+
+if TYPE_CHECKING:
+    from cortex.neuron.engine.engine import Engine  # imports torch, which `resolve_loader` does at run time
+
+log = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 0.05
+
+EngineLoader = Callable[..., "Engine"]
+"""`load_engine`: (spec, device, progress, cancelled) -> engine; a rank of a divided model also gets its link."""
+
+
+def resolve_loader(name: str) -> EngineLoader:
+    """Imports `module:attribute`."""
+    module_name, _, attributes = name.partition(":")
+    target: Any = importlib.import_module(module_name)
+    for attribute in attributes.split("."):
+        target = getattr(target, attribute)
+    loader: EngineLoader = target
+    return loader
+
+
+@dataclass(frozen=True, slots=True)
+class EngineThread:
+    """What moving a model needs of the thread that it runs on."""
+
+    progressed: Callable[[], None]
+    """The load is alive."""
+    serve_others: Callable[[], None]
+    """Executes pending requests and steps the loaded models once."""
+    follow_others: Callable[[], None]
+    """Runs the steps that wait here because other workers lead their models."""
+    follow: Callable[[int, StepPlan], None]
+    """The leader of this model announced a step. Called on another thread."""
+    removed: Callable[[int], None]
+    """This model is about to be freed."""
+
+
+class DeviceModels(dict[int, LoadedModel]):
+    """The loaded and sleeping models by handle. Methods raise DeviceFault; every other failure is an event."""
+
+    def __init__(self, device: DeviceAddress, emit: Callable[[Event], None], thread: EngineThread) -> None:
+        super().__init__()
+        self.load_engine: EngineLoader
+        """Set before the first load."""
+        self.cancelled_loads: set[int] = set()
+        """Handles; other threads add to it, so that a running load sees it."""
+        self._device = device
+        self._emit = emit
+        self._thread = thread
+
+    def load(self, command: protocol.Load) -> None:
+        handle = command.handle
+        before = self._measure()
+        try:
+            model = self._loaded(command)
+        except (LoadCancelled, LoadError) as error:
+            kind = FaultKind.OUT_OF_MEMORY if isinstance(error, NoRoomError) else FaultKind.REQUEST
+            self._load_failed(handle, kind, str(error), error)
+        except Exception as error:
+            kind = raise_device_fault(error, "load")
+            log.error("loading %s failed: %s", command.spec.path, explain(error), exc_info=error)
+            self._load_failed(handle, kind, explain(error), error)
+        else:
+            self[handle] = model
+            self._emit(protocol.Loaded(handle, model.engine.info, before, self._measure()))
+        finally:
+            self.cancelled_loads.discard(handle)
+
+    def _loaded(self, command: protocol.Load) -> LoadedModel:
+        """Loads a model, or one rank of it with its link to the others."""
+        handle, rank = command.handle, command.spec.rank
+        turns, cancelled = _LoadTurns(handle, self._emit, self._thread), lambda: handle in self.cancelled_loads
+        arguments = (command.spec, self._device.torch_device, turns, cancelled)
+        if rank is None:
+            return LoadedModel(handle, self.load_engine(*arguments), self._device, self._emit)
+        link: LeaderLink | FollowerLink
+        if rank.rank:
+            link = FollowerLink(rank, partial(self._thread.follow, handle), self._thread.follow_others)
+        else:
+            link = LeaderLink(rank, self._thread.follow_others)
+        try:
+            engine = self.load_engine(*arguments, link)
+            if isinstance(link, FollowerLink):
+                self._open(link, engine)
+            return LoadedModel(handle, engine, self._device, self._emit, link)
+        except BaseException:
+            link.close()
+            raise
+
+    def _open(self, link: FollowerLink, engine: Engine) -> None:
+        try:
+            link.open()
+        except OSError as error:
+            engine.close()
+            raise LoadCancelled(f"the leader of the model ended its load: {error}") from error
+
+    def _load_failed(self, handle: int, kind: FaultKind, message: str, error: Exception) -> None:
+        self.free_memory_of(error)
+        self._emit(protocol.ModelLoadFailed(handle, kind, message, cancelled=isinstance(error, LoadCancelled)))
+
+    def unload(self, handle: int) -> None:
+        before = self._measure()
+        if (model := self.get(handle)) is not None:
+            model.fail_all("the model was unloaded during the request; try again")
+            self.close(model)
+            del model
+        memory.give_back(self._device)
+        self._emit(protocol.Unloaded(handle, before, self._measure()))
+
+    def sleep(self, handle: int) -> None:
+        """The model must be idle."""
+        before = self._measure()
+        model = self.get(handle)
+        if model is None:
+            self._emit(protocol.SleepFailed(handle, "the model is not loaded any more"))
+            return
+        try:
+            host_bytes = model.engine.sleep()
+        except Exception as error:  # noqa: BLE001 - classified: a model that cannot sleep is still awake
+            raise_device_fault(error, "sleep")
+            message = explain(error)
+            self.free_memory_of(error)
+            self._emit(protocol.SleepFailed(handle, message))
+        else:
+            memory.give_back(self._device)
+            self._emit(protocol.Slept(handle, host_bytes, before, self._measure()))
+
+    def wake(self, handle: int) -> None:
+        before = self._measure()
+        model = self.get(handle)
+        if model is None:
+            self._emit(protocol.WakeFailed(handle, FaultKind.REQUEST, "the model is not loaded", damaged=True))
+            return
+        try:
+            model.engine.wake(_LoadTurns(handle, self._emit, self._thread))
+        except Exception as error:
+            is_damaged = isinstance(error, DamagedError)
+            kind = FaultKind.OUT_OF_MEMORY if isinstance(error, LoadError) else raise_device_fault(error, "wake")
+            message = str(error) if isinstance(error, EngineError) else explain(error)
+            log.error("waking model %d failed: %s", handle, message, exc_info=error)
+            if is_damaged:
+                self.close(model)
+            self.free_memory_of(error)
+            self._emit(protocol.WakeFailed(handle, kind, message, is_damaged))
+        else:
+            model.is_prepared = False
+            self._emit(protocol.Woken(handle, before, self._measure()))
+
+    def close(self, model: LoadedModel) -> None:
+        """Frees everything that the model holds."""
+        self.pop(model.handle, None)
+        self._thread.removed(model.handle)
+        try:
+            model.close()
+        except Exception as error:
+            raise_device_fault(error, "close")
+            log.error("closing model %d failed: %s", model.handle, explain(error), exc_info=error)
+
+    def _measure(self) -> protocol.MemoryReading:
+        return memory.measure(self._device)
+
+    def free_memory_of(self, error: Exception) -> None:
+        """Frees what a failure holds: the frames of its traceback keep half-loaded weights alive."""
+        for link in chain(error):
+            link.__traceback__ = None
+        memory.give_back(self._device)
+
+
+class _LoadTurns:
+    """The progress callback of one load: reports to the daemon, and lets the loaded models serve."""
+
+    def __init__(self, handle: int, emit: Callable[[Event], None], thread: EngineThread) -> None:
+        self._handle = handle
+        self._emit = emit
+        self._thread = thread
+        self._stage: str | None = None
+        self._reported_at_s = 0.0
+        self._resumed_at_s = time.monotonic()
+        self._served_s = 0.0
+
+    def __call__(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        now_s = time.monotonic()
+        is_due = now_s - self._reported_at_s >= PROGRESS_INTERVAL_S
+        self._thread.progressed()
+        if stage != self._stage or done_bytes >= total_bytes or is_due:
+            self._stage, self._reported_at_s = stage, now_s
+            self._emit(protocol.LoadProgress(self._handle, stage, done_bytes, total_bytes))
+        if now_s - self._resumed_at_s >= self._served_s:
+            self._thread.serve_others()
+            self._resumed_at_s = time.monotonic()
+            self._served_s = self._resumed_at_s - now_s

@@ -1,0 +1,134 @@
+"""Which files a quantisation takes from a hub, and what a node reports of them: a real daemon, over HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.neuron.fake_hub import FakeHub, served
+
+from .gguf_files import write_gguf
+
+if TYPE_CHECKING:
+    from .conftest import Daemon, StartDaemon
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def hub(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
+    folder = tmp_path_factory.mktemp("gguf")
+    for quant in ("Q4_0", "Q8_0", "F16"):
+        write_gguf(folder / f"m-{quant}.gguf", tiny_model, quant)
+    (folder / "parts").mkdir()
+    write_gguf(folder / "parts" / "m-Q8_0.gguf", tiny_model, "Q8_0", parts=8)
+    dense = {path.name: path.read_bytes() for path in tiny_model.iterdir()}
+    quants = {path.name: path.read_bytes() for path in folder.glob("*.gguf")}
+    split = {f"Q8_0/{path.name}": path.read_bytes() for path in (folder / "parts").iterdir()}
+    assert len(split) > 1
+    repositories = {
+        "tiny/quants-GGUF": quants,
+        "tiny/mixed": dense | quants,
+        "tiny/split-GGUF": split,
+        "tiny/eight": dense | {"m-Q8_0.gguf": quants["m-Q8_0.gguf"]},
+    }
+    others = [FakeHub(files, repository=name) for name, files in repositories.items()]
+    with served(FakeHub(dense, repository="tiny/dense", others=others)) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def daemon(start_daemon: StartDaemon, hub: FakeHub) -> Daemon:
+    environment = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "", "no_proxy": "127.0.0.1"}
+    return start_daemon(loads_demo=False, environment=environment)
+
+
+def pull(daemon: Daemon, model: str, quant: str | None = None) -> dict[str, Any]:
+    """The download, when it has ended."""
+    status, pulled = daemon.call("/files/pull", {"model_id": model, "quant": quant})
+    assert status == 202, pulled
+    deadline_s = time.monotonic() + 120
+    while pulled["state"] == "running":
+        assert time.monotonic() < deadline_s, daemon.log.read_text()
+        time.sleep(0.05)
+        _, pulled = daemon.call(f"/files/pulls/{model}")
+    return dict(pulled)
+
+
+def load(daemon: Daemon, model: str, **options: Any) -> dict[str, Any]:
+    status, loaded = daemon.call("/models/load", {"model_id": model, **options}, timeout_s=120)
+    assert status == 200, loaded
+    daemon.wait_ready(model)
+    assert daemon.answer(model)[0] == 200
+    return daemon.model(model)
+
+
+def unload(daemon: Daemon, model: str) -> None:
+    assert daemon.call("/models/unload", {"model_id": model}, timeout_s=120)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("model", "quant", "stored"),
+    [
+        ("tiny/quants-GGUF", "q4", "q4_0"),
+        ("tiny/quants-GGUF", "Q8_0", "q8_0"),
+        ("tiny/quants-GGUF", "int8", "q8_0"),
+        ("tiny/quants-GGUF", "fp16", None),
+        ("tiny/mixed", "int4", "q4_0"),
+        ("tiny/mixed", None, None),
+        ("tiny/split-GGUF", "q8", "q8_0"),
+        ("tiny/split-GGUF", None, "q8_0"),
+        ("tiny/eight", "8bit", "q8_0"),
+    ],
+)
+def test_any_spelling_loads_its_file_and_the_report_names_it(
+    daemon: Daemon, model: str, quant: str | None, stored: str | None
+) -> None:
+    ready = load(daemon, model, quant=quant)
+    assert (ready["quant"], ready.get("requested_quant")) == (stored, quant)
+    unload(daemon, model)
+    assert daemon.call("/files/delete", {"model_id": model}, timeout_s=60)[0] == 200
+
+
+def test_model_is_loaded_as_it_was_pulled_and_estimated(daemon: Daemon) -> None:
+    """Dense weights are beside the pulled GGUF on disk; a load without a quantisation takes what was pulled last."""
+    for quant, stored in ((None, None), ("q8", "q8_0"), ("q4", "q4_0"), (None, None)):
+        assert pull(daemon, "tiny/mixed", quant)["state"] == "done"
+        cold = daemon.model("tiny/mixed")
+        assert (cold["state"], cold["quant"]) == ("cold", stored)
+        assert load(daemon, "tiny/mixed")["quant"] == stored
+        unload(daemon, "tiny/mixed")
+
+
+def test_pull_of_another_file_leaves_the_report_of_a_loaded_model(daemon: Daemon) -> None:
+    load(daemon, "tiny/quants-GGUF", quant="q4")
+    assert pull(daemon, "tiny/quants-GGUF", "q8")["state"] == "done"
+    assert daemon.model("tiny/quants-GGUF")["quant"] == "q4_0"
+    status, error = daemon.call("/files/delete", {"model_id": "tiny/quants-GGUF", "quant": "q4"})
+    assert (status, error["error"]["code"]) == (409, "model_in_use")
+    assert daemon.call("/files/delete", {"model_id": "tiny/quants-GGUF", "quant": "q8"})[0] == 200
+    unload(daemon, "tiny/quants-GGUF")
+
+
+@pytest.mark.parametrize(
+    ("model", "quant", "reason"),
+    [
+        ("tiny/quants-GGUF", "q6k", "has no q6k; the nearest is tiny/quants-GGUF:Q"),
+        ("tiny/eight", "q2", "has no q2, and dense weights cannot be quantised as q2 at load; choose one of q4_k"),
+        ("tiny/nothing", "q4", "the hub has no tiny/nothing"),
+    ],
+)
+def test_what_a_repository_cannot_give_is_rejected_and_leaves_no_files(
+    daemon: Daemon, model: str, quant: str, reason: str
+) -> None:
+    before = daemon.call("/health")[1]["disk"]["models_bytes"]
+    failed = pull(daemon, model, quant)
+    assert (failed["state"], failed["code"]) == ("failed", "source_not_found")
+    assert reason in failed["reason"]
+    status, error = daemon.call("/models/load", {"model_id": model, "quant": quant}, timeout_s=120)
+    assert status >= 400
+    assert reason in error["error"]["message"]
+    assert daemon.call("/health")[1]["disk"]["models_bytes"] == before

@@ -1,0 +1,198 @@
+"""Requests for models that are not loaded, or not there: loads, evictions and rejections."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from cortex.fleet.rules import EvictionRules
+from cortex.wire.node import ModelState
+
+from ..fake_neuron import GB, plain_answer, until
+
+if TYPE_CHECKING:
+    from ..fake_neuron import FakeNeuron, StartGateway, StartNeuron
+
+
+READY = ModelState.READY
+
+
+async def test_loads_a_cold_model_once_for_many_requests(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
+    client = await start_gateway(beast)
+    requests = [asyncio.create_task(client.chat("a")) for _ in range(5)]
+    await until(lambda: client.gateway.dispatcher.queue_depths.get("a") == 5)
+    beast.load_gate.set()
+    answers = await asyncio.gather(*requests)
+    assert [status for status, _ in answers] == [200] * 5
+    assert len(beast.load_requests) == 1
+    assert 'cortex_cold_starts_total{model="a",node="beast"} 1.0' in client.metrics()
+
+
+async def test_waiting_stream_gets_keepalives_on_the_wall_clock(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
+    client = await start_gateway(beast)
+    body = {"model": "a", "messages": [], "stream": True, "max_tokens": 5}
+    for path, keepalive in (("/v1/chat/completions", b": "), ("/v1/messages", b"event: ping")):
+        async with client.session.post(client.url + path, data=msgspec.json.encode(body)) as response:
+            assert response.headers["x-accel-buffering"] == "no"
+            assert (await response.content.readuntil(b"\n\n")).startswith(keepalive)
+            assert (await response.content.readuntil(b"\n\n")).startswith(keepalive)
+    beast.load_gate.set()
+
+
+async def test_unknown_model_is_404_with_near_misses_in_the_dialect_of_the_route(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"qwen3-8b": GB})
+    client = await start_gateway(beast)
+    status, body = await client.chat("qwen3-8bb")
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+    assert "qwen3-8b" in body["error"]["message"]
+    status, body = await client.post("/v1/messages", {"model": "qwen3-8bb", "messages": []})
+    assert (status, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
+
+
+async def test_model_that_fits_nowhere_is_507_with_need_and_have(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"huge": 80 * GB})
+    client = await start_gateway(beast)
+    status, body = await client.chat("huge")
+    assert (status, body["error"]["code"]) == (507, "insufficient_capacity")
+    device = body["error"]["nodes"][0]["devices"][0]
+    assert device["need_bytes"] > device["total_bytes"] == 24 * GB
+
+
+async def test_too_many_waiting_is_503_with_retry_after(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
+    client = await start_gateway(beast, max_waiting=2)
+    waiting = [asyncio.create_task(client.chat("a")) for _ in range(2)]
+    await until(lambda: client.gateway.dispatcher.queue_depths.get("a") == 2)
+    async with client.session.post(client.url + "/v1/messages", data=b'{"model":"a","messages":[]}') as response:
+        assert response.status == 529
+        assert int(response.headers["retry-after"]) >= 1
+        assert (await response.json())["error"]["type"] == "overloaded_error"
+    status, body = await client.chat("a")
+    assert (status, body["error"]["code"]) == (503, "overloaded")
+    beast.load_gate.set()
+    await asyncio.gather(*waiting)
+
+
+async def test_tries_the_next_node_after_a_load_failure(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    first = await neurons("first", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
+    second = await neurons("second", sizes={"a": GB}, total_bytes=48 * GB)
+    client = await start_gateway(first, second)
+    status, answer = await client.chat("a")
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, "from second")
+    assert len(first.load_requests) == 1
+
+
+async def test_load_that_fails_everywhere_is_502_with_the_nodes_message(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")] * 5)
+    client = await start_gateway(beast)
+    status, body = await client.chat("a")
+    assert (status, body["error"]["code"]) == (502, "load_failed")
+    assert "corrupt file" in body["error"]["message"]
+    status, _ = await client.chat("a")
+    assert status == 502
+    assert len(beast.load_requests) == 1, "a load that has just failed is not tried again at once"
+
+
+async def test_out_of_memory_at_load_evicts_and_retries_once(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    oom = (507, "insufficient_capacity", "CUDA out of memory")
+    beast = await neurons("beast", sizes={"old": 4 * GB, "a": GB}, states={"old": READY}, load_faults=[oom])
+    client = await start_gateway(beast)
+    status, _ = await client.chat("a")
+    assert status == 200
+    assert [unload.model_id for unload in beast.unload_requests] == ["old"]
+    assert len(beast.load_requests) == 2
+
+
+async def test_evicts_the_least_recently_used_model_and_counts_it(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"old": 20 * GB, "a": 10 * GB}, states={"old": READY})
+    client = await start_gateway(beast)
+    status, _ = await client.chat("a")
+    assert status == 200
+    assert [unload.model_id for unload in beast.unload_requests] == ["old"]
+    assert 'cortex_evictions_total{model="old",node="beast"} 1.0' in client.metrics()
+
+
+async def test_does_not_evict_a_busy_model(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    proceed = asyncio.Event()
+
+    async def slow(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await proceed.wait()
+        return await plain_answer(node, request, body)
+
+    beast = await neurons("beast", sizes={"old": 20 * GB, "a": 10 * GB}, states={"old": READY}, answer=slow)
+    client = await start_gateway(beast)
+    running = asyncio.create_task(client.chat("old"))
+    await until(lambda: beast.seen)
+    waiting = asyncio.create_task(client.chat("a"))
+    await until(lambda: client.gateway.dispatcher.queue_depths.get("a") == 1)
+    await asyncio.sleep(0.1)
+    assert not beast.unload_requests
+    proceed.set()
+    assert (await running)[0] == 200
+    assert (await waiting)[0] == 200
+    assert [unload.model_id for unload in beast.unload_requests] == ["old"]
+
+
+async def test_replaces_workers_of_an_empty_node_after_many_loads(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(beast, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=2))
+    for _ in range(2):
+        assert (await client.post("/fleet/models/a/load"))[0] == 200
+        assert (await client.post("/fleet/models/a/unload"))[0] == 200
+    await until(lambda: beast.num_recycles == 1)
+    await until(lambda: client.gateway.dispatcher.fleet.nodes[0].num_loads == 0)
+
+
+async def test_reloads_a_model_that_was_unloaded_elsewhere(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    async def absent_until_loaded(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not node.load_requests:
+            error = {"error": {"message": "not here", "code": "model_not_found", "type": "x"}}
+            return web.json_response(error, status=404)
+        return await plain_answer(node, request, body)
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=absent_until_loaded)
+    client = await start_gateway(beast, poll_interval_s=5.0)
+    beast.states["a"] = ModelState.COLD
+    status, _ = await client.chat("a")
+    assert status == 200
+    assert len(beast.load_requests) == 1
+
+
+async def test_count_tokens_does_not_load_the_model(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    async def count(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"input_tokens": 12})
+
+    beast = await neurons("beast", sizes={"a": GB}, answer=count)
+    client = await start_gateway(beast)
+    status, body = await client.post("/v1/messages/count_tokens", {"model": "a", "messages": []})
+    assert (status, body) == (200, {"input_tokens": 12})
+    assert not beast.load_requests
+    assert beast.seen[0].path == "/v1/messages/count_tokens"
+
+
+async def test_shutdown_rejects_new_and_waiting_requests(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
+    client = await start_gateway(beast)
+    waiting = asyncio.create_task(client.chat("a"))
+    await until(lambda: client.gateway.dispatcher.queue_depths.get("a") == 1)
+    closing = asyncio.create_task(client.gateway.close(2.0))
+    status, body = await waiting
+    assert (status, body["error"]["code"]) == (503, "shutting_down")
+    await closing

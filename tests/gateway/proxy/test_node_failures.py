@@ -1,0 +1,132 @@
+"""Requests whose node dies, hangs, misses polls or is overloaded."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from cortex.wire.node import ModelState
+
+from ..fake_neuron import GB, begin_stream, chunk, hang, reset_connection, until
+
+if TYPE_CHECKING:
+    from ..fake_neuron import FakeNeuron, StartGateway, StartNeuron
+
+
+READY = ModelState.READY
+
+
+async def test_tries_another_node_when_one_dies_before_the_first_byte(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def die(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await reset_connection(request)
+
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=die)
+    good = await neurons("good", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(bad, good)
+    for _ in range(4):
+        status, answer = await client.chat("a")
+        assert (status, answer["choices"][0]["message"]["content"]) == (200, "from good")
+    assert bad.seen
+
+
+async def test_node_that_always_dies_before_the_first_byte_is_502(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def die(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await reset_connection(request)
+
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=die)
+    client = await start_gateway(bad)
+    status, body = await client.chat("a")
+    assert (status, body["error"]["code"]) == (502, "upstream_unavailable")
+    assert client.gateway.dispatcher.in_flight == {}
+
+
+async def test_stream_of_a_dead_node_ends_with_an_error_event(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def half(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(chunk(body["model"], {"content": "half"}))
+        await asyncio.sleep(0.05)
+        await reset_connection(request)
+
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=half)
+    good = await neurons("good", sizes={"a": GB}, states={"a": ModelState.COLD})
+    client = await start_gateway(bad, good)
+    text = await client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True})
+    assert b"half" in text
+    assert b'"upstream_interrupted"' in text
+    assert not good.seen
+    await until(lambda: client.gateway.dispatcher.in_flight == {})
+
+
+async def test_tries_another_node_when_one_dies_during_a_load(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    bad = await neurons("bad", sizes={"a": GB}, load_gate=asyncio.Event())
+    good = await neurons("good", sizes={"a": GB}, total_bytes=48 * GB)
+    client = await start_gateway(bad, good)
+    request = asyncio.create_task(client.chat("a"))
+    await until(lambda: bad.load_requests)
+    await bad.stop()
+    status, answer = await request
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, "from good")
+
+
+async def test_tries_another_node_when_a_loading_one_misses_polls(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cortex.gateway.dispatch.node_client.POLL_TIMEOUT_S", 0.1)
+    bad = await neurons("bad", sizes={"a": GB}, load_gate=asyncio.Event())
+    good = await neurons("good", sizes={"a": GB}, total_bytes=48 * GB)
+    client = await start_gateway(bad, good)
+    request = asyncio.create_task(client.chat("a"))
+    await until(lambda: bad.load_requests)
+    bad.silent = True
+    status, answer = await request
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, "from good")
+
+
+async def test_silent_stream_ends_after_the_idle_timeout(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    async def fall_silent(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(chunk(body["model"], {"content": "half"}))
+        await hang()
+
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=fall_silent)
+    client = await start_gateway(bad, idle_timeout_s=0.5, keepalive_s=0.2)
+    text = await client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True})
+    assert b'"upstream_interrupted"' in text
+
+
+async def test_one_missed_poll_does_not_take_a_node_down(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cortex.gateway.dispatch.node_client.POLL_TIMEOUT_S", 0.1)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast, missed_polls=3)
+    polls = beast.polls
+    beast.silent = True
+    await until(lambda: beast.polls > polls + 1)
+    beast.silent = False
+    assert (await client.chat("a"))[0] == 200
+    assert (await client.get("/health"))[1]["nodes"] == {"beast": "up"}
+
+
+async def test_tries_another_replica_when_one_is_overloaded(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    async def full(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "full", "code": "overloaded", "type": "x"}}, status=503)
+
+    full_node = await neurons("a-full", sizes={"a": GB}, states={"a": READY}, answer=full)
+    free_node = await neurons("b-free", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(full_node, free_node)
+    assert [(await client.chat("a"))[0] for _ in range(3)] == [200] * 3
+    free_node.answer = full
+    status, body = await client.chat("a")
+    assert (status, body["error"]["code"]) == (503, "overloaded")

@@ -1,0 +1,54 @@
+"""Requests to the inference routes of a node in every dialect, and how their responses are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+
+from cortex.wire.sse import Frame, Parser
+
+from ..conftest import Api
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100},
+}
+
+
+def body(path: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "org/tiny", **BODIES[path], **fields}
+
+
+def text_of(reply: dict[str, Any]) -> str:
+    """The text of a whole response in any dialect."""
+    if "choices" in reply:
+        choice = reply["choices"][0]
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    parts = reply["content"] if "content" in reply else reply["output"][0]["content"]
+    return str(parts[0]["text"])
+
+
+async def frames(api: Api, path: str, request: dict[str, Any]) -> list[Frame]:
+    async with api.client.post(api.url + path, json={**request, "stream": True}) as response:
+        assert response.status == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["x-accel-buffering"] == "no"
+        return Parser().feed(await response.read())
+
+
+async def received_until(response: aiohttp.ClientResponse, mark: bytes, count: int) -> bytes:
+    """What the node sends until it has sent `mark` that often."""
+    data = b""
+    while data.count(mark) < count:
+        piece = await response.content.readany()
+        assert piece, data
+        data += piece
+    return data
+
+
+async def ask(api: Api, path: str, request: dict[str, Any]) -> None:
+    async with api.client.post(api.url + path, json=request) as response:
+        await response.read()

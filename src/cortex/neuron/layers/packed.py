@@ -120,12 +120,10 @@ class CpuProjections:
 
     def __call__(self, x: Tensor, bias: Tensor | None, norm: RMSNorm | None, residual: Tensor | None) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
-        if norm is not None:
-            x = norm(x)
-        first, *others = self.matrices
-        out = first.product(x)
-        if others:
-            out = torch.cat((out, *(matrix.product(x) for matrix in others)), 1)
+        x, scale = (x, 1.0) if norm is None else norm.in_two(x)
+        out = self.matrices[0].product(x, scale)
+        if len(self.matrices) > 1:
+            out = torch.cat((out, *(matrix.product(x, scale) for matrix in self.matrices[1:])), 1)
         if bias is not None:
             out = out.add_(bias)
         return out if residual is None else out.add_(residual)

@@ -27,8 +27,7 @@ from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.quantised.experts import PackedExperts
-from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
+from cortex.neuron.kernels.quantised.recipes import RECIPES, DeviceLayout, Recipe, recipe_of
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters, QuantisedMatrix
 from cortex.neuron.models.sizes import kv_bytes_per_token, state_bytes
@@ -51,13 +50,13 @@ CPU_SCENARIOS = ("prefill-512", "decode-1", "decode-4")
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class Everything(Mapping[str, Layout]):
+class Everything(Mapping[str, DeviceLayout]):
     """Every matrix in the layout that a recipe gives it."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def __getitem__(self, name: str) -> Layout:
+    def __getitem__(self, name: str) -> DeviceLayout:
         return self._recipe.layout_of(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -243,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--checkpoint", type=Path, help="a model directory or GGUF file, instead of random weights")
-    parser.add_argument("--quant", help="quantise random weights: q4, q5, q6 or q8, in any spelling")
+    parser.add_argument("--quant", help="quantise random weights: q4, q5, q6 or q8, in any spelling, or fp8")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--scenarios", help=f"default: {','.join(SCENARIOS)}; on a CPU {','.join(CPU_SCENARIOS)}")
     parser.add_argument("--max-num-seqs", type=int, default=256)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +22,8 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.packing import empty_matrix, unpacked
-from cortex.neuron.kernels.quantised.recipes import RECIPES
+from cortex.neuron.kernels.device_matrix import empty_device_matrix, numbers_of
+from cortex.neuron.kernels.quantised.recipes import RECIPES, DeviceLayout
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.packing import packed_layouts
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
@@ -103,7 +102,7 @@ def load(spec: LoadSpec, device: torch.device) -> Engine:
     return Engine(loaded, replace(spec, quant=None))
 
 
-def fill(parameters: Parameters, checkpoint: Checkpoint, layouts: dict[str, Layout]) -> None:
+def fill(parameters: Parameters, checkpoint: Checkpoint, layouts: Mapping[str, DeviceLayout]) -> None:
     """Fill a dense model with the numbers that packed matrices have."""
     bindings = parameters.bindings_from(checkpoint.tensors)
     placements = [Placement(binding.source, binding.destination, transform=binding.transform) for binding in bindings]
@@ -117,9 +116,9 @@ def fill(parameters: Parameters, checkpoint: Checkpoint, layouts: dict[str, Layo
         if layout is None or "mlp.gate." in binding.source or "shared_expert_gate" in binding.source:
             continue
         for tensor in binding.destination if binding.destination.dim() == 3 else (binding.destination,):
-            matrix = empty_matrix(layout, tensor.shape[0], tensor.shape[1], tensor.device)
+            matrix = empty_device_matrix(layout, tensor.shape[0], tensor.shape[1], tensor.device)
             matrix.put_numbers(0, tensor)
-            tensor.copy_(unpacked(matrix))
+            tensor.copy_(numbers_of(matrix))
 
 
 if __name__ == "__main__":

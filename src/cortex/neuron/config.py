@@ -113,11 +113,9 @@ class TextLimits(Section, frozen=True):
         return self.workers or min(max(2, os.cpu_count() or 2), 4)
 
 
-class ModelEntry(Section, frozen=True):
-    """A model that this node serves; models in the hub cache need no entry."""
+class ModelOptions(Section, frozen=True):
+    """How a model is loaded and sampled."""
 
-    id: str
-    """The model's name in requests."""
     source: str | None = None
     """Hub id, directory or GGUF file; the id itself when absent."""
     harness: Harness = "torch"
@@ -156,44 +154,19 @@ class ModelEntry(Section, frozen=True):
     absent."""
 
 
-class DefaultModel(Section, frozen=True):
-    """A model that is loaded at start, in the background, in the order of the file."""
+class ModelEntry(ModelOptions, frozen=True, kw_only=True):
+    """A model that this node serves; models in the hub cache need no entry."""
+
+    id: str
+    """The model's name in requests."""
+
+
+class DefaultModel(ModelOptions, frozen=True, kw_only=True):
+    """A model that is loaded at start, in the background, in the order of the file. What it leaves out is as in its
+    entry under `models`, except for `harness`, `devices`, `context_tokens` and `memory_mb`."""
 
     model_id: str
-    source: str | None = None
-    """Hub id, directory or GGUF file; the id itself when absent."""
-    harness: Harness = "torch"
-    """`torch`, the built-in engine, or its old name `candle`."""
-    quant: str | None = None
-    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
-    so, its dense weights are, at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
-    tensor_parallel: Count = 1
-    """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
-    pipeline_parallel: Count = 1
-    """Number of devices that the model's layers are divided among, by their free memory. For devices of different sizes
-    and slow links; not together with `tensor_parallel`."""
-    nodes: tuple[str, ...] = ()
-    """Nodes that share the model, this one first; the others are named in `peers`. Each takes an equal number of the
-    `tensor_parallel` or `pipeline_parallel` devices. Only this node serves it."""
-    replicas: Count = 1
-    """How often the model is loaded on this node, each time on devices of its own; requests go to the replica with the
-    least work."""
-    devices: tuple[int, ...] = ()
-    """Indices of the devices it may use; the node chooses when absent."""
-    context_tokens: Count | None = None
-    """Maximum sequence length; the model's own limit when absent."""
-    kv_dtype: KVDtype = "auto"
-    """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
-    an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
-    deterministic: bool = False
-    """A request with a seed, or at temperature 0, gets the same tokens alone and in company, whatever is cached and
-    however its prompt is cut into steps. Slower; not for models that are divided among devices."""
-    memory_mb: Count | None = None
-    """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
-    control_tokens_in_messages: bool = False
-    """Read control tokens in the text of messages as such; see `models`."""
-    sampling: SamplingSection = SamplingSection()
-    """How it samples where a request says nothing; see `models`."""
+    """The model's name in requests."""
 
 
 class PeerEntry(Section, frozen=True):

@@ -15,26 +15,7 @@ from cortex.parsing.conversations import Completed, Completion, Joined, Referenc
 from cortex.parsing.cost import LARGE_BYTES, is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.fair_queue import FairQueue, QueueFull
 from cortex.parsing.items import StoredTexts
-from cortex.parsing.protocol import (
-    CompleteConversation,
-    CompletedBody,
-    FindReferences,
-    FoundReferences,
-    Job,
-    ListedItems,
-    ListItems,
-    Parsed,
-    ParsedText,
-    ParseRequest,
-    ParseTokenize,
-    ReadRelayed,
-    ReadRelayedBody,
-    Renamed,
-    RenameModel,
-    Reply,
-    Result,
-    TranslateRequest,
-)
+from cortex.parsing.protocol import Job, Reply, Result
 from cortex.parsing.relayed import RelayedBody, envelope_of
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node import Dialect
@@ -74,39 +55,39 @@ class BodyParser:
 
     async def parse(self, dialect: Dialect, body: bytes, client: str, *, strip_billing: bool = False) -> PackedRequest:
         """An inference request, without the billing line of the messages dialect if `strip_billing`."""
-        job = ParseRequest(dialect, strip_billing, body)
+        job = protocol.ParseRequest(dialect, strip_billing, body)
         return _packed(await self._run(job, client, is_parsed_elsewhere(body)))
 
     async def translate(self, dialect: Dialect, body: bytes, model: str, client: str) -> tuple[GenerateRequest, bytes]:
         """The head of an inference request, and the request for `model` in OpenAI chat."""
-        job = TranslateRequest(dialect, model, body)
+        job = protocol.TranslateRequest(dialect, model, body)
         translated = _packed(await self._run(job, client, is_parsed_elsewhere(body)))
         return translated.head, translated.whole
 
     async def rename(self, body: bytes, model: str, client: str) -> bytes:
         """`body`, which must be a JSON object, with another model name."""
-        reply = await self._run(RenameModel(model, body), client, is_edited_elsewhere(body))
-        assert isinstance(reply, Renamed)
+        reply = await self._run(protocol.RenameModel(model, body), client, is_edited_elsewhere(body))
+        assert isinstance(reply, protocol.Renamed)
         return reply.body
 
     async def read_relayed(
         self, dialect: Dialect, body: bytes, client: str, *, generates: bool, strip_billing: bool
     ) -> RelayedBody:
         """A body that is relayed, read in another process."""
-        reply = await self._run(ReadRelayed(dialect, generates, strip_billing, body), client, True)
-        assert isinstance(reply, ReadRelayedBody)
+        reply = await self._run(protocol.ReadRelayed(dialect, generates, strip_billing, body), client, True)
+        assert isinstance(reply, protocol.ReadRelayedBody)
         found = body if reply.changed is None else reply.changed
         return RelayedBody(found, envelope_of(found, reply.facts, reply.spans), reply.is_stripped)
 
-    async def parse_tokenize(self, body: bytes, client: str) -> PackedRequest | ParsedText:
+    async def parse_tokenize(self, body: bytes, client: str) -> PackedRequest | protocol.ParsedText:
         """A request for the tokens of a conversation or of a text."""
-        reply = await self._run(ParseTokenize(body), client, is_parsed_elsewhere(body))
-        return reply if isinstance(reply, ParsedText) else _packed(reply)
+        reply = await self._run(protocol.ParseTokenize(body), client, is_parsed_elsewhere(body))
+        return reply if isinstance(reply, protocol.ParsedText) else _packed(reply)
 
     async def find_references(self, body: bytes, client: str, *, generates: bool) -> References:
         """What the items of a request of the Responses API refer to."""
-        reply = await self._run(FindReferences(generates, body), client, is_parsed_elsewhere(body))
-        assert isinstance(reply, FoundReferences)
+        reply = await self._run(protocol.FindReferences(generates, body), client, is_parsed_elsewhere(body))
+        assert isinstance(reply, protocol.FoundReferences)
         return References(reply.are_any, reply.response_ids)
 
     async def complete(
@@ -119,9 +100,9 @@ class BodyParser:
     ) -> Completed:
         """A request of the Responses API with the responses that it continues and the items that it refers to."""
         data, sizes = await _joined(body, (*earlier, *referred))
-        job = CompleteConversation(completion, len(earlier), sizes, data)
+        job = protocol.CompleteConversation(completion, len(earlier), sizes, data)
         reply = await self._run(job, client, is_parsed_elsewhere(data))
-        assert isinstance(reply, CompletedBody)
+        assert isinstance(reply, protocol.CompletedBody)
         envelope = envelope_of(reply.body, reply.facts, reply.spans)
         return Completed(RelayedBody(reply.body, envelope, False), reply.stored_input)
 
@@ -130,8 +111,10 @@ class BodyParser:
     ) -> bytes:
         """A page of the conversation that the last response of `chain` was made from, as JSON."""
         data, sizes = await _joined(b"", chain)
-        reply = await self._run(ListItems(limit, ascending, after, sizes, data), client, is_parsed_elsewhere(data))
-        assert isinstance(reply, ListedItems)
+        reply = await self._run(
+            protocol.ListItems(limit, ascending, after, sizes, data), client, is_parsed_elsewhere(data)
+        )
+        assert isinstance(reply, protocol.ListedItems)
         return reply.body
 
     async def close(self) -> None:
@@ -194,5 +177,5 @@ async def _joined(body: bytes, stored: Sequence[StoredTexts]) -> Joined:
 
 
 def _packed(reply: Result) -> PackedRequest:
-    assert isinstance(reply, Parsed)
+    assert isinstance(reply, protocol.Parsed)
     return PackedRequest(_heads.decode(reply.head), reply.body)

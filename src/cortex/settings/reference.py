@@ -16,7 +16,7 @@ from . import schema
 def reference(cls: type[msgspec.Struct]) -> str:
     """Markdown: one table of keys, types, defaults and meanings for each table of the file, outermost first.
 
-    A key's meaning is the string below its attribute.
+    A key's meaning is the string below its attribute. Required keys come first.
     """
     info = inspect.type_info(cls)
     assert isinstance(info, inspect.StructType)
@@ -29,7 +29,7 @@ def _sections(table: inspect.StructType, heading: str, meaning: str = "") -> Ite
     for text in filter(None, (meaning, _prose(table.cls))):
         yield f"{text}\n"
     meanings = _attribute_docstrings(table.cls)
-    rows = [field for field in table.fields if _is_row(field.type)]
+    rows = sorted((field for field in table.fields if _is_row(field.type)), key=lambda field: not field.required)
     if rows:
         yield "| key | type | default | meaning |"
         yield "|---|---|---|---|"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +54,23 @@ def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return parts, ((codes - zero) * scale).flatten(1)
 
 
-def float8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    blocks = weight.view(len(weight) // 64, 64, -1, 64)
+def float8(weight: Tensor, size: int = 64) -> tuple[dict[str, Tensor], Tensor]:
+    """`size`: rows and columns of a block, which need not divide the rows; 0: a row has one scale."""
+    rows, columns = size or 1, size or weight.shape[1]
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % rows))
+    blocks = padded.view(len(padded) // rows, rows, -1, columns)
     scale = blocks.abs().amax((1, 3)) / 448
     codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-    numbers = (codes.float() * scale[:, None, :, None]).view(weight.shape)
-    return {"weight": codes.view(weight.shape), "weight_scale_inv": scale}, numbers
+    numbers = (codes.float() * scale[:, None, :, None]).view(padded.shape)[: len(weight)]
+    name = "weight_scale_inv" if size else "weight_scale"
+    return {"weight": codes.view(padded.shape)[: len(weight)].contiguous(), name: scale}, numbers
 
 
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, awq),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, float8),
+    "fp8 in blocks of 128": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, partial(float8, size=128)),
+    "fp8 by row": ({"quant_method": "compressed-tensors"}, partial(float8, size=0)),
 }
 
 
@@ -74,7 +81,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     path = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     sizes = transformers.Qwen3Config(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,
     )  # fmt: skip
     reference = transformers.Qwen3ForCausalLM(sizes).eval()
@@ -111,7 +118,7 @@ def test_published_model_agrees_with_the_reference_on_its_numbers(
     with torch.no_grad():
         expected = reference(tokens[None]).logits[0]
     error = ((logits - expected).norm() / expected.norm()).item()
-    assert error < 0.02 if is_packed else error < 0.005  # scales are rounded to bfloat16; FP8 goes to eight-bit groups
+    assert error < 0.02 if is_packed else error < 0.008  # scales are rounded to bfloat16; some FP8 to eight-bit groups
     dense = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MLP)]
     assert len(dense) == len(model.layers)
     assert any(mlp.down.packed is not None for mlp in dense) == is_packed

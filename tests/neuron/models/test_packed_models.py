@@ -14,9 +14,8 @@ from tests.neuron.models.test_qwen3_next import logits_of
 
 from cortex.neuron.engine.loading import LoadedModel, build_model
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.packing import empty_matrix, unpacked
-from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
+from cortex.neuron.kernels.device_matrix import empty_device_matrix, numbers_of
+from cortex.neuron.kernels.quantised.recipes import RECIPES, DeviceLayout, Recipe
 from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
 from cortex.neuron.models.packing import packed_layouts
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
@@ -42,15 +41,15 @@ def load(checkpoint: Checkpoint, packing: PackingOffer) -> LoadedModel:
     return build_model(checkpoint.config, spec, CPU, fill, packing=packing)
 
 
-def rounded(checkpoint: Checkpoint, layouts: Mapping[str, Layout], path: Path) -> Checkpoint:
+def rounded(checkpoint: Checkpoint, layouts: Mapping[str, DeviceLayout], path: Path) -> Checkpoint:
     """The checkpoint in dense form with the numbers that packed matrices have."""
     tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
     for name, layout in layouts.items():
         outputs, inputs = checkpoint.stored(name).shape
-        matrix = empty_matrix(layout, outputs, inputs, CPU)
+        matrix = empty_device_matrix(layout, outputs, inputs, CPU)
         placement = PackedPlacement(name, matrix, 0, matrix.outputs)
         load_into(checkpoint, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
-        tensors[name] = unpacked(matrix)
+        tensors[name] = numbers_of(matrix)
     stacks = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     path.mkdir()
     save_file({name: tensors[name].contiguous() for name in tensors if name not in stacks}, path / "model.safetensors")

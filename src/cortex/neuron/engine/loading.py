@@ -58,6 +58,11 @@ class LoadedModel:
 class AgreeingGroup(ParallelGroup, Protocol):
     """A group whose ranks can agree on how large things are."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the communicator holds here, already allocated."""
+        ...
+
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of every rank's numbers, place by place."""
         ...
@@ -158,7 +163,7 @@ def build_model(
         have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
     limit_bytes = spec.memory_bytes if spec.stage is None else spec.stage.memory_bytes
     if limit_bytes is not None:
-        have_bytes = min(have_bytes, limit_bytes)
+        have_bytes = min(have_bytes, limit_bytes - (0 if group is None else group.num_bytes))
     plan = plan_memory(sizes, have_bytes, max_rows=spec.max_num_seqs, device_kind=device.type)
     if plan.num_pages < MIN_PAGES:
         raise _no_room(sizes, limit_bytes, device, have_bytes - plan.slots.num_bytes)

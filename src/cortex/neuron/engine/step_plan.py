@@ -51,10 +51,15 @@ class StepPlan:
     """Recurrent states to copy before the step, from a checkpoint to a row."""
     saves: tuple[StateCopy, ...] = ()
     """Recurrent states to copy after the step, from a row to a checkpoint."""
+    captures: bool = False
+    """Of a divided model: no step, but the capture of the next graph, which all ranks do together."""
 
     @property
     def num_tokens(self) -> int:
         return sum(row.count for row in self.rows)
+
+
+CAPTURE = StepPlan((), 0, (), (), captures=True)
 
 
 @dataclass(slots=True)

@@ -38,6 +38,8 @@ class Attention:
             {f"{prefix}.q_proj": q * (2 if config.gated else 1), f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv},
             bias=config.bias,
         )
+        self.heads = [rows // config.head_dim for rows in self.qkv.splits]
+        self.num_heads = sum(self.heads)
         self.output = RowParallelLinear(parameters, q, {f"{prefix}.o_proj": config.hidden}, bias=config.output_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
@@ -63,14 +65,12 @@ class Attention:
     def __call__(self, hidden: Tensor, norm: RMSNorm, batch: Batch) -> Tensor:
         """hidden: [tokens, hidden] → hidden + attention(norm(hidden))"""
         config = self.config
-        q, k, v = self.qkv(hidden, norm=norm).split(self.qkv.splits, dim=-1)
-        k, v = (x.view(-1, config.kv_heads, config.head_dim) for x in (k, v))
+        heads = self.qkv(hidden, norm=norm).view(-1, self.num_heads, config.head_dim)
+        q, k, v = heads.split(self.heads, dim=1)
         gate = None
         if config.gated:
             q, gate = q.view(-1, config.heads, 2 * config.head_dim).chunk(2, dim=-1)
-        else:
-            q = q.view(-1, config.heads, config.head_dim)
         out = attention(q, k, v, self.rules, batch, self.cache.keys, self.cache.values)
         if gate is not None:
             out = out * torch.sigmoid(gate)
-        return self.output(out.reshape(len(out), -1), residual=hidden)
+        return self.output(out.flatten(1), residual=hidden)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.float8.matrix import Float8Matrix
+from cortex.neuron.kernels.float8.product import float8_embedding
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.product import packed_rows
 from cortex.neuron.layers.configs import Shard
@@ -112,4 +114,6 @@ def _rows(matrix: QuantisedMatrix, numbers: Tensor, dtype: torch.dtype) -> Tenso
     """numbers: [n] → [n, inputs]"""
     if isinstance(matrix, PackedMatrix):
         return packed_rows(matrix, numbers, dtype)
+    if isinstance(matrix, Float8Matrix):
+        return float8_embedding(matrix, numbers, dtype)
     return matrix.rows(numbers).to(dtype)

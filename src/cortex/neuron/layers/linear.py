@@ -17,7 +17,7 @@ from cortex.neuron.kernels.products.cpu_matrix import dense_product
 from cortex.neuron.kernels.products.matvec import beats_library, gated_matvec, matvec
 from cortex.neuron.kernels.silu import silu_mul
 from cortex.neuron.layers.norm import RMSNorm
-from cortex.neuron.layers.packed import projections
+from cortex.neuron.layers.packed import PackedProjections, projections
 from cortex.neuron.layers.parameters import Parameters
 
 
@@ -81,6 +81,13 @@ class RowParallelLinear(Linear):
         own_residual = residual if self._group.shard.is_first else None
         return self._group.all_reduce(super().__call__(x, norm=norm, residual=own_residual))
 
+    def activated(self, gate_up: Tensor, residual: Tensor) -> Tensor:
+        """`(silu(gate) · up) Wᵀ + b + residual`. gate_up: [tokens, 2 · this rank's inputs] → [tokens, out]"""
+        if not isinstance(self.packed, PackedProjections) or not self.packed.rounds_inputs(gate_up):
+            return self(silu_mul(gate_up), residual=residual)
+        own_residual = residual if self._group.shard.is_first else None
+        return self._group.all_reduce(self.packed.activated(gate_up, self.bias, own_residual))
+
 
 class GatedLinear:
     """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)`: the first half of a gated feed-forward block."""
@@ -92,9 +99,16 @@ class GatedLinear:
 
     def __call__(self, x: Tensor, *, norm: RMSNorm) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
+        out = self.fused(x, norm)
+        return silu_mul(self.gate_up(x, norm=norm)) if out is None else out
+
+    def fused(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
+        """The result of a kernel that computes all of it; None if there is none for this batch."""
         packed = self.gate_up.packed
-        if packed is not None and self.gate_up.bias is None and (out := packed.gated(x, norm)) is not None:
-            return out
-        if packed is None and self.gate_up.bias is None and has_kernels(x) and beats_library(*x.shape):
+        if self.gate_up.bias is not None:
+            return None
+        if packed is not None:
+            return packed.gated(x, norm)
+        if has_kernels(x) and beats_library(*x.shape):
             return gated_matvec(x, self.gate_up.weight, norm.weight, norm.eps)
-        return silu_mul(self.gate_up(x, norm=norm))
+        return None

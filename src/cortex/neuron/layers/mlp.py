@@ -19,4 +19,7 @@ class MLP:
 
     def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [tokens, hidden] → hidden + mlp(norm(hidden))"""
-        return self.down(self.gate_up(hidden, norm=norm), residual=hidden)
+        inner = self.gate_up.fused(hidden, norm)
+        if inner is not None:
+            return self.down(inner, residual=hidden)
+        return self.down.activated(self.gate_up.gate_up(hidden, norm=norm), hidden)

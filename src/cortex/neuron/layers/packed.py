@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.device_matrix import DeviceMatrix
+from cortex.neuron.kernels.float8.matrix import Float8Matrix
+from cortex.neuron.kernels.float8.product import (
+    float8_product,
+    has_float8_products,
+    one_row_float8_product,
+    widened_product,
+)
+from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
-from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.product import packed_product
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import QuantisedMatrix
@@ -19,37 +27,89 @@ from cortex.neuron.layers.parameters import QuantisedMatrix
 class PackedProjections:
     """`y = norm(x) Wᵀ + b + residual` over vertically concatenated matrices."""
 
-    def __init__(self, matrices: Sequence[PackedMatrix]) -> None:
+    def __init__(self, matrices: Sequence[DeviceMatrix]) -> None:
         self.matrices = matrices
         self.outputs = sum(matrix.outputs for matrix in matrices)
+        self._float8 = [matrix for matrix in matrices if isinstance(matrix, Float8Matrix)]
+
+    def rounds_inputs(self, x: Tensor) -> bool:
+        """Whether the rows of x are rounded to eight bits: `activated` does that together with the activation."""
+        layouts = {matrix.layout for matrix in self._float8}
+        is_only = len(self._float8) == len(self.matrices) and len(layouts) == 1
+        return is_only and len(x) > 1 and has_float8_products(x.device)
 
     def __call__(self, x: Tensor, bias: Tensor | None, norm: RMSNorm | None, residual: Tensor | None) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
+        if self.rounds_inputs(x):
+            return self._rounded(x, bias, norm, residual)
         fuses_norm = len(x) == 1 and has_kernels(x)
         if norm is not None and not fuses_norm:
             x = norm(x)
         x = x.contiguous()
+        weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
         out = torch.empty(len(x), self.outputs, dtype=x.dtype, device=x.device)
-        first = 0
-        for matrix in self.matrices:
-            rows = slice(first, first + matrix.outputs)
-            first += matrix.outputs
-            part_bias = None if bias is None else bias[rows]
-            part_residual = None if residual is None else residual[:, rows]
-            if fuses_norm:
-                weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-                one_row_product(x, matrix, out[:, rows], part_bias, weight, eps, part_residual)
+        for matrix, part, part_bias, part_residual in self._parts(out, bias, residual):
+            if isinstance(matrix, Float8Matrix):
+                if fuses_norm:
+                    one_row_float8_product(x, matrix, part, part_bias, weight, eps, part_residual)
+                else:
+                    widened_product(x, matrix, part, part_bias, part_residual)
+            elif fuses_norm:
+                one_row_product(x, matrix, part, part_bias, weight, eps, part_residual)
             else:
-                packed_product(x, matrix, out[:, rows], part_bias, part_residual)
+                packed_product(x, matrix, part, part_bias, part_residual)
         return out
+
+    def activated(self, gate_up: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """`(silu(gate) · up) Wᵀ + b + residual`. Requires `rounds_inputs`. gate_up: [tokens, 2 · in] → [tokens, out]"""
+        return self._rounded(gate_up, bias, None, residual, gated=True)
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
         """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` in one pass; None if that is not possible: several rows, or two formats."""
         if len(x) != 1 or len(self.matrices) != 1 or not has_kernels(x):
             return None
         out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)
-        gated_one_row_product(x.contiguous(), self.matrices[0], out, norm.weight, norm.eps)
+        (matrix,) = self.matrices
+        if isinstance(matrix, Float8Matrix):
+            one_row_float8_product(x.contiguous(), matrix, out, None, norm.weight, norm.eps, None, gated=True)
+        else:
+            gated_one_row_product(x.contiguous(), matrix, out, norm.weight, norm.eps)
         return out
+
+    def _rounded(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        norm: RMSNorm | None,
+        residual: Tensor | None,
+        *,
+        gated: bool = False,
+    ) -> Tensor:
+        weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+        grouped = bool(self._float8[0].layout.block)
+        rows = float8_rows(x, grouped=grouped, norm_weight=weight, eps=eps, gated=gated)
+        out = torch.empty(len(x), self.outputs, dtype=x.dtype, device=x.device)
+        for matrix, part, part_bias, part_residual in self._parts(out, bias, residual):
+            assert isinstance(matrix, Float8Matrix)
+            float8_product(rows, matrix, part, part_bias, part_residual)
+        return out
+
+    def _parts(
+        self, out: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Iterator[tuple[DeviceMatrix, Tensor, Tensor | None, Tensor | None]]:
+        """Each matrix with the columns of the others that are its rows."""
+        first = 0
+        for matrix in self.matrices:
+            rows = slice(first, first + matrix.outputs)
+            first += matrix.outputs
+            yield (
+                matrix,
+                out[:, rows],
+                *(
+                    None if bias is None else bias[rows],
+                    None if residual is None else residual[:, rows],
+                ),
+            )
 
 
 class CpuProjections:
@@ -60,12 +120,10 @@ class CpuProjections:
 
     def __call__(self, x: Tensor, bias: Tensor | None, norm: RMSNorm | None, residual: Tensor | None) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
-        if norm is not None:
-            x = norm(x)
-        first, *others = self.matrices
-        out = first.product(x)
-        if others:
-            out = torch.cat((out, *(matrix.product(x) for matrix in others)), 1)
+        x, scale = (x, 1.0) if norm is None else norm.in_two(x)
+        out = self.matrices[0].product(x, scale)
+        if len(self.matrices) > 1:
+            out = torch.cat((out, *(matrix.product(x, scale) for matrix in self.matrices[1:])), 1)
         if bias is not None:
             out = out.add_(bias)
         return out if residual is None else out.add_(residual)
@@ -77,7 +135,7 @@ class CpuProjections:
 
 def projections(matrices: Sequence[QuantisedMatrix]) -> PackedProjections | CpuProjections:
     """`matrices`: all of one device."""
-    packed = [matrix for matrix in matrices if isinstance(matrix, PackedMatrix)]
+    packed = [matrix for matrix in matrices if isinstance(matrix, DeviceMatrix)]
     if packed:
         return PackedProjections(packed)
-    return CpuProjections([matrix for matrix in matrices if not isinstance(matrix, PackedMatrix)])
+    return CpuProjections([matrix for matrix in matrices if not isinstance(matrix, DeviceMatrix)])

@@ -7,11 +7,13 @@ nothing else about the group: how it communicates is up to the engine.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch import Tensor
 
 from cortex.neuron.layers.configs import WHOLE, Shard
+
+UNLIMITED_BYTES: Final = 1 << 62
 
 
 class ParallelGroup(Protocol):
@@ -20,6 +22,11 @@ class ParallelGroup(Protocol):
     @property
     def shard(self) -> Shard:
         """This rank and the number of ranks."""
+        ...
+
+    @property
+    def max_captured_bytes(self) -> int:
+        """The largest part of one rank in a call that can be captured in a CUDA graph; 0: no call can be."""
         ...
 
     def all_reduce(self, partial: Tensor) -> Tensor:
@@ -39,6 +46,7 @@ class SingleRank:
     """The group of a model that is on one device as a whole."""
 
     shard = WHOLE
+    max_captured_bytes = UNLIMITED_BYTES
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return partial

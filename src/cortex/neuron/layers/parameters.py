@@ -14,13 +14,16 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.device_matrix import DeviceMatrix, empty_device_matrix
 from cortex.neuron.kernels.products.cpu_layout import ROW_BLOCK, CpuLayout
 from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix, empty_cpu_matrix
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix
+from cortex.neuron.kernels.quantised.packing import PackedMatrix
+from cortex.neuron.kernels.quantised.recipes import DeviceLayout
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
 
-QuantisedMatrix = PackedMatrix | CpuMatrix
+QuantisedMatrix = DeviceMatrix | CpuMatrix
+MatrixLayout = DeviceLayout | CpuLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Binding:
 class PackingOffer:
     """Which tensors of a checkpoint are kept packed, by name, and in which layout."""
 
-    layouts: Mapping[str, Layout | CpuLayout]
+    layouts: Mapping[str, MatrixLayout]
 
 
 NOTHING_PACKED = PackingOffer({})
@@ -120,7 +123,8 @@ class Parameters:
                 is_stack = not any(rows % ROW_BLOCK for _, rows in run[:-1])
                 matrices += [self._cpu_matrix(layout, part, inputs) for part in ([run] if is_stack else zip(run))]
             else:
-                matrices.append(self.packed_stack(run, inputs))
+                assert layout is not None
+                matrices.append(self._device_matrix(layout, run, inputs))
         return matrices
 
     def can_stack(self, sources: Sequence[tuple[str, int]]) -> bool:
@@ -132,7 +136,12 @@ class Parameters:
         """One matrix for the rows of `sources` (name, rows), in order. Requires `can_stack(sources)`."""
         layout = self._packing.layouts[sources[0][0]]
         assert isinstance(layout, Layout)
-        matrix = empty_matrix(layout, sum(rows for _, rows in sources), inputs, self.device)
+        matrix = self._device_matrix(layout, sources, inputs)
+        assert isinstance(matrix, PackedMatrix)
+        return matrix
+
+    def _device_matrix(self, layout: DeviceLayout, sources: Sequence[tuple[str, int]], inputs: int) -> DeviceMatrix:
+        matrix = empty_device_matrix(layout, sum(rows for _, rows in sources), inputs, self.device)
         self._bind_rows(matrix, layout, sources)
         return matrix
 
@@ -141,9 +150,7 @@ class Parameters:
         self._bind_rows(matrix, layout, sources)
         return matrix
 
-    def _bind_rows(
-        self, matrix: QuantisedMatrix, layout: Layout | CpuLayout, sources: Sequence[tuple[str, int]]
-    ) -> None:
+    def _bind_rows(self, matrix: QuantisedMatrix, layout: MatrixLayout, sources: Sequence[tuple[str, int]]) -> None:
         self.num_bytes += layout.num_bytes(matrix.outputs, matrix.inputs)
         first_row = 0
         for source, rows in sources:

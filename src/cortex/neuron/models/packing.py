@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, PUBLISHED_LAYOUTS, SCALED_COLUMNS, Layout
-from cortex.neuron.kernels.quantised.recipes import Recipe
+from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS, float8_layout
+from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, PUBLISHED_LAYOUTS, Q8, SCALED_COLUMNS
+from cortex.neuron.kernels.quantised.recipes import DeviceLayout, Recipe, is_expert
 from cortex.neuron.weights.safetensors.arranged import expert_infos
 from cortex.neuron.weights.stored import TensorInfo
 
@@ -15,12 +16,12 @@ QUANTISABLE: Final = frozenset({"F32", "F16", "BF16"})
 STORED_LAYOUTS: Final = {**GGML_LAYOUTS, **PUBLISHED_LAYOUTS}
 
 
-def packed_layouts(tensors: Mapping[str, TensorInfo], recipe: Recipe | None) -> dict[str, Layout]:
+def packed_layouts(tensors: Mapping[str, TensorInfo], recipe: Recipe | None) -> dict[str, DeviceLayout]:
     """By tensor: the matrices that are stored quantised, and with a recipe the dense ones, which it quantises.
 
     The experts of a stack are matrices of their own.
     """
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, DeviceLayout] = {}
     matrices = dict(tensors)
     for name, info in tensors.items():
         matrices |= expert_infos(name, info)
@@ -28,7 +29,12 @@ def packed_layouts(tensors: Mapping[str, TensorInfo], recipe: Recipe | None) -> 
         if len(info.shape) != 2:
             continue
         if info.dtype in STORED_LAYOUTS and info.shape[1] % SCALED_COLUMNS == 0:
-            layouts[name] = STORED_LAYOUTS[info.dtype]
+            is_float8 = info.dtype == "FP8" and not is_expert(name)
+            layouts[name] = (float8_layout(info.shape, info.scaled) if is_float8 else None) or STORED_LAYOUTS[
+                info.dtype
+            ]
         elif recipe is not None and info.dtype in QUANTISABLE and info.shape[1] % SCALED_COLUMNS == 0:
-            layouts[name] = recipe.layout_of(name)
+            layout = recipe.layout_of(name)
+            is_possible = layout != FLOAT8_ROWS or float8_layout(info.shape, (1, info.shape[1])) is not None
+            layouts[name] = layout if is_possible else Q8
     return layouts

@@ -220,7 +220,9 @@ class ModelController:
                 raise WorkerLost(instance.lost_reason)
             self.instance = instance
         except CortexError as failed:
-            error = failed
+            # It is kept with the state of the model. The frames that led to it hold the files that were read.
+            failed.__cause__ = failed.__context__ = None
+            error = failed.with_traceback(None)
         except (WorkerLost, Damaged) as lost:
             self.instance = None
             error, worker_lost = LoadFailed(f"{self.model_id}: {lost}"), True

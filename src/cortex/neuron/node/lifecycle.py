@@ -11,29 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cortex.neuron.node.lifecycle_events import (
-    CancelLoad,
-    DownloadStarted,
-    Effect,
-    EnsureAsleep,
-    EnsureGone,
-    EnsureReady,
-    FilesReady,
-    Input,
-    LoadEnded,
-    ModelLost,
-    NotifyAsleep,
-    NotifyFailed,
-    NotifyGone,
-    NotifyReady,
-    ProducedTokens,
-    ShortenDrain,
-    StartLoad,
-    StartUnload,
-    StartWake,
-    UnloadEnded,
-    UnloadInstead,
-)
+from cortex.neuron.node import lifecycle_events as events
 from cortex.neuron.worker.backoff import BackoffPolicy, FaultHistory
 from cortex.wire.errors import CortexError, LoadFailed
 from cortex.wire.node import ModelState
@@ -56,40 +34,40 @@ class Lifecycle:
     faults: FaultHistory = field(default_factory=FaultHistory)
 
 
-Transition = tuple[Lifecycle, tuple[Effect, ...]]
+Transition = tuple[Lifecycle, tuple[events.Effect, ...]]
 
 _LOADING = frozenset({ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING})
 _NOT_IN_MEMORY = frozenset({ModelState.COLD, ModelState.FAILED})
 
 
-def transition(life: Lifecycle, happened: Input, now_s: float, policy: BackoffPolicy) -> Transition:
+def transition(life: Lifecycle, happened: events.Input, now_s: float, policy: BackoffPolicy) -> Transition:
     """The lifecycle after `happened`, and what to do about it."""
     match happened:
-        case EnsureReady():
+        case events.EnsureReady():
             return _ensure_ready(life, now_s)
-        case EnsureGone():
+        case events.EnsureGone():
             return _ensure_gone(life, happened, now_s)
-        case EnsureAsleep():
+        case events.EnsureAsleep():
             return _ensure_asleep(life, happened, now_s)
-        case DownloadStarted(attempt) if attempt == life.attempt and life.state is ModelState.LOADING:
+        case events.DownloadStarted(attempt) if attempt == life.attempt and life.state is ModelState.LOADING:
             return _enter(life, ModelState.DOWNLOADING, now_s), ()
-        case FilesReady(attempt) if attempt == life.attempt and life.state is ModelState.DOWNLOADING:
+        case events.FilesReady(attempt) if attempt == life.attempt and life.state is ModelState.DOWNLOADING:
             return _enter(life, ModelState.LOADING, now_s), ()
-        case LoadEnded(attempt, None) if attempt == life.attempt:
+        case events.LoadEnded(attempt, None) if attempt == life.attempt:
             return _load_succeeded(life, now_s)
-        case LoadEnded(attempt, error, worker_lost) if attempt == life.attempt and error is not None:
+        case events.LoadEnded(attempt, error, worker_lost) if attempt == life.attempt and error is not None:
             if life.weights_in_host and not worker_lost:
                 return _wake_failed(life, error, now_s)
             return _load_failed(life, error, worker_lost, now_s, policy)
-        case ModelLost(reason) if life.state is ModelState.READY:
+        case events.ModelLost(reason) if life.state is ModelState.READY:
             return _recover(life, reason, now_s, policy)
-        case ModelLost(reason) if life.state is ModelState.ASLEEP:
+        case events.ModelLost(reason) if life.state is ModelState.ASLEEP:
             # It served no request, so it need not recover: the next request loads it.
             reason = f"its weights were lost while it slept: {reason}"
             return _enter(replace(life, weights_in_host=False), ModelState.COLD, now_s, reason), ()
-        case ProducedTokens():
+        case events.ProducedTokens():
             return replace(life, faults=life.faults.proved()), ()
-        case UnloadEnded(attempt, asleep) if attempt == life.attempt and life.state is ModelState.UNLOADING:
+        case events.UnloadEnded(attempt, asleep) if attempt == life.attempt and life.state is ModelState.UNLOADING:
             return _fell_asleep(life, now_s) if asleep else _gone(life, now_s)
         case _:
             return life, ()  # from an older attempt
@@ -98,7 +76,7 @@ def transition(life: Lifecycle, happened: Input, now_s: float, policy: BackoffPo
 def _ensure_ready(life: Lifecycle, now_s: float) -> Transition:
     life = replace(life, wanted="ready")
     if life.state is ModelState.READY:
-        return life, (NotifyReady(),)
+        return life, (events.NotifyReady(),)
     if life.state is ModelState.ASLEEP:
         return _wake(life, now_s)
     if life.state in _NOT_IN_MEMORY:
@@ -106,42 +84,44 @@ def _ensure_ready(life: Lifecycle, now_s: float) -> Transition:
     return life, ()
 
 
-def _ensure_gone(life: Lifecycle, wish: EnsureGone, now_s: float) -> Transition:
+def _ensure_gone(life: Lifecycle, wish: events.EnsureGone, now_s: float) -> Transition:
     life = replace(life, wanted="gone")
     if life.state in _NOT_IN_MEMORY:
-        return _enter(life, ModelState.COLD, now_s), (NotifyGone(),)
+        return _enter(life, ModelState.COLD, now_s), (events.NotifyGone(),)
     if life.state in _LOADING:
         return _cancel_load(life, now_s)
     if life.state is ModelState.UNLOADING:
-        return life, (_load_cancelled(), UnloadInstead(), ShortenDrain(wish.drain_s))
-    return _start_unload(life, StartUnload(life.attempt + 1, wish.drain_s), now_s)
+        return life, (_load_cancelled(), events.UnloadInstead(), events.ShortenDrain(wish.drain_s))
+    return _start_unload(life, events.StartUnload(life.attempt + 1, wish.drain_s), now_s)
 
 
-def _ensure_asleep(life: Lifecycle, wish: EnsureAsleep, now_s: float) -> Transition:
+def _ensure_asleep(life: Lifecycle, wish: events.EnsureAsleep, now_s: float) -> Transition:
     if life.state is ModelState.ASLEEP:
-        return life, (NotifyAsleep(),)
+        return life, (events.NotifyAsleep(),)
     if life.state in _NOT_IN_MEMORY:
-        return _ensure_gone(life, EnsureGone(), now_s)
+        return _ensure_gone(life, events.EnsureGone(), now_s)
     life = replace(life, wanted="gone")
     if life.state in _LOADING:
         return _cancel_load(life, now_s)
     if life.state is ModelState.UNLOADING:
-        return life, (_load_cancelled(), ShortenDrain(wish.drain_s))
-    return _start_unload(life, StartUnload(life.attempt + 1, wish.drain_s, to_sleep=True), now_s)
+        return life, (_load_cancelled(), events.ShortenDrain(wish.drain_s))
+    return _start_unload(life, events.StartUnload(life.attempt + 1, wish.drain_s, to_sleep=True), now_s)
 
 
 def _cancel_load(life: Lifecycle, now_s: float) -> Transition:
     """A wake is short and cannot be cancelled: once it has ended the model is unloaded."""
-    effects: tuple[Effect, ...] = (_load_cancelled(),) if life.weights_in_host else (_load_cancelled(), CancelLoad())
+    effects: tuple[events.Effect, ...] = (
+        (_load_cancelled(),) if life.weights_in_host else (_load_cancelled(), events.CancelLoad())
+    )
     return _enter(life, ModelState.UNLOADING, now_s), effects
 
 
 def _load_succeeded(life: Lifecycle, now_s: float) -> Transition:
     life = replace(life, weights_in_host=False)
     if life.state in _LOADING:
-        return _enter(life, ModelState.READY, now_s), (NotifyReady(),)
+        return _enter(life, ModelState.READY, now_s), (events.NotifyReady(),)
     if life.state is ModelState.UNLOADING:  # cancelled too late
-        return _start_unload(life, StartUnload(life.attempt + 1), now_s)
+        return _start_unload(life, events.StartUnload(life.attempt + 1), now_s)
     return life, ()
 
 
@@ -160,24 +140,24 @@ def _load_failed(
 
 def _wake_failed(life: Lifecycle, error: CortexError, now_s: float) -> Transition:
     if life.state is ModelState.UNLOADING:  # cancelled
-        return _start_unload(life, StartUnload(life.attempt + 1), now_s)
-    return _enter(replace(life, wanted="gone"), ModelState.ASLEEP, now_s), (NotifyFailed(error),)
+        return _start_unload(life, events.StartUnload(life.attempt + 1), now_s)
+    return _enter(replace(life, wanted="gone"), ModelState.ASLEEP, now_s), (events.NotifyFailed(error),)
 
 
 def _fell_asleep(life: Lifecycle, now_s: float) -> Transition:
     life = _enter(replace(life, weights_in_host=True), ModelState.ASLEEP, now_s)
     if life.wanted == "ready":  # a caller wants it again
         life, effects = _wake(life, now_s)
-        return life, (NotifyAsleep(), *effects)
-    return life, (NotifyAsleep(),)
+        return life, (events.NotifyAsleep(), *effects)
+    return life, (events.NotifyAsleep(),)
 
 
 def _gone(life: Lifecycle, now_s: float) -> Transition:
     life = _enter(life, ModelState.COLD, now_s)
     if life.wanted == "ready":  # a caller wants it again
         life, effects = _start_load(life, now_s)
-        return life, (NotifyGone(), *effects)
-    return life, (NotifyGone(),)
+        return life, (events.NotifyGone(), *effects)
+    return life, (events.NotifyGone(),)
 
 
 def _recover(life: Lifecycle, reason: str, now_s: float, policy: BackoffPolicy) -> Transition:
@@ -187,24 +167,24 @@ def _recover(life: Lifecycle, reason: str, now_s: float, policy: BackoffPolicy) 
         num_faults = len(life.faults.times_s)
         return _fail(life, LoadFailed(f"gave up after {num_faults} faults; the latest: {reason}"), now_s)
     life = replace(_enter(life, ModelState.RECOVERING, now_s, reason), attempt=life.attempt + 1)
-    return life, (StartLoad(life.attempt, delay_s),)
+    return life, (events.StartLoad(life.attempt, delay_s),)
 
 
 def _fail(life: Lifecycle, error: CortexError, now_s: float) -> Transition:
-    return replace(_enter(life, ModelState.FAILED, now_s, error.message), error=error), (NotifyFailed(error),)
+    return replace(_enter(life, ModelState.FAILED, now_s, error.message), error=error), (events.NotifyFailed(error),)
 
 
 def _start_load(life: Lifecycle, now_s: float) -> Transition:
     life = replace(_enter(life, ModelState.LOADING, now_s), attempt=life.attempt + 1)
-    return life, (StartLoad(life.attempt),)
+    return life, (events.StartLoad(life.attempt),)
 
 
 def _wake(life: Lifecycle, now_s: float) -> Transition:
     life = replace(_enter(life, ModelState.LOADING, now_s), attempt=life.attempt + 1)
-    return life, (StartWake(life.attempt),)
+    return life, (events.StartWake(life.attempt),)
 
 
-def _start_unload(life: Lifecycle, effect: StartUnload, now_s: float) -> Transition:
+def _start_unload(life: Lifecycle, effect: events.StartUnload, now_s: float) -> Transition:
     life = replace(_enter(life, ModelState.UNLOADING, now_s), attempt=effect.attempt, weights_in_host=False)
     return life, (effect,)
 
@@ -214,5 +194,5 @@ def _enter(life: Lifecycle, state: ModelState, now_s: float, reason: str | None 
     return replace(life, state=state, since_s=since_s, reason=reason, error=None)
 
 
-def _load_cancelled() -> NotifyFailed:
-    return NotifyFailed(LoadFailed("the model was unloaded while it was being loaded; load it again"))
+def _load_cancelled() -> events.NotifyFailed:
+    return events.NotifyFailed(LoadFailed("the model was unloaded while it was being loaded; load it again"))

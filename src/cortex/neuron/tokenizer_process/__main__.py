@@ -17,22 +17,8 @@ from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare
 from cortex.neuron.text.template.prompt import check_size
 from cortex.neuron.text.tokenizer.local import read_text
-from cortex.neuron.tokenizer_process.protocol import (
-    Count,
-    Counted,
-    Describe,
-    Described,
-    Encode,
-    Encoded,
-    Job,
-    Prepare,
-    Reply,
-    fingerprint_of,
-    out_of_memory,
-    pack_prepared,
-    packed,
-    unreadable,
-)
+from cortex.neuron.tokenizer_process import protocol
+from cortex.neuron.tokenizer_process.protocol import Job, Reply
 from cortex.wire.errors import CortexError, InvalidValue
 from cortex.wire.packed_request import unpack
 from cortex.wire.rejection import rejected
@@ -54,7 +40,7 @@ def main() -> None:
 class TokenizerService:
     """Serves one model's text, or the error that reading it ended in."""
 
-    def __init__(self, text: tuple[Described, TextModel] | Exception) -> None:
+    def __init__(self, text: tuple[protocol.Described, TextModel] | Exception) -> None:
         self._text = text
 
     @classmethod
@@ -66,7 +52,7 @@ class TokenizerService:
         except Exception as error:  # whatever it is, the daemon must get it
             log.debug("cannot read the text files of %s", model, exc_info=True)
             return cls(error)
-        described = Described(facts, fingerprint_of(facts), text.reasoning_end)
+        described = protocol.Described(facts, protocol.fingerprint_of(facts), text.reasoning_end)
         if fingerprint not in (None, described.fingerprint):
             # The daemon still decodes tokens with the facts that it read first.
             return cls(TextFileMalformed(f"the text files of {model} changed while the node runs; restart the node"))
@@ -74,24 +60,24 @@ class TokenizerService:
 
     def run(self, job: Job) -> Reply:
         if isinstance(self._text, Exception):
-            return unreadable(self._text)
+            return protocol.unreadable(self._text)
         described, text = self._text
         try:
             match job:
-                case Describe():
+                case protocol.Describe():
                     return described
-                case Encode(characters, rules):
+                case protocol.Encode(characters, rules):
                     check_size(characters, rules)
-                    return Encoded(packed(text.encode(characters)))
-                case Count(whole, rules):
-                    return Counted(len(text.render(unpack(whole), rules).ids))
-                case Prepare(whole, rules):
+                    return protocol.Encoded(protocol.packed(text.encode(characters)))
+                case protocol.Count(whole, rules):
+                    return protocol.Counted(len(text.render(unpack(whole), rules).ids))
+                case protocol.Prepare(whole, rules):
                     request = unpack(whole)
-                    return pack_prepared(prepare(text, request, rules), with_text=request.echo)
+                    return protocol.pack_prepared(prepare(text, request, rules), with_text=request.echo)
         except CortexError as error:
             return rejected(error)
         except MemoryError:
-            return rejected(out_of_memory())
+            return rejected(protocol.out_of_memory())
         except RecursionError:
             return rejected(InvalidValue("The request is nested too deeply to be prepared; flatten it."))
         except Exception:

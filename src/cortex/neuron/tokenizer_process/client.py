@@ -11,23 +11,8 @@ from cortex.neuron.text.errors import TextModelError
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules
-from cortex.neuron.tokenizer_process.protocol import (
-    Count,
-    Counted,
-    Describe,
-    Described,
-    Encode,
-    Encoded,
-    FilesUnreadable,
-    Job,
-    PackedPrepared,
-    Prepare,
-    Reply,
-    error_of,
-    out_of_memory,
-    unpack_prepared,
-    unpacked,
-)
+from cortex.neuron.tokenizer_process import protocol
+from cortex.neuron.tokenizer_process.protocol import Job, Reply
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.wire.errors import BodyTooLarge, LoadFailed, Recovering
 from cortex.wire.rejection import Rejected
@@ -64,8 +49,8 @@ class TokenizerClient:
 
     async def read(self) -> TextModel:
         """The model's text. Raises the errors in `UNREADABLE`, or Recovering."""
-        reply = await self._run(Describe(), is_long=False)
-        assert isinstance(reply, Described)
+        reply = await self._run(protocol.Describe(), is_long=False)
+        assert isinstance(reply, protocol.Described)
         self._fingerprint = reply.fingerprint
         return TextModel.without_encoder(reply.facts, reply.reasoning_end)
 
@@ -89,21 +74,21 @@ class TokenizerClient:
 
     async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> Prepared:
         """The prompts and the grammar of a packed request."""
-        reply = await self._run_job(Prepare(request, rules), is_long=is_long)
-        assert isinstance(reply, PackedPrepared)
-        return unpack_prepared(reply)
+        reply = await self._run_job(protocol.Prepare(request, rules), is_long=is_long)
+        assert isinstance(reply, protocol.PackedPrepared)
+        return protocol.unpack_prepared(reply)
 
     async def count(self, request: bytes, rules: PromptRules, *, is_long: bool) -> int:
         """The number of tokens in the prompt of a packed request."""
-        reply = await self._run_job(Count(request, rules), is_long=is_long)
-        assert isinstance(reply, Counted)
+        reply = await self._run_job(protocol.Count(request, rules), is_long=is_long)
+        assert isinstance(reply, protocol.Counted)
         return reply.num_tokens
 
     async def encode(self, text: str, rules: PromptRules, *, is_long: bool) -> tuple[int, ...]:
         """The tokens of `text`, including control tokens in it."""
-        reply = await self._run_job(Encode(text, rules), is_long=is_long)
-        assert isinstance(reply, Encoded)
-        return unpacked(reply.ids)
+        reply = await self._run_job(protocol.Encode(text, rules), is_long=is_long)
+        assert isinstance(reply, protocol.Encoded)
+        return protocol.unpacked(reply.ids)
 
     async def _run_job(self, job: Job, *, is_long: bool) -> Reply:
         try:
@@ -111,7 +96,7 @@ class TokenizerClient:
         except UNREADABLE as error:
             raise LoadFailed(f"the tokenizer of {self._model.name} can no longer be read: {error}") from error
         except WorkerLost as error:
-            raise out_of_memory() from error
+            raise protocol.out_of_memory() from error
         except Unsendable as error:
             raise BodyTooLarge(f"The prompt cannot be tokenised: {error}.") from error
 
@@ -126,8 +111,8 @@ class TokenizerClient:
         finally:
             self._num_calls -= 1
             self._last_call_s = time.monotonic()
-        if isinstance(reply, FilesUnreadable | Rejected):
-            raise error_of(reply)
+        if isinstance(reply, protocol.FilesUnreadable | Rejected):
+            raise protocol.error_of(reply)
         return reply
 
     def _recovering(self, error: PoolLost) -> Recovering:

@@ -94,6 +94,15 @@ def decode_groups(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0)
     return quants.Groups(q, scale, minimum)
 
 
+def decode_float8(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole groups of rows of a matrix in FP8, from `start_group` on, as they are, and their scales.
+
+    [rows, inputs] float8, [rows, blocks of columns] float32
+    """
+    assert stored.beside is not None
+    return codes.float8_of(stored, stored.beside, raw, start_group * stored.group_rows)
+
+
 def _dequantise(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
     quantisation = quants.QUANTISATIONS.get(stored.format)
     if quantisation is None:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 
 from cortex.neuron.weights.checkpoint import Checkpoint
-from cortex.neuron.weights.decode import decode, decode_groups, has_groups
+from cortex.neuron.weights.decode import decode, decode_float8, decode_groups, has_groups
 from cortex.neuron.weights.errors import TensorMissing
 from cortex.neuron.weights.finite import ScaleCheck
 from cortex.neuron.weights.stored import StoredTensor
@@ -40,8 +40,8 @@ class Placement:
     transform: Transform | None = None
 
 
-class RowSink(Protocol):
-    """A quantised matrix in memory that accepts rows."""
+class NumberSink(Protocol):
+    """A quantised matrix in memory that accepts dense rows."""
 
     @property
     def device(self) -> torch.device: ...
@@ -49,12 +49,25 @@ class RowSink(Protocol):
     @property
     def inputs(self) -> int: ...
 
+    def put_numbers(self, first_row: int, numbers: torch.Tensor) -> None:
+        """Quantise dense rows and write them. numbers: [rows, inputs]"""
+        ...
+
+
+class RowSink(NumberSink, Protocol):
+    """One that accepts codes with scales and minimums of groups."""
+
     def put(self, first_row: int, code: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> None:
         """Write rows of `scale · code + minimum`. code: [rows, inputs] uint8; the others: [rows, groups] float32"""
         ...
 
-    def put_numbers(self, first_row: int, numbers: torch.Tensor) -> None:
-        """Quantise dense rows and write them. numbers: [rows, inputs]"""
+
+@runtime_checkable
+class Float8Sink(NumberSink, Protocol):
+    """One that keeps eight-bit floating-point numbers and their scales."""
+
+    def put_float8(self, first_row: int, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """codes: [rows, inputs]; scales: [rows, blocks of columns], one for each row"""
         ...
 
 
@@ -63,7 +76,7 @@ class PackedPlacement:
     """One tensor of the checkpoint, quantised or dense, and the rows of a packed matrix that it fills."""
 
     name: str
-    matrix: RowSink
+    matrix: RowSink | Float8Sink
     first_row: int
     num_rows: int
 
@@ -139,13 +152,17 @@ class PackedTarget:
 
     def write(self, piece: WeightPiece, raw: torch.Tensor) -> None:
         """Repack or quantise the bytes of the piece, which are on the device of the matrix."""
+        matrix = self._placement.matrix
         first_row = self._placement.first_row + piece.start_group * self.stored.group_rows
-        if not has_groups(self.stored):
-            self._placement.matrix.put_numbers(first_row, decode(self.stored, raw, piece.start_group))
+        if isinstance(matrix, Float8Sink) and self.stored.format == "FP8":
+            matrix.put_float8(first_row, *decode_float8(self.stored, raw, piece.start_group))
+            return
+        if isinstance(matrix, Float8Sink) or not has_groups(self.stored):
+            matrix.put_numbers(first_row, decode(self.stored, raw, piece.start_group))
             return
         groups = decode_groups(self.stored, raw, piece.start_group)
         self.check.add(groups.scale + groups.minimum)
-        self._placement.matrix.put(first_row, groups.q.flatten(1), groups.scale[..., 0], groups.minimum[..., 0])
+        matrix.put(first_row, groups.q.flatten(1), groups.scale[..., 0], groups.minimum[..., 0])
 
     def pieces(self) -> Iterator[WeightPiece]:
         """The pieces to read: whole blocks of rows, which a matrix may pack together."""

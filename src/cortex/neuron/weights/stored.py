@@ -189,6 +189,16 @@ class StoredTensor:
         num_bytes = rows * (row_bytes * len(columns) // width)
         return replace(self, shape=(rows, len(columns)), num_bytes=num_bytes, selection=selection)
 
+    @property
+    def scaled(self) -> tuple[int, int] | None:
+        """How many rows and columns share a scale, for a matrix with scales beside it whose rows are whole blocks."""
+        if self.beside is None or self.beside.is_transposed:
+            return None
+        rows = self.beside.rows
+        if any(run.start % rows or run.stop % rows for run in self.rows_in_file(0, self.num_rows)):
+            return None
+        return rows, self.beside.columns
+
     def rows_in_file(self, first_row: int, num_rows: int) -> tuple[range, ...]:
         """Where some rows of a matrix without interleaved rows are in the file."""
         if self.rows is not None:
@@ -238,7 +248,9 @@ class TensorInfo:
     dtype: str
     num_bytes: int
     """As stored; a quantised tensor is larger once it is read."""
+    scaled: tuple[int, int] | None = None
+    """How many rows and columns share a scale, where scales lie beside the matrix (`StoredTensor.scaled`)."""
 
     @classmethod
     def of(cls, stored: StoredTensor) -> TensorInfo:
-        return cls(stored.shape, stored.format, stored.num_bytes)
+        return cls(stored.shape, stored.format, stored.num_bytes, stored.scaled)

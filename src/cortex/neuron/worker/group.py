@@ -187,11 +187,7 @@ class WorkerGroup:
         self._is_given_up = True
         freed += await asyncio.gather(*(member.unload(part) for member, part in others))
         self._claim.release()
-        return Reclaimed(
-            sum(each.expected_bytes for each in freed),
-            sum(each.freed_bytes for each in freed),
-            any(each.shares_worker for each in freed),
-        )
+        return Reclaimed.total(freed)
 
     async def sleep(self, resident: Resident) -> Resident:
         """Puts the leader to sleep first, whose last self-test needs the others. Raises SleepRejected or WorkerLost."""

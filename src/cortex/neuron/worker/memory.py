@@ -11,6 +11,7 @@ import gc
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cortex.neuron.engine.memory.host import anonymous_bytes, read_host_memory
@@ -33,6 +34,14 @@ class Reclaimed:
     freed_bytes: int
     shares_worker: bool = False
     """Other models use the worker, so its size does not show what this model freed."""
+
+    @classmethod
+    def total(cls, parts: Sequence[Reclaimed]) -> Reclaimed:
+        return cls(
+            sum(part.expected_bytes for part in parts),
+            sum(part.freed_bytes for part in parts),
+            any(part.shares_worker for part in parts),
+        )
 
     @property
     def is_complete(self) -> bool:

@@ -142,11 +142,7 @@ class WorkerReplicas:
         freed = await asyncio.gather(*(replica.host.unload(part) for replica, part in self._present()))
         for replica in self._replicas:
             replica.resident = None
-        return Reclaimed(
-            sum(each.expected_bytes for each in freed),
-            sum(each.freed_bytes for each in freed),
-            any(each.shares_worker for each in freed),
-        )
+        return Reclaimed.total(freed)
 
     async def sleep(self, resident: Resident) -> Resident:
         """Raises SleepRejected or WorkerLost."""

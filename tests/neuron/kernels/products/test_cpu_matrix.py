@@ -55,6 +55,7 @@ def test_product_matches_the_dequantised_product(form: CpuForm, stored: str, row
     y = matrix.product(x)
     assert (y.shape, y.dtype) == (expected.shape, x.dtype)
     assert (y - expected).norm() / expected.norm() < 0.015
+    assert torch.allclose(matrix.product(x, 0.25), 0.25 * y, rtol=1e-2, atol=1e-2 * float(y.abs().max()))
 
 
 @pytest.mark.parametrize("inputs", [32, 96])

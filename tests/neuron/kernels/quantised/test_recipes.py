@@ -19,6 +19,7 @@ from cortex.neuron.kernels.quantised.recipes import recipe_of
         ("Q8_0", "q8_0"),
         ("8bit", "q8_0"),
         (" q8 ", "q8_0"),
+        ("FP8", "fp8"),
     ],
 )
 def test_every_usual_spelling_names_a_recipe(spelling: str, name: str) -> None:
@@ -27,7 +28,7 @@ def test_every_usual_spelling_names_a_recipe(spelling: str, name: str) -> None:
     assert recipe.name == name
 
 
-@pytest.mark.parametrize("spelling", ["", "q", "q7", "fp8", "awq", "q44", "4x", "iq4_xs"])
+@pytest.mark.parametrize("spelling", ["", "q", "q7", "fp4", "awq", "q44", "4x", "iq4_xs"])
 def test_other_spellings_name_none(spelling: str) -> None:
     assert recipe_of(spelling) is None
 

@@ -2,11 +2,13 @@
 
 There is a graph for each of some batch sizes; a step takes the smallest that fits and pads. A graph reads from fixed
 addresses: its input buffer, the page table, the rows' latest tokens. Graphs are captured one at a time: the smallest
-when the model is loaded, the others while the engine is idle, or after enough steps that lacked one.
+when the model is loaded, the others while the engine is idle, or after enough steps that lacked one. The ranks of a
+divided model capture the same graphs together, with the messages between them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +20,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.models.decoder import Decoder
+
+log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 CAPTURE_AFTER_MISSES = 8
@@ -70,19 +75,32 @@ def _smallest(sizes: list[int], num_rows: int) -> int | None:
     return next((size for size in sizes if size >= num_rows), None)
 
 
+def max_captured_rows(max_rows: int, row_numbers: int, max_bytes: int) -> int:
+    """The largest batch whose messages between ranks can be captured: up to `row_numbers` numbers of float32 for each
+    row and rank, in messages of up to `max_bytes`. Pure."""
+    return min(max_rows, max_bytes // (4 * row_numbers))
+
+
 class Graph(Protocol):
     def replay(self) -> None: ...
 
 
+class NotCaptured(Exception):
+    """The step ran, but cannot be captured here."""
+
+
 Capture = Callable[[Callable[[], Outputs]], tuple[Graph, Outputs]]
-"""Captures a step; each replay computes it again, into the outputs returned with it."""
+"""Captures a step; each replay computes it again, into the outputs returned with it. Raises NotCaptured, or what the
+step raises."""
 
 
 class CudaCapture:
     """Captures graphs that share one memory pool, because no two of them run at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_divided: bool = False) -> None:
+        """`is_divided`: the step has messages between ranks. Whether NCCL can capture them is for it to say."""
         self._pool: Any = None
+        self._refusals = (RuntimeError, GroupBroken) if is_divided else (torch.OutOfMemoryError,)
 
     def __call__(self, step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
         side = torch.cuda.Stream()
@@ -91,8 +109,12 @@ class CudaCapture:
             step()  # compiles kernels, and lets the libraries allocate their buffers
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = step()
+        try:
+            # Other threads may use CUDA meanwhile: NCCL has one that watches its calls.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = step()
+        except self._refusals as error:
+            raise NotCaptured("a step of the model cannot be captured as a CUDA graph") from error
         self._pool = self._pool or graph.pool()
         torch.cuda.synchronize()
         return graph, outputs
@@ -101,9 +123,9 @@ class CudaCapture:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: Graph
+    outputs: Outputs
     inputs: Tensor
     """[3, size] int64: rows, positions, slots"""
-    outputs: Outputs
 
 
 class StepGraphs:
@@ -122,6 +144,7 @@ class StepGraphs:
     ) -> None:
         """The last row of the page table is the padding row. `is_uniform`: see `Batch`."""
         self._model = model
+        self._group = model.parameters.group
         self._page_table = page_table
         self._last_tokens = last_tokens
         self._padding_row = len(page_table) - 1
@@ -163,16 +186,34 @@ class StepGraphs:
         inputs[2] = PADDING_PAGE
         return inputs
 
+    @property
+    def is_complete(self) -> bool:
+        return self._sizes.next_missing is None
+
     def _add(self, size: int) -> bool:
         inputs = torch.from_numpy(self._padding(size)).to(self._page_table.device)
+        captured = None
         try:
-            graph, outputs = self._capture(lambda: self._step(inputs))
+            captured = _Captured(*self._capture(lambda: self._step(inputs)), inputs)
+        except NotCaptured as error:
+            log.info("no graph for steps of %d rows: %s", size, error.__cause__)
         except torch.OutOfMemoryError:
+            if not self._group.shard.is_whole:
+                raise  # the other ranks wait in the middle of the step
+        if not self._all(captured is not None):
             self._sizes.give_up()  # steps also run without graphs, and need the memory more
             return False
-        self._captured[size] = _Captured(graph, inputs, outputs)
+        assert captured is not None
+        self._captured[size] = captured
         self._sizes.add(size)
         return True
+
+    def _all(self, succeeded: bool) -> bool:
+        """Whether all ranks succeeded: those with a graph and those without would send messages of different sizes."""
+        if self._group.shard.is_whole:
+            return succeeded
+        flag = torch.full((1,), float(succeeded), device=self._page_table.device)
+        return self._group.all_reduce(flag).item() == self._group.shard.size
 
     def _step(self, inputs: Tensor) -> Outputs:
         rows, positions, slots = inputs

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from cortex.neuron.engine.errors import StepBlamed
 from cortex.neuron.engine.execution import uniform
-from cortex.neuron.engine.execution.graphs import Capture, CudaCapture, GraphSizes, StepGraphs
+from cortex.neuron.engine.execution.graphs import (
+    Capture,
+    CudaCapture,
+    GraphSizes,
+    StepGraphs,
+    max_captured_rows,
+)
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
@@ -45,15 +51,14 @@ class Result:
 class Launched:
     """A step that runs on the device."""
 
-    def __init__(self, drawn: Drawn | None, scores: Sequence[PromptScores] = ()) -> None:
+    def __init__(self, device: torch.device, drawn: Drawn | None, scores: Sequence[PromptScores] = ()) -> None:
         self._event: torch.cuda.Event | None = None
         self._host: list[Tensor | None] = []
         self._scores = [one.map(_to_host) for one in scores]
         if drawn is not None:
             parts = (drawn.tokens, drawn.healthy, drawn.logprobs, drawn.top_ids, drawn.top_logprobs)
             self._host = [part if part is None else _to_host(part) for part in parts]
-        computed = [one.logprobs for one in scores] if drawn is None else [drawn.tokens]
-        if any(tensor.is_cuda for tensor in computed):
+        if device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -79,6 +84,14 @@ class Launched:
         return Result(tokens, healthy, entries, scores)
 
 
+def default_capture(model: Decoder) -> Capture | None:
+    """How the single-token steps of a model are captured: on a GPU as CUDA graphs, but not those of a stage, whose
+    messages are sent between its layers and its draw; on a CPU not at all."""
+    if model.parameters.device.type != "cuda" or model.architecture.stage is not None:
+        return None
+    return CudaCapture(is_divided=model.architecture.is_divided)
+
+
 class Runner:
     """Owns the rows' state on the device. Belongs to the engine thread."""
 
@@ -94,8 +107,8 @@ class Runner:
         uniform_tokens: int | None = None,
     ) -> None:
         """`states`: the memory of recurrent states; a row's number is its slot. `capture`: captures single-token steps
-        as graphs; by default a GPU captures CUDA graphs of a whole model, and a CPU nothing. `uniform_tokens`: tokens
-        are computed in blocks of this many, so that their results do not depend on each other (`uniform`)."""
+        as graphs; None: as `default_capture` says. `uniform_tokens`: tokens are computed in blocks of this many, so
+        that their results do not depend on each other (`uniform`)."""
         self.model = model
         self._states = states
         self.device = model.parameters.device
@@ -110,11 +123,14 @@ class Runner:
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
         self._threads = StepThreads() if self.device.type == "cpu" and not is_uniform else None
         self._graphs: StepGraphs | None = None
-        # The ranks of a divided model would have to capture the same graphs at the same time.
-        if capture is None and self.device.type == "cuda" and not model.architecture.is_divided:
-            capture = CudaCapture()
-        if capture is not None:
-            sizes = GraphSizes(max_rows) if uniform_tokens is None else GraphSizes(uniform_tokens, sizes=())
+        if capture is None:
+            capture = default_capture(model)
+        group = model.parameters.group
+        self._draws_alone = group.shard.is_whole
+        row_numbers = max(model.config.hidden, -(-model.config.vocab // group.shard.size))
+        graph_rows = max_captured_rows(max_rows, row_numbers, group.max_captured_bytes)
+        if capture is not None and graph_rows > 0:
+            sizes = GraphSizes(graph_rows) if uniform_tokens is None else GraphSizes(uniform_tokens, sizes=())
             self._graphs = StepGraphs(
                 model, self._page_table, self._last_tokens, sizes, context_tokens, capture, is_uniform=is_uniform
             )
@@ -124,9 +140,10 @@ class Runner:
         """Captures the graph of one more batch size, the smallest first. When all are captured, builds the attention
         plan of one more prompt length. False if nothing is left."""
         with torch.inference_mode():
-            if self._graphs is not None and self._graphs.prepare():
-                return True
-            return self._prompt_plans.prepare()
+            return self._capture_next() or self._prompt_plans.prepare()
+
+    def _capture_next(self) -> bool:
+        return self._graphs is not None and self._graphs.prepare()
 
     def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None = None) -> Launched:
         """Starts a step. `draws`: the plan's drawing rows in order; `mask`: the tokens that they may draw.
@@ -158,7 +175,7 @@ class Runner:
                     drawn = self._forward(plan, inputs, draws, mask, scores)
             else:
                 drawn = self._forward(plan, inputs, draws, mask, scores)
-            launched = Launched(drawn, scores)
+            launched = Launched(self.device, drawn, scores)
             if self._states is not None:
                 self._states.copy(plan.saves)
             return launched
@@ -173,11 +190,12 @@ class Runner:
         logits, tokens, healthy = self._graphs.replay(inputs.rows, inputs.positions, inputs.slots)
         if not draws:
             return None
-        if len(draws) == len(plan.rows) and mask is None and self.sampler.is_plain(draws):
+        draws_all = len(draws) == len(plan.rows) and mask is None
+        if self._draws_alone and draws_all and self.sampler.is_plain(draws):
             return Drawn(tokens, healthy)
         index = self._upload(inputs.last)
         rows = self._upload(inputs.rows)[index]
-        drawn = self.sampler.draw(logits[index], rows, self._upload(inputs.positions)[index], draws, mask)
+        drawn = self._draw(logits[index], rows, self._upload(inputs.positions)[index], draws, mask)
         self._last_tokens.index_copy_(0, rows, drawn.tokens)
         return drawn
 
@@ -218,7 +236,7 @@ class Runner:
     def _draw(
         self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None
     ) -> Drawn:
-        """The tokens of a step that was not replayed; see `Sampler.draw`."""
+        """See `Sampler.draw`."""
         return self.sampler.draw(logits, rows, positions, draws, mask)
 
     def _extend_tables(self, plan: StepPlan) -> None:

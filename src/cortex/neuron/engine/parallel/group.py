@@ -1,11 +1,15 @@
-"""The communicator of one divided model, on the process groups of torch.
+"""The communicator of one divided model, on the process groups of torch and on peer memory.
 
 Each model has its own, with a private store, so that models on the same devices do not interfere, and a broken one is
-torn down alone. Every call is synchronous on the host for gloo, and ordered by the stream for NCCL.
+torn down alone. Small messages between GPUs that can access each other's memory go over that memory, all others through
+NCCL. Both are ordered by the stream, and can be part of a CUDA graph. Calls of gloo, for CPUs, are synchronous on the
+host.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +21,12 @@ import torch.distributed
 from torch import Tensor
 
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, LoadError
+from cortex.neuron.engine.parallel.peer_memory import Exchange, PeerMemory, may_share
 from cortex.neuron.engine.parallel.store import open_store
 from cortex.neuron.engine.request import RankSpec
+from cortex.neuron.kernels.peer_exchange import MAX_BYTES
 from cortex.neuron.layers.configs import Shard
+from cortex.neuron.layers.parallel import UNLIMITED_BYTES
 
 _library: Any = torch.distributed
 """As Any: process groups and stores have no or wrong types."""
@@ -43,6 +50,7 @@ class TorchGroup:
         self._group = group
         self._store = store
         self._poll = poll
+        self._peers: PeerMemory | None = None
         self._staged = device.type == "cuda" and isinstance(group, _library.ProcessGroupGloo)
         """Whether tensors go through host memory, because gloo does not support all calls on a GPU."""
 
@@ -54,42 +62,76 @@ class TorchGroup:
         poll: Callable[[], None],
         follow: Callable[[], None] | None = None,
         turn: AbstractContextManager[None] | None = None,
+        *,
+        with_peers: bool = True,
     ) -> TorchGroup:
         """Waits for the other ranks, then connects to them and adds a few numbers up with them.
 
         `poll` is called while it waits for others; what it raises ends the wait. `turn`: of the leader, see
         `StepLink.turn`; ranks that connect wait for each other, as those in a step do. `follow` is called instead of
         `poll` once all ranks have arrived: it must not begin a step, because that would wait for the end of `turn`,
-        whose holder waits for this rank. Raises LoadError if the ranks cannot communicate.
+        whose holder waits for this rank. `with_peers`: uses peer memory where there is any. Raises LoadError if the
+        ranks cannot communicate.
         """
         shard = Shard(spec.rank, spec.size)
         store = open_store(spec, poll)
         _meet(store, "arrived", shard, poll)
         _meet(store, "connecting", shard, follow or poll)
+        exchange = functools.partial(_exchange, store, shard=shard, poll=follow or poll) if with_peers else None
         if not shard.is_first:
             _wait_for(store, [_CONNECT], follow or poll)
-            return cls._connected(spec, store, shard, device, poll)
+            return cls._connected(spec, store, shard, device, poll, exchange)
         with turn or nullcontext():
             store.set(_CONNECT, b"1")
-            return cls._connected(spec, store, shard, device, poll)
+            return cls._connected(spec, store, shard, device, poll, exchange)
 
     @classmethod
     def _connected(
-        cls, spec: RankSpec, store: Any, shard: Shard, device: torch.device, poll: Callable[[], None]
+        cls,
+        spec: RankSpec,
+        store: Any,
+        shard: Shard,
+        device: torch.device,
+        poll: Callable[[], None],
+        exchange: Exchange | None,
     ) -> TorchGroup:
+        """`exchange`: through which the ranks agree on peer memory; None: they use none."""
         try:
             group = cls(_connect(spec, store), store, shard, device, poll)
-            total = group.all_reduce(torch.full((4,), float(spec.rank + 1), device=device))
+            group._check(spec.backend, device)
+            if exchange is not None and may_share(spec, device.type, os.environ):
+                group._peers = PeerMemory.connect(shard, device, exchange)
+                if group.uses_peers:
+                    group._check("peer memory; NCCL_P2P_DISABLE=1 avoids it", device)
         except RuntimeError as error:
             message = f"the {spec.size} ranks of the model cannot communicate ({spec.backend}): {error}"
             raise LoadError(message) from error
-        expected = spec.size * (spec.size + 1) / 2
+        return group
+
+    def _check(self, way: str, device: torch.device) -> None:
+        """Adds a few numbers up. Raises LoadError if the sum is wrong."""
+        size = self.shard.size
+        total = self.all_reduce(torch.full((4,), float(self.shard.rank + 1), device=device))
+        expected = size * (size + 1) / 2
         if total.tolist() != [expected] * 4:
             raise LoadError(
-                f"the {spec.size} ranks of the model disagree ({spec.backend}): a sum of {expected} came out as "
-                f"{total[0].item()}; check the links between the devices"
+                f"the {size} ranks of the model disagree ({way}): a sum of {expected} came out as {total[0].item()}; "
+                "check the links between the devices"
             )
-        return group
+
+    @property
+    def uses_peers(self) -> bool:
+        return self._peers is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of this rank that the communicator holds as long as the model is loaded."""
+        return 0 if self._peers is None else self._peers.num_bytes
+
+    @property
+    def max_captured_bytes(self) -> int:
+        is_nccl = not isinstance(self._group, _library.ProcessGroupGloo)
+        return captured_bytes(is_nccl=is_nccl, uses_peers=self.uses_peers)
 
     def wait_for_all(self, event: str) -> None:
         """Returns when every rank has reached `event`."""
@@ -100,17 +142,23 @@ class TorchGroup:
         self._store.set(f"{event}/{self.shard.rank}", b"1")
 
     def all_reduce(self, partial: Tensor) -> Tensor:
+        if self._peers is not None and self._peers.can_sum(partial):
+            return self._peers.sum(partial)
         sent = self._sent(partial)
         self._run(lambda: self._group.allreduce([sent]))
         return sent.to(partial.device)
 
     def all_gather(self, part: Tensor) -> Tensor:
+        if self._peers is not None and self._peers.can_gather(part):
+            return self._peers.gather(part)
         sent = self._sent(part)
         parts = [torch.empty_like(sent) for _ in range(self.shard.size)]
         self._run(lambda: self._group.allgather([parts], [sent]))
         return torch.cat(parts, dim=-1).to(part.device)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
+        if self._peers is not None and self._peers.can_gather(tensor):
+            return self._peers.gather(tensor.reshape(1, -1))[0, : tensor.numel()].view_as(tensor)
         sent = self._sent(tensor)
         self._run(lambda: self._group.broadcast([sent], _from_first()))
         return sent.to(tensor.device)
@@ -128,14 +176,15 @@ class TorchGroup:
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of every rank's numbers, place by place. A rank that waits for others polls."""
-        self._store.set(f"numbers/{self.shard.rank}", ",".join(map(str, numbers)))
-        keys = [f"numbers/{rank}" for rank in range(self.shard.size)]
-        _wait_for(self._store, keys, self._poll)
-        rows = [[int(number) for number in self._store.get(key).decode().split(",")] for key in keys]
-        return [min(column) for column in zip(*rows, strict=True)]
+        texts = _exchange(self._store, "numbers", ",".join(map(str, numbers)), shard=self.shard, poll=self._poll)
+        return [min(column) for column in zip(*(map(int, text.split(",")) for text in texts), strict=True)]
 
     def close(self) -> None:
-        """Ends the connections; calls of other ranks that wait for this one fail."""
+        """Ends the connections; calls of other ranks that wait for this one fail, or hang on a device until their
+        process is killed. No graph with calls of this group may exist any more."""
+        if self._peers is not None:
+            self._peers = None
+            torch.cuda.ipc_collect()
         abort = getattr(self._group, "abort", None)
         if abort is not None:
             abort()
@@ -165,9 +214,21 @@ def poller(wait: Callable[[], None], cancelled: Callable[[], bool]) -> Callable[
     return poll
 
 
+def captured_bytes(*, is_nccl: bool, uses_peers: bool) -> int:
+    """The largest message that can be part of a CUDA graph. A message through host memory cannot."""
+    return UNLIMITED_BYTES if is_nccl else MAX_BYTES if uses_peers else 0
+
+
 def _meet(store: Any, event: str, shard: Shard, poll: Callable[[], None]) -> None:
-    store.set(f"{event}/{shard.rank}", b"1")
-    _wait_for(store, [f"{event}/{rank}" for rank in range(shard.size)], poll)
+    _exchange(store, event, "1", shard=shard, poll=poll)
+
+
+def _exchange(store: Any, event: str, text: str, *, shard: Shard, poll: Callable[[], None]) -> list[str]:
+    """The texts of all ranks, in their order."""
+    keys = [f"{event}/{rank}" for rank in range(shard.size)]
+    store.set(keys[shard.rank], text)
+    _wait_for(store, keys, poll)
+    return [store.get(key).decode() for key in keys]
 
 
 def _wait_for(store: Any, keys: list[str], poll: Callable[[], None]) -> None:

@@ -46,7 +46,8 @@ def _load_rank(
     leading = cast(StepLink, link) if rank.rank == 0 else None
     poll = poller(partial(progress, "resolve", 0, 0), cancelled)
     follow = None if link is None else poller(link.follow_others, cancelled)
-    group = TorchGroup.join(rank, device, poll, follow, None if leading is None else leading.turn())
+    turn = None if leading is None else leading.turn()
+    group = TorchGroup.join(rank, device, poll, follow, turn, with_peers=not spec.stages)  # stages send to one another
     try:
         loaded = load_model(spec, device, progress, cancelled, group)
         if leading is None:

@@ -42,11 +42,6 @@ class LaterStageRunner(FollowingRunner):
     group: TorchGroup
     """Set by the engine before the first step."""
 
-    def follow(self, plan: StepPlan) -> None:
-        super().follow(plan)
-        if self.device.type == "cuda":  # a step without a draw is not waited for otherwise
-            torch.cuda.current_stream(self.device).synchronize()
-
     def _forward(
         self,
         plan: StepPlan,

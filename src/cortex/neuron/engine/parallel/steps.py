@@ -4,7 +4,8 @@ and take the tokens over. Page tables, positions and recurrent states follow fro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
@@ -15,7 +16,7 @@ from torch import Tensor
 from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.execution.runner import Launched, Runner
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.step_plan import CAPTURE, StepPlan
 
 
 class RankLink(Protocol):
@@ -52,16 +53,27 @@ class LeadingRunner(Runner):
     link: StepLink
 
     def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None) -> Launched:
+        with self._announced(replace(plan, new_rows=())):
+            launched = super()._run(plan, draws, mask)
+            launched.wait()
+            return launched
+
+    def _capture_next(self) -> bool:
+        if self._graphs is None or self._graphs.is_complete:
+            return False
+        with self._announced(CAPTURE):
+            return super()._capture_next()
+
+    @contextlib.contextmanager
+    def _announced(self, plan: StepPlan) -> Iterator[None]:
         with self.link.turn():
-            self.link.announce(replace(plan, new_rows=()))
+            self.link.announce(plan)
             try:
-                launched = super()._run(plan, draws, mask)
-                launched.wait()
+                yield
             except GroupBroken:
                 raise
             except Exception as error:
                 raise GroupBroken("the leader failed in a step that the other ranks of the model began") from error
-            return launched
 
     def _draw(
         self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None
@@ -76,8 +88,15 @@ class FollowingRunner(Runner):
 
     def follow(self, plan: StepPlan) -> None:
         """Raises GroupBroken, or anything that a step may raise; the model is lost then."""
+        if plan.captures:
+            with torch.inference_mode():
+                super()._capture_next()
+            return
         draws = [Draw(row.row, 0) for row in plan.rows if row.draws]
         self._run(plan, draws, None).wait()
+
+    def _capture_next(self) -> bool:
+        return False  # together with the leader, when it says so
 
     def _draw(
         self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None

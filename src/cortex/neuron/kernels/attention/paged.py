@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.attention import cudnn
+from cortex.neuron.kernels.attention.one_row import one_row_attention
 from cortex.neuron.kernels.attention.rotate import Rotation, rotate_and_store, rotate_and_store_by
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch, PrefillRow
@@ -24,7 +25,9 @@ def attention(
     attend to the positions of its row up to itself.
     """
     if not has_kernels(q):
-        return attention_reference(q, k, v, rules, batch, key_pages, value_pages)
+        is_one_row = q.shape[0] == batch.num_decodes == 1 and key_pages.dtype == q.dtype
+        computed = one_row_attention if is_one_row else attention_reference
+        return computed(q, k, v, rules, batch, key_pages, value_pages)
     from cortex.neuron.kernels.attention.decode import decode_attention
     from cortex.neuron.kernels.attention.prefill import prefill_attention
 
@@ -86,20 +89,14 @@ class _Decodes:
     longest: int
     table: Tensor
     """[rows, pages of the longest row]"""
-    mask: Tensor | None
-    """[rows, 1, 1, longest] bool; None: a single row that attends to all its positions"""
-    first_page: int | None = None
-    """Of a single row whose pages lie side by side, in order: then its keys need no copy."""
+    mask: Tensor
+    """[rows, 1, 1, longest] bool"""
 
     @classmethod
     def of(cls, batch: Batch, page_tokens: int, window: int | None) -> _Decodes:
         lengths = batch.lengths[: batch.num_decodes]
         longest = int(lengths.max())
         table = batch.page_table[batch.rows[: batch.num_decodes], : -(-longest // page_tokens)]
-        if batch.num_decodes == 1 and window is None:
-            pages = table[0].tolist()
-            is_run = pages == list(range(pages[0], pages[0] + len(pages)))
-            return cls(longest, table, None, pages[0] if is_run else None)
         positions = torch.arange(longest, device=lengths.device)
         visible = positions < lengths[:, None]
         if window is not None:
@@ -112,14 +109,7 @@ def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, v
     rows, heads, dim = q.shape
     page_tokens = key_pages.shape[1]
     seen = batch.once(("decodes", page_tokens, rules.window), lambda: _Decodes.of(batch, page_tokens, rules.window))
-    if seen.first_page is not None and key_pages.dtype == q.dtype:
-        first = seen.first_page * page_tokens
-        k, v = (
-            pages.view(1, -1, *pages.shape[2:]).narrow(1, first, seen.longest).transpose(1, 2)
-            for pages in (key_pages, value_pages)
-        )
-    else:
-        k, v = (_gather(pages, seen.table, seen.longest, q.dtype) for pages in (key_pages, value_pages))
+    k, v = (_gather(pages, seen.table, seen.longest, q.dtype) for pages in (key_pages, value_pages))
     grouped = q.view(rows, k.shape[1], -1, dim)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen.mask, scale=rules.scale)
     return out.reshape(rows, heads, dim)

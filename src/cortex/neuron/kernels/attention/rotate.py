@@ -72,26 +72,22 @@ class Rotation:
     """[tokens, 1, rotated dims]"""
     sines: Tensor
     """[tokens, 1, rotated dims]: negated in the first half, where the second half is subtracted"""
-    matrix: Tensor | None = None
-    """[1, rotated dims, rotated dims]: the same as one product, for a single token in float32"""
 
     @classmethod
     def at(cls, positions: Tensor, rope: Tensor, dtype: torch.dtype) -> Rotation:
         cosine, sine = rope[positions].to(dtype)[:, None].chunk(2, dim=-1)
-        cosines, sines = torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
-        if len(positions) > 1 or dtype != torch.float32:
-            return cls(cosines, sines)
-        turned = torch.diag(sines[0, 0]).roll(cosine.shape[-1], 0)
-        return cls(cosines, sines, (torch.diag(cosines[0, 0]) + turned)[None])
+        return cls(torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, heads, dim] → the same, rotated. Uses few operations: on a CPU each one has a fixed cost."""
         dims = self.cosines.shape[-1]
         if dims < x.shape[-1]:
             return torch.cat((self(x[..., :dims]), x[..., dims:]), dim=-1)
-        if self.matrix is not None:
-            return torch.bmm(x, self.matrix)
         return (x * self.cosines).addcmul_(x.roll(dims // 2, -1), self.sines)
+
+    def matrix(self, dim: int) -> Tensor:
+        """[dim, dim]: the rotation of a single token, as a matrix that its heads are multiplied by."""
+        return self(torch.eye(dim, dtype=self.cosines.dtype)[None])[0]
 
 
 def rotate_and_store_by(

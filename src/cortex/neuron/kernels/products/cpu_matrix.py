@@ -61,8 +61,8 @@ class CpuMatrix(Protocol):
         """Not supported: dense tensors stay dense on a CPU."""
         ...
 
-    def product(self, x: Tensor) -> Tensor:
-        """x: [rows, inputs] → [rows, outputs], of the dtype of x"""
+    def product(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        """`scale` · x Wᵀ. x: [rows, inputs] → [rows, outputs], of the dtype of x"""
         ...
 
     def rows(self, numbers: Tensor) -> Tensor:

@@ -33,18 +33,18 @@ class DynamicMatrix:
     packed: Tensor
     """[padded rows · row bytes] uint8, in the order of the library"""
     constants: Tensor | None
-    """[inputs / group, padded rows] float32"""
+    """[padded rows, inputs / group] float32, column by column: so the products with single rows are fastest"""
     stored_rows: int
+    stored_columns: int
     spreads: bool
     """Whether stored columns are others than the inputs."""
 
     @classmethod
     def empty(cls, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> DynamicMatrix:
-        rows = padded_rows(outputs)
-        packed = torch.empty(rows * dynamic_row_bytes(layout.stored_columns(inputs)), dtype=torch.uint8, device=device)
-        constants = torch.empty(inputs // layout.group, rows, device=device) if layout.has_constants else None
-        spreads = layout.stored_columns(inputs) != inputs
-        return cls(layout, outputs, inputs, packed, constants, rows, spreads)
+        rows, columns = padded_rows(outputs), layout.stored_columns(inputs)
+        packed = torch.empty(rows * dynamic_row_bytes(columns), dtype=torch.uint8, device=device)
+        constants = torch.empty(inputs // layout.group, rows, device=device).t() if layout.has_constants else None
+        return cls(layout, outputs, inputs, packed, constants, rows, columns, columns != inputs)
 
     @property
     def device(self) -> torch.device:
@@ -67,45 +67,38 @@ class DynamicMatrix:
         packed = _packed(q, plane_scale.bfloat16())
         self.packed[first_row * row_bytes : (first_row + rows) * row_bytes] = packed
         if self.constants is not None:
-            self.constants[:, first_row : first_row + rows] = constant.t()
+            self.constants[first_row : first_row + rows] = constant
 
     def put_numbers(self, first_row: int, numbers: Tensor) -> None:
         raise NotImplementedError("dense tensors stay dense on a CPU")
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        """Uses few operations: each has a fixed cost, which is most of the time of a small model."""
         if x.dtype != torch.float32:
-            return self.product(x.float()).to(x.dtype)
-        y = self._product(x)
+            return self.product(x.float(), scale).to(x.dtype)
+        stored = (spread(self.layout, x) if self.spreads else x).contiguous()
+        y = torch._dyn_quant_matmul_4bit(stored, self.packed, GROUP, self.stored_columns, self.stored_rows)
+        if self.constants is None:
+            y = y if scale == 1 else y.mul_(scale)
+        elif x.shape[0] == 1:  # vector products have the lowest fixed cost of the ways to add
+            sums = x.reshape(-1, self.layout.group).mv(_ones(self.layout.group))
+            y.view(-1).addmv_(self.constants, sums, beta=scale, alpha=scale)
+        else:
+            sums = x.reshape(x.shape[0], -1, self.layout.group).sum(-1)
+            y.addmm_(sums, self.constants.t(), beta=scale, alpha=scale)
         return y if self.stored_rows == self.outputs else y[:, : self.outputs]
 
     def rows(self, numbers: Tensor) -> Tensor:
-        layout, columns = self.layout, self.layout.stored_columns(self.inputs)
-        places = _Places.of(columns)
-        blocks = self.packed.view(-1, _LOOKUP_ROWS * dynamic_row_bytes(columns))[numbers // _LOOKUP_ROWS]
+        layout = self.layout
+        places = _Places.of(self.stored_columns)
+        blocks = self.packed.view(-1, _LOOKUP_ROWS * dynamic_row_bytes(self.stored_columns))[numbers // _LOOKUP_ROWS]
         within = numbers % _LOOKUP_ROWS
         q, scale = places.codes(blocks, within), places.scales(blocks, within)
         weights = (q.view(len(q), -1, GROUP) * scale[..., None]).flatten(1)
         if self.constants is None:
             return merge(layout, weights, self.inputs)
-        constants = self.constants[:, numbers].t().repeat_interleave(layout.group, 1)
+        constants = self.constants[numbers].repeat_interleave(layout.group, 1)
         return merge(layout, weights, self.inputs).add_(constants)
-
-    def _product(self, x: Tensor) -> Tensor:
-        """Uses few operations: each has a fixed cost, which is most of the time of a small model."""
-        stored = (spread(self.layout, x) if self.spreads else x).contiguous()
-        y = _multiply(stored, self.packed, self.stored_rows)
-        if self.constants is None:
-            return y
-        if len(x) > 1:
-            return y.addmm_(x.reshape(len(x), -1, self.layout.group).sum(-1), self.constants)
-        # Vector products have the lowest fixed cost of the ways to add.
-        y[0].addmv_(self.constants.t(), x.reshape(-1, self.layout.group).mv(_ones(self.layout.group)))
-        return y
-
-
-def _multiply(x: Tensor, packed: Tensor, rows: int) -> Tensor:
-    y: Tensor = torch.ops.aten._dyn_quant_matmul_4bit.default(x, packed, GROUP, x.shape[1], rows)
-    return y
 
 
 def _packed(code: Tensor, scale: Tensor) -> Tensor:
@@ -129,7 +122,9 @@ class _Places:
     """
 
     code: Tensor
-    """[rows of a block, columns] int64, in nibbles"""
+    """[rows of a block, columns] int64, in bytes"""
+    shift: Tensor
+    """[rows of a block, columns] uint8: of the code within its byte"""
     flip: int
     """What nibbles are combined with by xor to become unsigned codes."""
     scale: Tensor
@@ -162,12 +157,12 @@ class _Places:
             found |= (_words(_packed(no_code, doubled)) != plain)[is_scale].long() << shift
         scale = is_scale.nonzero()[:, 0][found.argsort()].view(no_scale.shape)
         unit = 1 / float(plain[is_scale][0].view(torch.bfloat16))
-        return cls(code, flip, scale, unit)
+        return cls(code // 2, (code % 2 * 4).to(torch.uint8), flip, scale, unit)
 
     def codes(self, blocks: Tensor, within: Tensor) -> Tensor:
         """[n, columns] float32, of row `within[i]` of `blocks[i]`"""
-        code = _nibbles(blocks).gather(1, self.code[within])
-        return (code ^ self.flip).float().sub_(8)
+        code = blocks.gather(1, self.code[within]) >> self.shift[within]
+        return ((code & 15) ^ self.flip).float().sub_(8)
 
     def scales(self, blocks: Tensor, within: Tensor) -> Tensor:
         """[n, groups] float32"""

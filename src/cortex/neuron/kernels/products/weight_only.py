@@ -65,7 +65,9 @@ class WeightOnlyMatrix:
     def put_numbers(self, first_row: int, numbers: Tensor) -> None:
         raise NotImplementedError("dense tensors stay dense on a CPU")
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        if scale != 1:
+            x = x * scale
         if len(x) > MAX_ROWS:
             return self._large_product(x)
         stored = spread(self.layout, x.bfloat16()).contiguous()

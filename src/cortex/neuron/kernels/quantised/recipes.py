@@ -6,7 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS, Float8Layout
 from cortex.neuron.kernels.quantised.layout import Q4, Q5, Q6, Q8, Layout
+
+DeviceLayout = Layout | Float8Layout
+"""Of a matrix in the memory of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,22 +18,31 @@ class Recipe:
     """Layouts for a model's matrices."""
 
     name: str
-    matrices: Layout
+    matrices: DeviceLayout
     ends: Layout
     """Of the embedding and the output head, where few bits cost the most quality."""
+    experts: Layout
 
-    def layout_of(self, tensor: str) -> Layout:
+    def layout_of(self, tensor: str) -> DeviceLayout:
         """By the tensor's name in the checkpoint."""
-        return self.ends if "embed_tokens" in tensor or tensor.startswith("lm_head") else self.matrices
+        if "embed_tokens" in tensor or tensor.startswith("lm_head"):
+            return self.ends
+        return self.experts if is_expert(tensor) else self.matrices
+
+
+def is_expert(tensor: str) -> bool:
+    """Whether a tensor of this name is a matrix of one of many experts."""
+    return ".experts." in tensor
 
 
 RECIPES: Final = {
     recipe.name: recipe
     for recipe in (
-        Recipe("q4_k", Q4, Q6),
-        Recipe("q5_k", Q5, Q6),
-        Recipe("q6_k", Q6, Q6),
-        Recipe("q8_0", Q8, Q8),
+        Recipe("q4_k", Q4, Q6, Q4),
+        Recipe("q5_k", Q5, Q6, Q5),
+        Recipe("q6_k", Q6, Q6, Q6),
+        Recipe("q8_0", Q8, Q8, Q8),
+        Recipe("fp8", FLOAT8_ROWS, Q8, Q8),
     )
 }
 _BY_BITS: Final = {4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "q8_0"}
@@ -38,5 +51,8 @@ _SPELLING: Final = re.compile(r"(?:q|int)?([4568])(?:_?bits?|_?[01k])?(?:_?(?:xs
 
 def recipe_of(quant: str) -> Recipe | None:
     """The recipe that a spelling means (`q4`, `Q4_K_M`, `q6k`, `int8`, …); None when there is none."""
-    match = _SPELLING.fullmatch(quant.strip().lower().replace("-", "_"))
+    spelling = quant.strip().lower().replace("-", "_")
+    if spelling in RECIPES:
+        return RECIPES[spelling]
+    match = _SPELLING.fullmatch(spelling)
     return RECIPES[_BY_BITS[int(match[1])]] if match else None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from cortex.neuron.config import NeuronConfig
+from cortex.neuron.config import DefaultModel, ModelEntry, ModelOptions, NeuronConfig
 from cortex.neuron.node.memory_ceilings import smallest
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
@@ -242,45 +242,47 @@ def _names_a_model(source: str) -> bool:
 
 
 def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
+    entries = {entry.id: entry for entry in config.models}
     for entry in config.models:
-        yield KnownModel(
-            entry.id,
-            entry.source or entry.id,
-            entry.harness,
-            entry.quant,
-            entry.devices,
-            entry.tensor_parallel,
-            pipeline_parallel=entry.pipeline_parallel,
-            context_tokens=entry.context_tokens,
-            memory_bytes=entry.memory_mb << 20 if entry.memory_mb else None,
-            replicas=entry.replicas,
-            control_tokens_in_messages=entry.control_tokens_in_messages,
-            kv_dtype=entry.kv_dtype,
-            nodes=entry.nodes,
-            sampling=_sampling(entry.sampling.given),
-            deterministic=entry.deterministic,
-        )
+        yield _known(entry.id, entry)
     for default in config.default_models:
-        configured = next((entry for entry in config.models if entry.id == default.model_id), None)
-        yield KnownModel(
-            default.model_id,
-            default.source or (configured.source if configured else None) or default.model_id,
-            default.harness,
-            default.quant or (configured.quant if configured else None),
-            default.devices,
-            max(default.tensor_parallel, configured.tensor_parallel if configured else 1),
-            pipeline_parallel=max(default.pipeline_parallel, configured.pipeline_parallel if configured else 1),
-            context_tokens=default.context_tokens,
-            memory_bytes=default.memory_mb << 20 if default.memory_mb else None,
-            replicas=max(default.replicas, configured.replicas if configured else 1),
-            control_tokens_in_messages=default.control_tokens_in_messages
-            or (configured is not None and configured.control_tokens_in_messages),
-            kv_dtype=configured.kv_dtype if configured and default.kv_dtype == "auto" else default.kv_dtype,
-            nodes=default.nodes or (configured.nodes if configured else ()),
-            sampling=_sampling((configured.sampling.given if configured else {}) | default.sampling.given),
-            deterministic=default.deterministic or (configured is not None and configured.deterministic),
-        )
+        yield _known(default.model_id, _completed(default, entries.get(default.model_id)))
 
 
-def _sampling(given: dict[str, float]) -> SamplingDefaults:
-    return msgspec.convert(given, SamplingDefaults)
+def _known(model_id: str, options: ModelOptions) -> KnownModel:
+    return KnownModel(
+        model_id,
+        options.source or model_id,
+        options.harness,
+        options.quant,
+        options.devices,
+        options.tensor_parallel,
+        pipeline_parallel=options.pipeline_parallel,
+        context_tokens=options.context_tokens,
+        memory_bytes=options.memory_mb << 20 if options.memory_mb else None,
+        replicas=options.replicas,
+        control_tokens_in_messages=options.control_tokens_in_messages,
+        kv_dtype=options.kv_dtype,
+        nodes=options.nodes,
+        sampling=msgspec.convert(options.sampling.given, SamplingDefaults),
+        deterministic=options.deterministic,
+    )
+
+
+def _completed(default: DefaultModel, entry: ModelEntry | None) -> DefaultModel:
+    """A default model with the options of its own entry where it has none."""
+    if entry is None:
+        return default
+    return msgspec.structs.replace(
+        default,
+        source=default.source or entry.source,
+        quant=default.quant or entry.quant,
+        tensor_parallel=max(default.tensor_parallel, entry.tensor_parallel),
+        pipeline_parallel=max(default.pipeline_parallel, entry.pipeline_parallel),
+        replicas=max(default.replicas, entry.replicas),
+        control_tokens_in_messages=default.control_tokens_in_messages or entry.control_tokens_in_messages,
+        kv_dtype=entry.kv_dtype if default.kv_dtype == "auto" else default.kv_dtype,
+        nodes=default.nodes or entry.nodes,
+        sampling=msgspec.structs.replace(entry.sampling, **default.sampling.given),
+        deterministic=default.deterministic or entry.deterministic,
+    )

@@ -15,8 +15,8 @@ from typing import Any
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.kernels.products.cpu_layout import CpuForm, cpu_layouts
-from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS, Layout
-from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
+from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS
+from cortex.neuron.kernels.quantised.recipes import RECIPES, DeviceLayout, Recipe, recipe_of
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
@@ -45,7 +45,7 @@ class ModelFacts:
     """The format of most weights, unless they are dense."""
     formats: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are not stored dense → their format."""
-    packing: Mapping[str, Layout] = field(default_factory=dict)
+    packing: Mapping[str, DeviceLayout] = field(default_factory=dict)
     """Tensors that stay quantised on a GPU → their layout there."""
     recipe: Recipe | None = None
     """How dense matrices are quantised at load, if the operator wants that."""

@@ -43,6 +43,14 @@ def numbers_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int
     return (codes.float() - zero[:, column_group]) * scale[:, column_group]
 
 
+def float8_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+    """Rows of a matrix in FP8 as they are, and their scales: [rows, inputs] float8, [rows, blocks] float32"""
+    values = raw.view(torch.float8_e4m3fn).view(-1, stored.shape[1])
+    scale = _finite(stored, beside, _read(beside.scale).float())
+    rows = _rows(stored, first_row, len(values), torch.device("cpu"))
+    return values, (scale if scale.dim() == 2 else scale.view(-1, 1))[rows // beside.rows].to(raw.device)
+
+
 def groups_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> Groups:
     """Rows of a matrix of integers as codes, scales and minimums: [rows, groups, 32 or 1]."""
     if beside.kind == "mxfp4":

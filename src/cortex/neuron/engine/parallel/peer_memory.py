@@ -1,0 +1,95 @@
+"""Memory that all ranks of a model can write to, on GPUs of one host with access to each other's memory."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.engine.request import RankSpec
+from cortex.neuron.kernels.jit import TRITON
+from cortex.neuron.kernels.peer_exchange import (
+    BUFFER_BYTES,
+    MAX_BYTES,
+    MAX_RANKS,
+    SUM_DTYPES,
+    peer_gather,
+    peer_sum,
+)
+from cortex.neuron.layers.configs import Shard
+
+log = logging.getLogger(__name__)
+
+_PROBLEM = "error: "
+
+Exchange = Callable[[str, str], list[str]]
+"""Called with a name and this rank's text; returns the texts of all ranks."""
+
+
+def may_share(spec: RankSpec, device_kind: str, environment: Mapping[str, str]) -> bool:
+    """Whether the ranks try to share memory. NCCL's own switch, for hosts whose links are broken, counts here too."""
+    is_allowed = environment.get("NCCL_P2P_DISABLE", "0") == "0"
+    return TRITON and device_kind == "cuda" and spec.meeting is None and 1 < spec.size <= MAX_RANKS and is_allowed
+
+
+class PeerMemory:
+    """The buffers of all ranks as this one sees them. Its calls take their place in the current stream and can be part
+    of a CUDA graph. A call that another rank never makes does not end: the process must be killed then."""
+
+    num_bytes = BUFFER_BYTES
+    """What one rank allocates."""
+
+    def __init__(self, shard: Shard, buffers: Sequence[Tensor]) -> None:
+        """`buffers`: [BUFFER_BYTES] uint8 of each rank, zeroed by its owner, at its address in this process."""
+        self._shard = shard
+        self._buffers = tuple(buffers)
+        self._addresses = torch.tensor([each.data_ptr() for each in buffers], device=buffers[shard.rank].device)
+
+    @classmethod
+    def connect(cls, shard: Shard, device: torch.device, exchange: Exchange) -> PeerMemory | None:
+        """Maps the buffers of all ranks; None if any of them cannot do so."""
+        try:
+            own = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)  # before another rank writes to it
+            offer = repr(own.untyped_storage()._share_cuda_())
+        except RuntimeError as error:
+            offer = f"{_PROBLEM}{error}"
+        offers = exchange("offer", offer)
+        outcome = next((each for each in offers if each.startswith(_PROBLEM)), "mapped")
+        buffers: list[Tensor] = []
+        if outcome == "mapped":
+            try:
+                buffers = [own if rank == shard.rank else _mapped(each, device) for rank, each in enumerate(offers)]
+            except RuntimeError as error:
+                outcome = f"{_PROBLEM}{error}"
+        problems = [each for each in exchange("mapped", outcome) if each.startswith(_PROBLEM)]
+        if problems:
+            log.info("messages between the ranks use no peer memory: %s", problems[0].splitlines()[0])
+            return None
+        return cls(shard, buffers)
+
+    def can_sum(self, part: Tensor) -> bool:
+        return part.dtype in SUM_DTYPES and self.can_gather(part)
+
+    def can_gather(self, part: Tensor) -> bool:
+        return part.is_cuda and 0 < part.nbytes <= MAX_BYTES
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum over all ranks; may overwrite `part`."""
+        return peer_sum(part.contiguous(), self._addresses, self._shard.rank)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """[rows, n] → [rows, ranks · n]"""
+        return peer_gather(part.contiguous(), self._addresses, self._shard.rank)
+
+
+def _mapped(offer: str, device: torch.device) -> Tensor:
+    """The buffer of another process. It is mapped for this rank's device, whatever number the other one gave its own:
+    a worker sees no GPU but its own. Raises RuntimeError where the devices cannot reach each other."""
+    _, *fields = ast.literal_eval(offer)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    storage = torch.UntypedStorage._new_shared_cuda(index, *fields)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -1,0 +1,118 @@
+"""Rows of a batch in eight-bit floating point: what FP8 tensor cores multiply a matrix with.
+
+A row has one scale, or one for each 128 columns where the matrix has blocks. The norm of the rows, or the activation
+between the two halves of a feed-forward block, is part of the same pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.kernels.float8.layout import GROUP
+from cortex.neuron.kernels.float8.matrix import FLOAT8, LARGEST, SMALLEST_SCALE
+from cortex.neuron.kernels.jit import (
+    constant,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch_options,
+    tl,
+    triton,
+)
+
+ROW_STEP = 16
+"""Memory is for a multiple of this many rows, as the library's products want it."""
+_LARGEST = constant(LARGEST)
+_SMALLEST_SCALE = constant(SMALLEST_SCALE)
+_GROUP = constant(GROUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Rows:
+    codes: Tensor
+    """[rows up to a multiple of ROW_STEP, inputs] float8; what is beyond `num_rows` is undefined"""
+    scales: Tensor
+    """[groups of columns or 1, the same rows] float32"""
+    num_rows: int
+
+
+def float8_rows(
+    x: Tensor, *, grouped: bool, norm_weight: Tensor | None = None, eps: float = 0.0, gated: bool = False
+) -> Float8Rows:
+    """norm(x), or with `gated` silu(gate) · up of [gate, up] = x. x: [rows, inputs or 2 · inputs], rows contiguous"""
+    rows, inputs = len(x), x.shape[1] // (2 if gated else 1)
+    capacity = -(-rows // ROW_STEP) * ROW_STEP
+    codes = torch.empty(capacity, inputs, dtype=FLOAT8, device=x.device)
+    scales = torch.empty(inputs // GROUP if grouped else 1, capacity, device=x.device)
+    whole = norm_weight is not None or not grouped
+    block = triton.next_power_of_2(inputs) if whole else 8 * GROUP
+    _rows_kernel[(rows, 1 if whole else triton.cdiv(inputs, block))](
+        x,
+        norm_weight,
+        codes,
+        scales,
+        x.stride(0),
+        capacity,
+        eps,
+        INPUTS=inputs,
+        BLOCK=block,
+        GROUPED=grouped,
+        NORM=norm_weight is not None,
+        GATED=gated,
+        num_warps=max(1, min(16, block // 512)),
+        **launch_options(x.device),
+    )
+    return Float8Rows(codes, scales, rows)
+
+
+def float8_rows_reference(x: Tensor, *, grouped: bool) -> Float8Rows:
+    groups = x.float().view(len(x), -1, GROUP if grouped else x.shape[1])
+    scales = (groups.abs().amax(-1) / LARGEST).clamp_min_(SMALLEST_SCALE)
+    return Float8Rows((groups / scales[..., None]).view_as(x).to(FLOAT8), scales.t().contiguous(), len(x))
+
+
+@jit
+def _rows_kernel(
+    x,
+    norm_weight,
+    codes,
+    scales,
+    stride,
+    capacity,
+    eps,
+    INPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPED: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per row, or per row and BLOCK columns where groups stand alone."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < INPUTS
+    values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x + row * stride + INPUTS + column, mask=inside, other=0.0).to(tl.float32)
+        values = values * tl.sigmoid(values) * up
+    if NORM:
+        factor = tl.rsqrt(tl.sum(values * values, 0) / INPUTS + eps)
+        values *= factor * tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    if GROUPED:
+        groups: tl.constexpr = BLOCK // _GROUP
+        values = tl.reshape(values, (groups, _GROUP))
+        scale = tl.maximum(tl.max(tl.abs(values), 1) / _LARGEST, _SMALLEST_SCALE)
+        values = tl.reshape(values / scale[:, None], (BLOCK,))
+        group = tl.program_id(1) * groups + tl.arange(0, groups)
+        tl.store(scales + group * capacity + row, scale, mask=group * _GROUP < INPUTS)
+    else:
+        scale = tl.maximum(tl.max(tl.abs(values), 0) / _LARGEST, _SMALLEST_SCALE)
+        values /= scale
+        tl.store(scales + row, scale)
+    tl.store(codes + row * INPUTS + column, values.to(codes.dtype.element_ty), mask=inside)

@@ -1,0 +1,185 @@
+"""One-shot sums and gathers over peer memory: each rank writes its part where the others can read it, and reads theirs.
+
+One kernel on each rank, without a host in between, so that it can be part of a CUDA graph. Each program owns a chunk of
+the message. It copies the chunk to this rank's buffer, raises its flag in every buffer, waits until all flags are up
+here, and reads the chunk of every rank. Flags count up and are never lowered. The buffer has two halves, used in turn:
+a rank that writes to one has seen all others begin the turn after the one in which they last read it. A sum is made in
+float32 and in the order of the ranks, so that all ranks have the same bits.
+
+Ranks only write to the memory of others and read from their own while they wait: not all links have atomic operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.kernels.jit import INTERPRETED, constant, jit, tl, triton
+
+MAX_RANKS: Final = 16
+MAX_BYTES: Final = 256 << 10
+"""Of one rank's part. Beyond it a library that sends each byte once is faster."""
+SUM_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+_CHUNK: Final = 4 << 10
+"""Bytes of one program: 16 for each of its threads."""
+NUM_FLAGS: Final = MAX_RANKS * MAX_BYTES // _CHUNK
+_HEADER: Final = 8 << 10
+BUFFER_BYTES: Final = _HEADER + 2 * MAX_BYTES
+# A buffer: a flag for each (program, rank), the turn of each program, then the two halves.
+_FLAGS_PER_PROGRAM = constant(MAX_RANKS)
+_TURNS = constant(4 * NUM_FLAGS)
+_HALVES = constant(_HEADER)
+_HALF_BYTES = constant(MAX_BYTES)
+_CHUNK_BYTES = constant(_CHUNK)
+_INTERPRETED = constant(INTERPRETED)
+
+
+def peer_sum(part: Tensor, buffers: Tensor, rank: int) -> Tensor:
+    """The sum of all ranks' parts, in the memory of `part`, which is contiguous.
+
+    buffers: [ranks] int64, the address of every rank's buffer in this process; a new buffer is all zeros.
+    """
+    _exchange(part, part, buffers, rank, gathers=False)
+    return part
+
+
+def peer_gather(part: Tensor, buffers: Tensor, rank: int) -> Tensor:
+    """All ranks' parts side by side: [rows, n] → [rows, ranks · n]"""
+    gathered = part.new_empty(len(part), len(buffers) * part.shape[1])
+    _exchange(part, gathered, buffers, rank, gathers=True)
+    return gathered
+
+
+def peer_sum_reference(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def _exchange(part: Tensor, out: Tensor, buffers: Tensor, rank: int, *, gathers: bool) -> None:
+    block = _CHUNK // part.element_size()
+    _exchange_kernel[(triton.cdiv(part.numel(), block),)](
+        part,
+        out,
+        buffers,
+        rank,
+        part.numel(),
+        part.shape[-1],
+        RANKS=len(buffers),
+        LANES=triton.next_power_of_2(len(buffers)),
+        BLOCK=block,
+        GATHERS=gathers,
+        num_warps=8,
+    )
+
+
+@jit(do_not_specialize=["rank", "columns"])
+def _exchange_kernel(
+    part,
+    out,
+    buffers,
+    rank,
+    size,
+    columns,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATHERS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    own = tl.load(buffers + rank)
+    turn_at = (own + _TURNS + 4 * program).to(tl.pointer_type(tl.int32))
+    turn = tl.load(turn_at) + 1
+    chunk = _HALVES + (turn & 1) * _HALF_BYTES + program * _CHUNK_BYTES
+    index = tl.arange(0, BLOCK)
+    element = program * BLOCK + index
+    inside = element < size
+    number = part.dtype.element_ty
+    # The chunk of a buffer is always there as a whole, so only `part` and `out` need the mask.
+    tl.store(_aligned(own + chunk, number) + index, tl.load(part + element, mask=inside, other=0))
+    tl.debug_barrier()  # the whole chunk is written before its flag
+    lane = tl.arange(0, LANES)
+    sender = tl.where(lane < RANKS, lane, rank)  # spare lanes repeat what this rank tells itself
+    flags = 4 * _FLAGS_PER_PROGRAM * program
+    _raise_flag(tl.load(buffers + sender) + flags + 4 * rank, turn + 0 * lane)
+    _await_flag(own + flags + 4 * sender, turn + 0 * lane)
+    tl.debug_barrier()
+    tl.store(turn_at, turn)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for peer in tl.static_range(RANKS):
+        theirs = tl.load(_aligned(tl.load(buffers + peer) + chunk, number) + index)
+        if GATHERS:
+            place = element // columns * (RANKS * columns) + peer * columns + element % columns
+            tl.store(out + place, theirs, mask=inside)
+        else:
+            total += theirs.to(tl.float32)
+    if not GATHERS:
+        tl.store(out + element, total.to(number), mask=inside)
+
+
+@jit
+def _aligned(address, number):
+    return tl.multiple_of(address.to(tl.pointer_type(number)), 16)
+
+
+@jit
+def _raise_flag(address, turn):
+    """Everything that this program wrote before is visible to a rank that sees the flag. One warp has all lanes."""
+    if _INTERPRETED:
+        tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), turn, sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(
+            """
+            {
+            .reg .u32 thread;
+            .reg .pred is_first;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 is_first, thread, 32;
+            @is_first st.release.sys.global.u32 [$1], $2;
+            mov.u32 $0, $2;
+            }
+            """,
+            "=r,l,r",
+            [address, turn],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@jit
+def _await_flag(address, turn):
+    """The first warp waits, the others for it at the next barrier. Compares differences: the count wraps around."""
+    if _INTERPRETED:
+        flag = address.to(tl.pointer_type(tl.int32))
+        while tl.min(tl.atomic_add(flag, 0 * turn, sem="acquire", scope="sys") - turn, 0) < 0:
+            pass
+    else:
+        tl.inline_asm_elementwise(
+            """
+            {
+            .reg .u32 ahead;
+            .reg .pred is_other, is_behind;
+            mov.u32 ahead, %tid.x;
+            setp.ge.u32 is_other, ahead, 32;
+            @is_other bra done;
+            again:
+            ld.acquire.sys.global.u32 ahead, [$1];
+            sub.u32 ahead, ahead, $2;
+            setp.lt.s32 is_behind, ahead, 0;
+            @is_behind bra again;
+            done:
+            mov.u32 $0, ahead;
+            }
+            """,
+            "=r,l,r",
+            [address, turn],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -1,0 +1,161 @@
+"""Usage on its way to the database: regular writes, failures, and requests meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import pytest
+
+from cortex.gateway.database import StoreError
+from cortex.gateway.ledger.keys import Keyring, generate
+from cortex.gateway.ledger.ledger import Ledger
+from cortex.gateway.ledger.limits import Spent
+from cortex.gateway.ledger.meter import KeyedMeter, Meter
+from cortex.gateway.ledger.store import Store, open_store
+from cortex.gateway.ledger.tables import Claim, Counts, Slot
+from cortex.tasks import Supervisor
+from cortex.wire.errors import InsufficientQuota
+
+from .metered_requests import NOW, Clock, admit, opened, settle
+
+
+async def test_flushes_at_the_same_time_do_not_give_a_reservation_back_twice(database: str) -> None:
+    key = generate("alice", balance_tokens=10_000)
+    ledger, meter = await opened(database, key)
+    reservation = admit(meter, key, limit=1000)
+    await ledger.flush()  # the reservation is in the database
+    settle(reservation, 90, 15)
+    reports = await asyncio.gather(*(ledger.usage("key", since=NOW - 60, until=NOW + 60) for _ in range(3)))
+    assert [[(spend.model, spend.counts.tokens) for spend in report] for report in reports] == [[("m", 105)]] * 3
+    assert ledger.account(key.section).total_spent() == 105
+    await ledger.close()
+
+
+class Away:
+    """A store whose database can be unavailable."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.is_away = False
+        self.failure: Exception = StoreError("gone")
+        self.name = "the database"
+
+    def open_accounts(self, since_minute: Mapping[str, int], claim: Claim) -> dict[str, Spent]:
+        return self.store.open_accounts(since_minute, claim)
+
+    def exchange(
+        self, batch: Mapping[Slot, Counts], since_minute: Mapping[str, int], *, before: Claim, after: Claim
+    ) -> dict[str, Spent]:
+        if self.is_away:
+            raise self.failure
+        return self.store.exchange(batch, since_minute, before=before, after=after)
+
+    def other_claims(self, owner: str) -> dict[str, int]:
+        return self.store.other_claims(owner)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+async def test_loses_nothing_while_the_database_is_unavailable(database: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    key, clock = generate("alice", balance_tokens=500), Clock()
+    store = Away(open_store(database))
+    ledger = Ledger(store, Keyring([key.section]), flush_s=60, clock=clock)  # type: ignore[arg-type]
+    await ledger.start()
+    meter: Meter = KeyedMeter(ledger)
+    store.is_away = True
+    for _ in range(3):
+        settle(admit(meter, key), 50, 50)
+        clock.now += 1
+        await ledger.flush()
+    assert ledger.account(key.section).total_spent() == 300
+    with pytest.raises(InsufficientQuota):
+        admit(meter, key, limit=200)
+    store.is_away = False
+    settle(admit(meter, key), 50, 50)
+    await ledger.flush()
+    assert ledger.account(key.section).total_spent() == 400
+    await ledger.close()
+    assert [record.levelname for record in caplog.records if "ledger" in record.name] == ["ERROR", "INFO"]
+    again = open_store(database)
+    assert again.exchange({}, {key.section.id: 0})[key.section.id].total == 400
+    again.close()
+
+
+async def test_unexpected_failure_of_a_flush_is_retried_with_the_same_usage(tmp_path: object) -> None:
+    key, restarted = generate("alice"), asyncio.Event()
+    store = Away(open_store(f"{tmp_path}/spend.db"))
+    store.failure = RuntimeError("not a failure of the database")
+    tasks = Supervisor(lambda _: restarted.set())
+    ledger = Ledger(store, Keyring([key.section]), flush_s=0.01, tasks=tasks)  # type: ignore[arg-type]
+    await ledger.start()
+    store.is_away = True
+    settle(admit(KeyedMeter(ledger), key), 5, 5)
+    await asyncio.wait_for(restarted.wait(), 20)
+    settle(admit(KeyedMeter(ledger), key), 5, 5)
+    store.is_away = False
+    reader = open_store(f"{tmp_path}/spend.db")
+    async with asyncio.timeout(20):
+        while reader.exchange({}, {key.section.id: 0})[key.section.id].total != 20:
+            await asyncio.sleep(0.01)
+    reader.close()
+    await ledger.close()
+
+
+async def test_close_writes_the_usage_that_a_failed_flush_kept(tmp_path: object) -> None:
+    key, restarted = generate("alice"), asyncio.Event()
+    store = Away(open_store(f"{tmp_path}/spend.db"))
+    store.failure = RuntimeError("not a failure of the database")
+    tasks = Supervisor(lambda _: restarted.set())
+    ledger = Ledger(store, Keyring([key.section]), flush_s=0.01, tasks=tasks)  # type: ignore[arg-type]
+    await ledger.start()
+    store.is_away = True
+    settle(admit(KeyedMeter(ledger), key), 5, 5)
+    await asyncio.wait_for(restarted.wait(), 20)
+    store.is_away = False
+    await ledger.close()
+    reader = open_store(f"{tmp_path}/spend.db")
+    assert reader.exchange({}, {key.section.id: 0})[key.section.id].total == 10
+    reader.close()
+
+
+async def test_writes_spend_regularly(tmp_path: object) -> None:
+    key = generate("alice")
+    store = open_store(f"{tmp_path}/spend.db")
+    ledger = Ledger(store, Keyring([key.section]), flush_s=0.01)
+    await ledger.start()
+    settle(admit(KeyedMeter(ledger), key), 5, 5)
+    reader = open_store(f"{tmp_path}/spend.db")
+    for _ in range(300):
+        if reader.exchange({}, {key.section.id: 0})[key.section.id].total == 10:
+            break
+        await asyncio.sleep(0.01)
+    else:
+        pytest.fail("nothing was written within 3 s")
+    reader.close()
+    await ledger.close()
+
+
+async def test_flush_during_settling_counts_everything_once(tmp_path: object) -> None:
+    key = generate("alice", balance_tokens=10**9)
+    ledger, meter = await opened(f"{tmp_path}/spend.db", key)
+
+    async def spend() -> None:
+        for _ in range(50):
+            reservation = admit(meter, key)
+            await asyncio.sleep(0)
+            settle(reservation, 1, 1)
+
+    async def flush() -> None:
+        for _ in range(20):
+            await ledger.flush()
+
+    await asyncio.gather(*(spend() for _ in range(10)), flush())
+    assert ledger.account(key.section).total_spent() == 1000
+    await ledger.close()
+    store = open_store(f"{tmp_path}/spend.db")
+    assert store.exchange({}, {key.section.id: 0})[key.section.id].total == 1000
+    store.close()

@@ -1,0 +1,191 @@
+"""Matrices in eight-bit floating point: what is put comes back, and products agree with the widened matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout, float8_layout
+from cortex.neuron.kernels.float8.matrix import FLOAT8, Float8Matrix, empty_float8_matrix, widened
+from cortex.neuron.kernels.float8.product import (
+    float8_embedding,
+    float8_product,
+    float8_product_reference,
+    has_float8_products,
+    one_row_float8_product,
+    one_row_reference,
+    widened_product,
+)
+from cortex.neuron.kernels.float8.rows import float8_rows, float8_rows_reference
+from cortex.neuron.kernels.jit import INTERPRETED
+from cortex.neuron.kernels.norm import rms_norm_reference
+from cortex.neuron.kernels.silu import silu_mul_reference
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+needs_kernels = pytest.mark.skipif(
+    not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+KIND = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter multiplies no bfloat16
+ROUNDING = 0.02 if DEVICE.type == "cuda" else 0.1  # the interpreter cuts bits off
+LAYOUTS = [FLOAT8_BLOCKS, FLOAT8_ROWS]
+
+
+def random_matrix(layout: Float8Layout, outputs: int, inputs: int) -> Float8Matrix:
+    """Whose blocks differ a thousandfold in size."""
+    matrix = empty_float8_matrix(layout, outputs, inputs, DEVICE)
+    numbers = torch.randn(outputs, inputs, device=DEVICE)
+    matrix.put_numbers(0, numbers)
+    matrix.scales.mul_(torch.logspace(-2, 1, matrix.scales.numel(), device=DEVICE).view_as(matrix.scales))
+    return matrix
+
+
+def random_rows(rows: int, columns: int) -> torch.Tensor:
+    return (torch.randn(rows, columns, device=DEVICE) * torch.logspace(-2, 2, columns, device=DEVICE)).to(KIND)
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor, limit: float = 0.01) -> None:
+    assert out.shape == expected.shape
+    assert torch.isfinite(out).all()
+    assert (out.float() - expected.float()).norm() / expected.float().norm() < limit
+
+
+@pytest.mark.parametrize(
+    ("shape", "scaled", "expected"),
+    [
+        ((256, 512), (128, 128), FLOAT8_BLOCKS),
+        ((200, 512), (128, 128), None),
+        ((256, 500), (128, 128), None),
+        ((256, 512), (64, 64), None),
+        ((256, 512), (1, 512), FLOAT8_ROWS),
+        ((256, 512), (256, 512), FLOAT8_ROWS),
+        ((256, 512), (2, 512), None),
+        ((250, 512), (1, 512), None),
+        ((256, 512), (1, 128), None),
+        ((256, 512), None, None),
+    ],
+)
+def test_layout_by_the_shape_and_what_shares_a_scale(
+    shape: tuple[int, int], scaled: tuple[int, int] | None, expected: Float8Layout | None
+) -> None:
+    assert float8_layout(shape, scaled) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_num_bytes_is_what_the_tensors_take(layout: Float8Layout) -> None:
+    matrix = empty_float8_matrix(layout, 256, 384, DEVICE)
+    assert layout.num_bytes(256, 384) == sum(tensor.nbytes for tensor in matrix.tensors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_put_in_pieces_come_back(layout: Float8Layout) -> None:
+    codes = torch.randn(256, 384, device=DEVICE).to(FLOAT8)
+    scales = torch.rand(layout.num_scales(256, 384), device=DEVICE) + 0.5
+    by_row = scales.repeat_interleave(layout.block or 1, 0)
+    matrix = empty_float8_matrix(layout, 256, 384, DEVICE)
+    for first, last in ((192, 256), (0, 64), (64, 192)):
+        matrix.put_float8(first, codes[first:last], by_row[first:last])
+    expected = codes.float() * by_row.repeat_interleave(layout.block or 384, 1)
+    torch.testing.assert_close(widened(matrix), expected, rtol=0, atol=0)
+    numbers = torch.tensor([3, 130, 3], device=DEVICE)
+    torch.testing.assert_close(float8_embedding(matrix, numbers, torch.float32), expected[numbers], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numbers_are_rounded_by_at_most_a_sixteenth(layout: Float8Layout) -> None:
+    numbers = torch.randn(256, 384, device=DEVICE)
+    numbers[:128, :128] = 0
+    matrix = empty_float8_matrix(layout, 256, 384, DEVICE)
+    matrix.put_numbers(0, numbers)
+    assert ((widened(matrix) - numbers).abs() <= numbers.abs() / 16 + 2e-5).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 128), (3, 384), (17, 1536)])
+def test_rows_are_rounded_as_the_reference_rounds_them(grouped: bool, rows: int, inputs: int) -> None:
+    x = random_rows(rows, inputs)
+    x[0, :100] = 0
+    rounded, expected = float8_rows(x, grouped=grouped), float8_rows_reference(x, grouped=grouped)
+    torch.testing.assert_close(rounded.scales[:, :rows], expected.scales, rtol=1e-6, atol=0)
+    assert_near(rounded.codes[:rows].float(), expected.codes.float(), ROUNDING)
+    assert len(rounded.codes) % 16 == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("grouped", [True, False])
+def test_norm_and_activation_come_before_the_rounding(grouped: bool) -> None:
+    x, weight = random_rows(5, 512), torch.rand(512, device=DEVICE)
+    normed = float8_rows(x, grouped=grouped, norm_weight=weight, eps=1e-5)
+    expected = float8_rows_reference(rms_norm_reference(x.float(), weight, 1e-5), grouped=grouped)
+    torch.testing.assert_close(normed.scales[:, :5], expected.scales, rtol=1e-4, atol=1e-9)
+    assert_near(normed.codes[:5].float(), expected.codes.float(), ROUNDING)
+    both = random_rows(5, 1024) / 10
+    activated = float8_rows(both, grouped=grouped, gated=True)
+    expected = float8_rows_reference(silu_mul_reference(both.float()), grouped=grouped)
+    torch.testing.assert_close(activated.scales[:, :5], expected.scales, rtol=1e-4, atol=1e-9)
+    assert_near(activated.codes[:5].float(), expected.codes.float(), ROUNDING)
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(2, 128, 256), (17, 128, 1536), (64, 256, 128)])
+def test_product_of_rounded_rows_agrees_with_the_reference(
+    layout: Float8Layout, rows: int, outputs: int, inputs: int
+) -> None:
+    matrix, x = random_matrix(layout, outputs, inputs), random_rows(rows, inputs)
+    bias, residual = torch.randn(outputs, device=DEVICE).to(KIND), torch.randn(rows, outputs, device=DEVICE).to(KIND)
+    out = torch.full((rows, outputs + 16), torch.nan, dtype=KIND, device=DEVICE)
+    rounded = float8_rows(x, grouped=bool(layout.block))
+    for _ in range(2):  # the second finds the counters as the first left them
+        float8_product(rounded, matrix, out[:, 8 : 8 + outputs], bias, residual)
+        assert_near(out[:, 8 : 8 + outputs], float8_product_reference(rounded, matrix, bias, residual))
+    assert torch.isnan(out[:, :8]).all()
+    assert torch.isnan(out[:, 8 + outputs :]).all()
+
+
+@pytest.mark.skipif(not has_float8_products(DEVICE), reason="needs a GPU with FP8 tensor cores")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [65, 129, 1000])
+def test_library_product_agrees_with_the_reference(layout: Float8Layout, rows: int) -> None:
+    matrix, x = random_matrix(layout, 384, 1536), random_rows(rows, 1536)
+    bias, residual = torch.randn(384, device=DEVICE).to(KIND), torch.randn(rows, 384, device=DEVICE).to(KIND)
+    out = torch.full((rows, 400), torch.nan, dtype=KIND, device=DEVICE)
+    rounded = float8_rows(x, grouped=bool(layout.block))
+    float8_product(rounded, matrix, out[:, 8:392], bias, residual)
+    assert_near(out[:, 8:392], float8_product_reference(rounded, matrix, bias, residual))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(2, 128, 256), (17, 128, 1536), (70, 256, 384)])
+def test_product_with_the_widened_matrix_agrees_with_it(
+    layout: Float8Layout, rows: int, outputs: int, inputs: int
+) -> None:
+    matrix, x = random_matrix(layout, outputs, inputs), random_rows(rows, inputs)
+    bias, residual = torch.randn(outputs, device=DEVICE).to(KIND), torch.randn(rows, outputs, device=DEVICE).to(KIND)
+    expected = x.float() @ widened(matrix).t() + bias.float() + residual.float()
+    out = residual.clone()
+    widened_product(x, matrix, out, bias, out)
+    assert_near(out, expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(128, 128), (384, 1152), (256, 8320)])
+@pytest.mark.parametrize("normed", [True, False])
+def test_one_row_keeps_its_precision(layout: Float8Layout, outputs: int, inputs: int, normed: bool) -> None:
+    matrix, x = random_matrix(layout, outputs, inputs), random_rows(1, inputs)
+    weight = torch.rand(inputs, device=DEVICE).to(KIND) if normed else None
+    bias, residual = (torch.randn(1, outputs, device=DEVICE).to(KIND) for _ in range(2))
+    out = torch.full((1, outputs), torch.nan, dtype=KIND, device=DEVICE)
+    one_row_float8_product(x, matrix, out, bias[0], weight, 1e-6, residual)
+    assert_near(out, one_row_reference(x, matrix, bias[0], weight, 1e-6, residual))
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_row_through_gate_and_up(layout: Float8Layout) -> None:
+    matrix, x = random_matrix(layout, 256, 384), random_rows(1, 384) / 100
+    weight = torch.rand(384, device=DEVICE).to(KIND)
+    out = torch.full((1, 128), torch.nan, dtype=KIND, device=DEVICE)
+    one_row_float8_product(x, matrix, out, None, weight, 1e-6, None, gated=True)
+    assert_near(out, one_row_reference(x, matrix, None, weight, 1e-6, None, gated=True))

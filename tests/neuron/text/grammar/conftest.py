@@ -1,0 +1,3 @@
+from .drawing import matchers
+
+__all__ = ["matchers"]

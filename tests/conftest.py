@@ -97,7 +97,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """A process per core, and one more where tests wait for programs that they started."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
-    return len(os.sched_getaffinity(0)) + (config.getoption("dist") == "loadfile")
+    return len(os.sched_getaffinity(0)) + bool(config.getoption("dist") == "loadfile")
 
 
 def _scope(nodeid: str) -> str:

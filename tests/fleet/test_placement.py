@@ -10,7 +10,7 @@ import pytest
 
 from cortex.fleet.decision import Verdict
 from cortex.fleet.explain import rejection
-from cortex.fleet.placement import place, unmet_pins
+from cortex.fleet.placement import place, place_new, unmet_pins
 from cortex.fleet.rules import PlacementRules
 from cortex.wire.node import ModelState
 
@@ -309,3 +309,25 @@ def test_unmet_pins_lists_pinned_models_that_are_not_loaded(model: Make, node: M
         ],
     )
     assert unmet_pins(snapshot) == (("b", "here"), (None, "anywhere"))
+
+
+def test_model_that_no_node_has_is_placed_by_its_size(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    pinned, alias = spec("keep", pinned_on=("pinned",)), {"new": "old"}
+    snapshot = fleet(
+        node("free", [24]),
+        node("evicts", [24], model("old", 20)),
+        node("pinned", [24], model("keep", 20)),
+        node("small", [8]),
+        specs=[pinned],
+    )
+    snapshot = msgspec.structs.replace(
+        snapshot, catalogue=msgspec.structs.replace(snapshot.catalogue, aliases=dict(alias))
+    )
+    decision = place_new("new", 12 * GIB, snapshot, NOW)
+    assert verdicts(decision) == {
+        "free": "fits",
+        "evicts": "fits_after_eviction",
+        "pinned": "held",
+        "small": "too_small",
+    }
+    assert (decision.node, decision.victims) == ("free", ())

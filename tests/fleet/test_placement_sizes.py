@@ -8,17 +8,13 @@ from typing import Any
 import msgspec
 
 from cortex.fleet.decision import Verdict
-from cortex.fleet.placement import place, place_new
+from cortex.fleet.placement import place
 from cortex.fleet.topology import MemoryReservation
 from cortex.wire.node import ModelState
 
 GIB = 1024**3
 NOW = 10_000.0
 Make = Callable[..., Any]
-
-
-def verdicts(decision: Any) -> dict[str, Verdict]:
-    return {assessment.node: assessment.verdict for assessment in decision.assessments}
 
 
 def test_out_of_memory_raises_the_need(model: Make, node: Make, fleet: Make, spec: Make) -> None:
@@ -125,25 +121,3 @@ def test_load_under_way_is_counted_as_what_it_will_take(model: Make, node: Make,
     other = model("other", state=ModelState.COLD, estimate=4, least=2)
     later = place("other", fleet(node("n", [16], elastic, other, kept=2, reservations=(reservation,))), NOW)
     assert later.action == "wait"
-
-
-def test_model_that_no_node_has_is_placed_by_its_size(model: Make, node: Make, fleet: Make, spec: Make) -> None:
-    pinned, alias = spec("keep", pinned_on=("pinned",)), {"new": "old"}
-    snapshot = fleet(
-        node("free", [24]),
-        node("evicts", [24], model("old", 20)),
-        node("pinned", [24], model("keep", 20)),
-        node("small", [8]),
-        specs=[pinned],
-    )
-    snapshot = msgspec.structs.replace(
-        snapshot, catalogue=msgspec.structs.replace(snapshot.catalogue, aliases=dict(alias))
-    )
-    decision = place_new("new", 12 * GIB, snapshot, NOW)
-    assert verdicts(decision) == {
-        "free": "fits",
-        "evicts": "fits_after_eviction",
-        "pinned": "held",
-        "small": "too_small",
-    }
-    assert (decision.node, decision.victims) == ("free", ())

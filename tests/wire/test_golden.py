@@ -33,7 +33,7 @@ from cortex.wire.events import (
     ToolCallStop,
     Usage,
 )
-from cortex.wire.openai_chat.stream import SYSTEM_FINGERPRINT
+from cortex.wire.openai_chunks import SYSTEM_FINGERPRINT
 from cortex.wire.requests import GenerateRequest
 
 GOLDEN = Path(__file__).parent / "golden"

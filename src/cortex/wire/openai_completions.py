@@ -19,13 +19,12 @@ from cortex.wire.events import (
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
-    Usage,
     UsageSoFar,
 )
 from cortex.wire.field_tables.openai_completions import FIELDS
-from cortex.wire.openai_chat.stream import DONE, SYSTEM_FINGERPRINT, prompt_logprobs_body, stream_error, usage_body
+from cortex.wire.openai_chunks import SYSTEM_FINGERPRINT, ChunkEncoder, prompt_logprobs_body, stream_error, usage_body
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
-from cortex.wire.response import ResponseChoice, gather, summed, total_usage
+from cortex.wire.response import ResponseChoice, gather, total_usage
 from cortex.wire.sampling import (
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
@@ -36,7 +35,6 @@ from cortex.wire.sampling import (
     read_truncation,
 )
 from cortex.wire.sse import COMMENT as KEEPALIVE
-from cortex.wire.sse import frame
 
 FAMILY = Family.OPENAI
 ID_PREFIX = "cmpl-"
@@ -101,26 +99,14 @@ def _read_ids(fields: Fields, given: list[Any]) -> tuple[int, ...]:
     raise fields.invalid("prompt", "expected strings only, or arrays of token ids")
 
 
-class Encoder:
+class Encoder(ChunkEncoder):
     """Events to chunks. One per response.
 
     Token offsets count characters from the start of the choice's text, which begins with the prompt if it is echoed.
     """
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
-        self._head = {
-            "id": id,
-            "object": "text_completion",
-            "created": created,
-            "model": model,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
-        }
-        self._include_usage = request.include_usage
-        self._continuous: dict[int, Usage] = {}
-        """The latest usage of each choice, for clients that want it in every chunk."""
-        self._open_choices = request.num_choices
-        self._finishes: list[Finish] = []
-        self._logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        super().__init__("text_completion", request, id=id, created=created, model=model)
         self._offsets: dict[int, int] = {}
         self._counting: set[int] = set()
         """Choices whose first token was sent; from then on the tokens count the characters."""
@@ -136,7 +122,7 @@ class Encoder:
                 self._continuous[event.index] = usage
                 return b""
             case Finish():
-                return self._finish(event)
+                return self._finished(event, self._chunk([self._choice(event.index, "", _finish_body(event))]))
             case Failure(code=code, message=message):
                 return stream_error(errors.from_code(code, message))
             case _:
@@ -152,23 +138,6 @@ class Encoder:
             self._offsets[index] = offset + len(text)
         logprobs = None if tokens is None else _logprobs_body(tokens, offset)
         return {"index": index, "text": text, "logprobs": logprobs, **finish}
-
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        chunk: dict[str, Any] = {**self._head, "choices": choices}
-        if self._include_usage:
-            chunk["usage"] = usage
-        if self._continuous and usage is None:
-            chunk["usage"] = usage_body(summed(self._continuous.values()))
-        return frame(msgspec.json.encode(chunk))
-
-    def _finish(self, event: Finish) -> bytes:
-        self._finishes.append(event)
-        ended = self._chunk([self._choice(event.index, "", _finish_body(event))])
-        if len(self._finishes) < self._open_choices:
-            return ended
-        if self._include_usage:
-            ended += self._chunk([], usage_body(total_usage(self._finishes)))
-        return ended + DONE
 
 
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:

@@ -15,7 +15,8 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.accounting import STATUS_CODE
 from cortex.gateway.proxy.activity import RequestRecord
-from cortex.gateway.proxy.request import ProxyRequest, ResponseKeeper
+from cortex.gateway.proxy.request import ProxyRequest
+from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.http.request import Request

@@ -7,9 +7,7 @@ while the response is relayed. Its `RequestAccounting` records the result.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Protocol
 from urllib.parse import quote
 
 import msgspec
@@ -26,6 +24,7 @@ from cortex.gateway.proxy.redaction import (
     hides_errors_of,
     shown_to,
 )
+from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import CHAT, Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation, foreign_error
@@ -43,7 +42,6 @@ from cortex.wire import errors, failure_report, openai_chat, usage_report
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.headers import ATTEMPT_ID, ERROR_DETAILS, NO_DETAILS, NODE, PRINCIPAL
 from cortex.wire.openai_responses import kept
-from cortex.wire.openai_responses.kept import KeptResponse
 from cortex.wire.raw_fields import replace_model
 from cortex.wire.requests import GenerateRequest
 
@@ -56,25 +54,6 @@ _KEPT_HEADER = kept.HEADER.encode()
 
 MAX_ATTEMPTS = 3
 """How often one request may be sent before it is rejected."""
-
-
-class ResponseKeeper(Protocol):
-    """Keeps the response to a request, for later requests that refer to it."""
-
-    @property
-    def kept(self) -> KeptResponse | None:
-        """What the request to the node says about the stored response; None when the response is not stored."""
-
-    @property
-    def headers(self) -> Headers:
-        """Headers for the client."""
-
-    @property
-    def capture(self) -> Callable[[bytes], None] | None:
-        """Gets what the client gets; see `Relay`."""
-
-    def ended(self, status: int, outcome: Outcome) -> None:
-        """The response has ended; called once, last."""
 
 
 class ProxyRequest:
@@ -187,11 +166,13 @@ class ProxyRequest:
         node = services.nodes[lease.node]
         if self.route.dialect in lease.dialects or not self.route.generates:
             if self._body is None and self._is_renamed and is_edited_elsewhere(self.received):
-                self._rewriting = run_once(self._rename_elsewhere(lease), "rename the model of a large request")
+                self._rewriting = run_once(
+                    self._rewrite_elsewhere(lease, translate=False), "rename the model of a large request"
+                )
                 return
             target, body, self._translation = self.route.path, self._relayed_body(), None
         elif self._translated_request is None and is_parsed_elsewhere(self.received):
-            self._rewriting = run_once(self._translate_elsewhere(lease), "translate a large request")
+            self._rewriting = run_once(self._rewrite_elsewhere(lease, translate=True), "translate a large request")
             return
         else:
             target, body, self._translation = CHAT.path, *self._translated()
@@ -245,23 +226,16 @@ class ProxyRequest:
         show = partial(shown_to, self.admitted.key)
         return body, ChatTranslation(self.route, request, id=response_id, model=name, show=show)
 
-    async def _translate_elsewhere(self, lease: Lease) -> None:
-        """Translates a request that would block the loop, in another process, and sends it."""
+    async def _rewrite_elsewhere(self, lease: Lease, *, translate: bool) -> None:
+        """Translates a request that would block the loop, or renames its model, in another process, and sends it."""
+        parser, model = self.services.parser, self.admitted.model
         try:
-            parser = self.services.parser
-            assert self.route.dialect is not None, "routes that generate have a dialect"
-            self._translated_request = await parser.translate(
-                self.route.dialect, self.received, self.admitted.model, self._client
-            )
-            self._rewriting = None
-            self._send(lease)
-        except CortexError as error:
-            self._reject(error)
-
-    async def _rename_elsewhere(self, lease: Lease) -> None:
-        """Puts the model's name in place of an alias, in another process, and sends the request."""
-        try:
-            self._body = await self.services.parser.rename(self.received, self.admitted.model, self._client)
+            if translate:
+                assert self.route.dialect is not None, "routes that generate have a dialect"
+                translating = parser.translate(self.route.dialect, self.received, model, self._client)
+                self._translated_request = await translating
+            else:
+                self._body = await parser.rename(self.received, model, self._client)
             self._rewriting = None
             self._send(lease)
         except CortexError as error:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from cortex.gateway.proxy.inference import Inference, ReceivedRequest, client_of
-from cortex.gateway.proxy.request import ResponseKeeper
+from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import Route
 from cortex.gateway.responses.background import BackgroundRuns
 from cortex.gateway.responses.keeper import NotStored, StoringKeeper

@@ -2,9 +2,10 @@
 
 from cortex.wire.errors import Family
 from cortex.wire.openai_chat.request import parse
-from cortex.wire.openai_chat.stream import Encoder, fold, stream_error
+from cortex.wire.openai_chat.stream import Encoder, fold
 from cortex.wire.openai_chat.upstream_request import build
 from cortex.wire.openai_chat.upstream_response import ResponseDecoder, unfold
+from cortex.wire.openai_chunks import stream_error
 from cortex.wire.sse import COMMENT as KEEPALIVE
 
 FAMILY = Family.OPENAI

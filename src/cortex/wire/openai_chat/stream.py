@@ -7,10 +7,8 @@ from typing import Any
 
 import msgspec
 
-from cortex import __version__
-from cortex.wire import error_encoding, errors
+from cortex.wire import errors
 from cortex.wire.custom_tools import InputDecoder, input_of
-from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import (
     AnyEvent,
     Failure,
@@ -24,51 +22,23 @@ from cortex.wire.events import (
     ToolCallDelta,
     ToolCallStart,
     ToolCallStop,
-    Usage,
     UsageSoFar,
 )
+from cortex.wire.openai_chunks import SYSTEM_FINGERPRINT, ChunkEncoder, prompt_logprobs_body, stream_error, usage_body
 from cortex.wire.requests import GenerateRequest, ToolCall
-from cortex.wire.response import ResponseChoice, gather, summed, total_usage
-from cortex.wire.sse import frame
-
-DONE = frame(b"[DONE]")
-SYSTEM_FINGERPRINT = f"fp_cortex_{__version__}"
-"""With the same fingerprint, the same request with a seed gives the same response."""
+from cortex.wire.response import ResponseChoice, gather, total_usage
 
 
-def stream_error(error: CortexError) -> bytes:
-    """The last frame of a stream that failed."""
-    return frame(msgspec.json.encode(error_encoding.envelope(error, Family.OPENAI)))
-
-
-class Encoder:
-    """Events to chunks. One per response.
-
-    Log-probabilities are sent with the next delta of their choice. The usage chunk and `[DONE]` follow the finish of
-    the last of the `n` choices.
-    """
-
-    _continuous: dict[int, Usage]
-    """The latest usage of each choice, for clients that want it in every chunk."""
+class Encoder(ChunkEncoder):
+    """Events to chunks. One per response. Log-probabilities are sent with the next delta of their choice."""
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
-        self._head = {
-            "id": id,
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": model,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
-        }
-        self._include_usage = request.include_usage
-        self._continuous = {}
+        super().__init__("chat.completion.chunk", request, id=id, created=created, model=model)
         self._shows_reasoning = request.thinking.shown
         self._as_functions = request.as_functions
         self._custom_tools = request.custom_tools
         self._inputs: dict[tuple[int, int], InputDecoder] = {}
         """The calls of custom tools, by choice and call."""
-        self._open_choices = request.sampling.n
-        self._finishes: list[Finish] = []
-        self._logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
 
     def encode(self, event: AnyEvent) -> bytes:
         match event:
@@ -133,25 +103,11 @@ class Encoder:
             "finish_reason": None,
             **finish,
         }
-        return self._chunk([choice], None)
-
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
-        chunk: dict[str, Any] = {**self._head, "choices": choices}
-        if self._include_usage:
-            chunk["usage"] = usage
-        if self._continuous and usage is None:
-            chunk["usage"] = usage_body(summed(self._continuous.values()))
-        return frame(msgspec.json.encode(chunk))
+        return self._chunk([choice])
 
     def _finish(self, event: Finish) -> bytes:
-        self._finishes.append(event)
         reason = _finish_reason(event, as_functions=self._as_functions)
-        ended = self._delta(event.index, {}, finish_reason=reason, **_stop_reason(event))
-        if len(self._finishes) < self._open_choices:
-            return ended
-        if self._include_usage:
-            ended += self._chunk([], usage_body(total_usage(self._finishes)))
-        return ended + DONE
+        return self._finished(event, self._delta(event.index, {}, finish_reason=reason, **_stop_reason(event)))
 
 
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
@@ -204,36 +160,12 @@ def tool_call_body(call: ToolCall, *, is_custom: bool = False) -> dict[str, Any]
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-    }
-
-
 def logprobs_body(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {
         "content": [
             {**_token_body(token), "top_logprobs": [_token_body(other) for other in token.top]} for token in tokens
         ],
         "refusal": None,
-    }
-
-
-def prompt_logprobs_body(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
-    """As vLLM writes them: for each token, by id, its own entry and those of the likeliest ones."""
-    return [None if token.logprob is None else _prompt_token_body(token) for token in tokens]
-
-
-def _prompt_token_body(token: TokenLogprob) -> dict[str, Any]:
-    ranked = {other.token_id: (other, rank) for rank, other in enumerate(token.top, start=1)}
-    ranked[token.token_id] = (token, token.rank or 1)
-    return {
-        str(token_id): {"logprob": one.logprob, "rank": rank, "decoded_token": one.token}
-        for token_id, (one, rank) in ranked.items()
     }
 
 

@@ -212,7 +212,12 @@ def test_dense_weights_are_quantised_at_load_as_any_spelling_says(path: str, sto
         ("model-Q4_K_M.gguf", "Q4_K", "q8_0", "m is quantised as q4_k, not as q8_0; name the GGUF of q8_0, or the unq"),
         ("model.gguf", "IQ4_XS", "q8", "m is quantised as iq4_xs, not as q8"),
         ("folder", "FP8", "q4", "m is quantised as fp8, not as q4; name the unquantised model as the source, or omit"),
-        ("folder", "BF16", "fp8", "m cannot be quantised as fp8 at load; choose one of q4_k, q5_k, q6_k, q8_0, or"),
+        (
+            "folder",
+            "BF16",
+            "fp4",
+            "m cannot be quantised as fp4 at load; choose one of q4_k, q5_k, q6_k, q8_0, fp8, or",
+        ),
         ("model-F16.gguf", "F16", "q2_k", "m cannot be quantised as q2_k at load"),
     ],
 )

@@ -1,8 +1,12 @@
-"""Retries without waiting, and no proxy between the tests and the fake hub."""
+"""Retries without waiting, no proxy between the tests and the fake hub, and a client of it."""
 
 from __future__ import annotations
 
 import pytest
+
+from .hub_client import client
+
+__all__ = ["client"]
 
 
 @pytest.fixture(autouse=True)

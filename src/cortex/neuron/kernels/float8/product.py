@@ -253,9 +253,12 @@ def _wide(codes, NATIVE: tl.constexpr):
     """Float32 numbers of eight-bit ones. Cards that do not know the type get bytes: shifted, their exponent is 2¹²⁰ too
     small."""
     if NATIVE:
-        return codes.to(tl.float32)
-    bits = codes.to(tl.int32)
-    return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        numbers = codes.to(tl.float32)
+    else:
+        bits = codes.to(tl.int32)
+        shifted = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        numbers = shifted.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return numbers
 
 
 @jit

@@ -1,0 +1,29 @@
+"""What a request that stores its response needs of the code that stores it, which is above this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from cortex.http.observer import Outcome
+from cortex.http.request import Headers
+from cortex.wire.openai_responses.kept import KeptResponse
+
+
+class ResponseKeeper(Protocol):
+    """Keeps the response to a request, for later requests that refer to it."""
+
+    @property
+    def kept(self) -> KeptResponse | None:
+        """What the request to the node says about the stored response; None when the response is not stored."""
+
+    @property
+    def headers(self) -> Headers:
+        """Headers for the client."""
+
+    @property
+    def capture(self) -> Callable[[bytes], None] | None:
+        """Gets what the client gets; see `Relay`."""
+
+    def ended(self, status: int, outcome: Outcome) -> None:
+        """The response has ended; called once, last."""

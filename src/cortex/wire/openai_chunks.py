@@ -1,0 +1,86 @@
+"""What the chat and the completions dialect of OpenAI share: the frame of a streamed chunk, usage, prompt scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from cortex import __version__
+from cortex.wire import error_encoding
+from cortex.wire.errors import CortexError, Family
+from cortex.wire.events import Finish, TokenLogprob, Usage
+from cortex.wire.requests import GenerateRequest
+from cortex.wire.response import summed, total_usage
+from cortex.wire.sse import frame
+
+DONE = frame(b"[DONE]")
+SYSTEM_FINGERPRINT = f"fp_cortex_{__version__}"
+"""With the same fingerprint, the same request with a seed gives the same response."""
+
+
+def stream_error(error: CortexError) -> bytes:
+    """The last frame of a stream that failed."""
+    return frame(msgspec.json.encode(error_encoding.envelope(error, Family.OPENAI)))
+
+
+class ChunkEncoder:
+    """Choices to chunks. The usage chunk and `[DONE]` follow the finish of the last choice."""
+
+    def __init__(self, kind: str, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
+        self._head = {
+            "id": id,
+            "object": kind,
+            "created": created,
+            "model": model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+        }
+        self._include_usage = request.include_usage
+        self._continuous: dict[int, Usage] = {}
+        """The latest usage of each choice, for clients that want it in every chunk."""
+        self._open_choices = request.num_choices
+        self._finishes: list[Finish] = []
+        self._logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        """Those that wait for the next chunk of their choice."""
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        chunk: dict[str, Any] = {**self._head, "choices": choices}
+        if self._include_usage:
+            chunk["usage"] = usage
+        if self._continuous and usage is None:
+            chunk["usage"] = usage_body(summed(self._continuous.values()))
+        return frame(msgspec.json.encode(chunk))
+
+    def _finished(self, event: Finish, chunk: bytes) -> bytes:
+        """The last `chunk` of a choice, and after that of the last one the end of the stream."""
+        self._finishes.append(event)
+        if len(self._finishes) < self._open_choices:
+            return chunk
+        if self._include_usage:
+            chunk += self._chunk([], usage_body(total_usage(self._finishes)))
+        return chunk + DONE
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def prompt_logprobs_body(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
+    """As vLLM writes them: for each token, by id, its own entry and those of the likeliest ones."""
+    return [None if token.logprob is None else _prompt_token_body(token) for token in tokens]
+
+
+def _prompt_token_body(token: TokenLogprob) -> dict[str, Any]:
+    ranked = {other.token_id: (other, rank) for rank, other in enumerate(token.top, start=1)}
+    ranked[token.token_id] = (token, token.rank or 1)
+    return {
+        str(token_id): {"logprob": one.logprob, "rank": rank, "decoded_token": one.token}
+        for token_id, (one, rank) in ranked.items()
+    }

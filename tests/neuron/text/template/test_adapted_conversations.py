@@ -1,0 +1,110 @@
+"""Conversations that a template has no place for: tools, several system messages, other roles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cortex.neuron.text.defaults import GenerationDefaults
+from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.wire.errors import TemplateRenderFailed, UnsupportedModality
+from cortex.wire.requests import GenerateRequest, Message, Text, ToolChoice, ToolResult
+
+from .conversations import CALLING, TOOLS, said
+
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }}|{% endfor %}"
+)
+
+
+def test_tools_without_a_place_in_the_template_are_described_in_the_system_message(make_model: Any) -> None:
+    model = make_model("chatml")
+    result = ToolResult(call_id="c1", parts=(Text(text="rain"),))
+    history = (said("user", "x"), CALLING, Message(role="tool", parts=(result,)), said("user", "and now?"))
+    text = model.render(GenerateRequest(model="m", messages=history, tools=TOOLS)).text
+    first, user, assistant, answer, _ = text.split("<|im_start|>")[1:]
+    assert first.startswith("system\n")
+    assert '"name": "get_weather"' in first
+    assert "<tool_call>" in first
+    assert user.rstrip() == "user\nx<|im_end|>"
+    assert assistant.startswith('assistant\n<tool_call>\n{"name": "get_weather", "arguments": {')
+    assert answer.rstrip() == "user\n<tool_response>\nrain\n</tool_response>\nand now?<|im_end|>"
+    with_system = GenerateRequest(model="m", messages=(said("system", "Be kind."), *history), tools=TOOLS)
+    assert "<|im_start|>system\nBe kind.\n\nYou can call functions." in model.render(with_system).text
+    unused = GenerateRequest(model="m", messages=history, tools=TOOLS, tool_choice=ToolChoice(mode="none"))
+    assert "get_weather" in model.render(unused).text
+    assert "You can call functions." not in model.render(unused).text
+
+
+def test_tools_are_described_in_the_first_message_of_a_template_without_system_messages(make_model: Any) -> None:
+    template = ChatTemplate(NO_SYSTEM)
+    model = TextModel(make_model("chatml").tokenizer, template, template, GenerationDefaults())
+    text = model.render(GenerateRequest(model="m", messages=(said("user", "x"),), tools=TOOLS)).text
+    assert text.startswith("user:You can call functions.")
+    assert text.endswith("tags.\n\nx|")
+
+
+def test_rejects_calls_that_the_template_would_drop(make_model: Any) -> None:
+    template = ChatTemplate("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    model = TextModel(make_model("chatml").tokenizer, template, template, GenerationDefaults())
+    with pytest.raises(UnsupportedModality, match="tool calls"):
+        model.render(GenerateRequest(model="m", messages=(said("user", "x"), CALLING)))
+
+
+SEVERAL = (said("developer", "First."), said("developer", "Second."), said("user", "hi"))
+LATER = (*SEVERAL[1:], said("assistant", "ho"), said("system", "Later."), said("user", "x"))
+SKIPS = (
+    "{% if messages[0].role == 'system' %}S:{{ messages[0].content }}|{% endif %}"
+    "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+)
+REFUSES = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('only first') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }}|{% endfor %}"
+)
+SHOWS_ALL = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "text"),
+    [
+        (SHOWS_ALL, SEVERAL, "system:First.|system:Second.|user:hi|"),
+        (REFUSES, SEVERAL, "system:First.\n\nSecond.|user:hi|"),
+        (SKIPS, SEVERAL, "S:First.\n\nSecond.|user:hi|"),
+        (SHOWS_ALL, LATER, "system:Second.|user:hi|assistant:ho|system:Later.|user:x|"),
+        (REFUSES, LATER, "system:Second.|user:hi|assistant:ho|user:Later.|user:x|"),
+        (SKIPS, LATER, "S:Second.|user:hi|assistant:ho|user:Later.|user:x|"),
+    ],
+)
+def test_every_system_message_reaches_the_model_in_its_place(
+    make_model: Any, source: str, messages: tuple[Message, ...], text: str
+) -> None:
+    model, template = make_model("chatml"), ChatTemplate(source)
+    strict = TextModel(model.tokenizer, template, template, model.generation)
+    assert strict.render(GenerateRequest(model="m", messages=messages)).text == text
+
+
+def test_template_without_system_messages_raises_its_own_error(make_model: Any) -> None:
+    model = make_model("chatml")
+    template = ChatTemplate("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
+    with pytest.raises(TemplateRenderFailed, match="no system"):
+        TextModel(model.tokenizer, template, template, model.generation).render(
+            GenerateRequest(model="m", messages=SEVERAL)
+        )
+
+
+def test_several_system_messages_fit_a_template_that_accepts_one(make_model: Any) -> None:
+    text = make_model("qwen_xml").render(GenerateRequest(model="m", messages=(*SEVERAL, *LATER[2:]), tools=TOOLS)).text
+    assert "First.\n\nSecond." in text
+    assert "<|im_start|>user\nLater.<|im_end|>" in text
+
+
+def test_developer_role_is_system_unless_the_template_knows_it(make_model: Any) -> None:
+    request = GenerateRequest(model="m", messages=(said("developer", "D"), said("user", "x")))
+    assert make_model("qwen3").render(request).text.startswith("<|im_start|>system\nD<|im_end|>")
+    model = make_model("chatml")
+    knows = ChatTemplate("{# developer #}{{ messages[0].role }}")
+    assert TextModel(model.tokenizer, knows, knows, model.generation).render(request).text == "developer"

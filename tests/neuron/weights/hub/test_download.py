@@ -1,0 +1,163 @@
+"""Downloads from a hub that cuts, corrupts, stalls or repeats what it sends."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cortex.neuron.weights.errors import Cancelled, DownloadCorrupt, HubError, HubUnreachable
+
+from .hub_client import MODEL, WEIGHTS, Client, StartHub
+
+
+def cut_after(num_bytes: int) -> Callable[[Any, bytes], bytes]:
+    """Announce the whole length, send a part, close the connection."""
+    return lambda handler, data: data[:num_bytes]
+
+
+def corrupt(handler: Any, data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def send_too_much(handler: Any, data: bytes) -> bytes:
+    return data + b"and more than was announced"
+
+
+def reset_connection(handler: Any, data: bytes) -> None:
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.connection.close()
+
+
+def unavailable(handler: Any, data: bytes) -> None:
+    handler.respond(503, b"later")
+
+
+def wrong_range(handler: Any, data: bytes) -> None:
+    handler.respond(206, data, {"content-range": "bytes 5-10/11"})
+
+
+def stall(handler: Any, data: bytes) -> None:
+    handler.send_response(206)
+    handler.send_header("content-length", str(len(data)))
+    handler.send_header("content-range", f"bytes 0-{len(data) - 1}/{len(data)}")
+    handler.end_headers()
+    handler.wfile.write(data[:10])
+    handler.wfile.flush()
+    handler.hub.stalled.set()
+    handler.hub.release.wait(60)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [cut_after(0), cut_after(100_000), reset_connection, unavailable, wrong_range, send_too_much],
+    ids=["hangs-up", "cut", "reset", "503", "wrong-range", "too-much"],
+)
+def test_download_recovers_from_transfer_faults(
+    start_hub: StartHub, client: Client, fault: Callable[[Any, bytes], Any]
+) -> None:
+    hub = start_hub({"config.json": b"{}", "model.safetensors": WEIGHTS})
+    hub.faults = [fault] * 3
+    path = client.resolve(hub)
+    assert (path / "model.safetensors").read_bytes() == WEIGHTS
+    assert client.reports == sorted(client.reports)
+
+
+def test_next_call_resumes_a_failed_download(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS})
+    hub.faults = [cut_after(400_000)] + [cut_after(0)] * 6
+    with pytest.raises(HubUnreachable, match="byte 400000 of 1000074"):
+        client.resolve(hub)
+    assert [partial.stat().st_size for partial in client.partials()] == [400_000]
+    hub.requests.clear()
+    assert client.resolve(hub).read_bytes() == WEIGHTS
+    assert [headers["range"] for _, headers in hub.contents_requests()] == ["bytes=400000-1000073"]
+    assert not client.partials()
+
+
+def test_restarts_from_the_first_byte_when_the_server_ignores_ranges(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, ignores_ranges=True)
+    hub.faults = [cut_after(400_000), cut_after(200_000)]
+    assert client.resolve(hub).read_bytes() == WEIGHTS
+    assert client.reports == sorted(client.reports)
+
+
+def test_downloads_a_corrupt_partial_file_again(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS})
+    hub.faults = [cut_after(400_000)] + [cut_after(0)] * 6
+    with pytest.raises(HubUnreachable):
+        client.resolve(hub)
+    client.partials()[0].write_bytes(b"x" * 500_000)
+    assert client.resolve(hub).read_bytes() == WEIGHTS
+
+
+def test_discards_a_partial_file_that_is_too_long(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS})
+    blobs = client.cache / "models--org--model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hub.sibling('model-Q4_0.gguf', WEIGHTS)['lfs']['sha256']}.incomplete").write_bytes(b"x" * 2_000_000)
+    assert client.resolve(hub).read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_never_links_a_file_with_a_wrong_digest(start_hub: StartHub, client: Client, name: str) -> None:
+    hub = start_hub(MODEL, digests={name: "0" * (64 if name.endswith("safetensors") else 40)})
+    with pytest.raises(DownloadCorrupt, match=name):
+        client.resolve(hub)
+    assert not list(client.cache.rglob(f"snapshots/*/{name}"))
+    assert not [partial for partial in client.partials() if partial.name.startswith("0000")]
+    with pytest.raises(HubUnreachable):
+        client.resolve(None)
+
+
+def test_retries_after_one_corrupt_transfer(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[corrupt])
+    assert client.resolve(hub).read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize("size", [999_999, 2_000_000])
+def test_wrong_size_in_the_listing_is_an_error(start_hub: StartHub, client: Client, size: int) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, sizes={"model-Q4_0.gguf": size})
+    with pytest.raises(HubError, match=r"digest|stops at byte"):
+        client.resolve(hub)
+
+
+def test_cancels_a_stalled_download_at_once(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[stall])
+    cancelled_at = 0.0
+
+    def cancelled() -> bool:
+        nonlocal cancelled_at
+        if hub.stalled.is_set() and not cancelled_at:
+            cancelled_at = time.monotonic()
+        return cancelled_at > 0
+
+    with pytest.raises(Cancelled):
+        client.resolve(hub, cancelled=cancelled)
+    assert time.monotonic() - cancelled_at < 30  # the download would stall for longer
+    deadline = time.monotonic() + 30
+    while any(thread.name.startswith("hub") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    hub.release.set()
+    assert client.resolve(hub).read_bytes() == WEIGHTS
+
+
+def test_concurrent_calls_download_a_file_once(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[cut_after(300_000), cut_after(100_000)])
+    paths: list[Path] = []
+    threads = [threading.Thread(target=lambda: paths.append(Client(client.cache).resolve(hub))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(paths) == 4
+    assert len(set(paths)) == 1
+    assert paths[0].read_bytes() == WEIGHTS
+    assert len(hub.contents_requests()) == 3

@@ -29,10 +29,10 @@ TYPES = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34), "F32": (0, 4)}
 
 def blocks(kind: str, rows: int, columns: int, generator: torch.Generator) -> bytes:
     """Random numbers of a size that keeps activations stable."""
-    if kind == "F32" and columns > 1:
-        return (torch.randn(rows * columns, generator=generator) * columns**-0.5).numpy().tobytes()
     if kind == "F32":
-        return (torch.rand(rows * columns, generator=generator) + 0.5).numpy().tobytes()
+        is_norm = columns == 1
+        numbers = torch.randn(rows * columns, generator=generator) * (0.1 if is_norm else columns**-0.5)
+        return (numbers + is_norm).numpy().tobytes()
     scale = columns**-0.5 / (4 if kind.startswith("Q4") else 64)
     minimum = struct.pack("<e", -8 * scale) if kind == "Q4_1" else b""
     num_bytes = TYPES[kind][1] - 2 - len(minimum)

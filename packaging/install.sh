@@ -4,14 +4,15 @@
 #   packaging/install.sh gateway     # cortex.service
 #   packaging/install.sh neuron      # neuron.service
 #
-# Configuration that exists is kept. The service is installed, but not started: see the end.
+# Dependencies have the versions and hashes of packaging/requirements-*.lock. On a host without a GPU, TORCH_INDEX_URL, the
+# index of torch's CPU builds, saves gigabytes. Configuration that exists is kept. The service is not started: see the end.
 set -eu
 
 usage() { echo "usage: $0 gateway|neuron" >&2; exit 2; }
 [ $# -eq 1 ] || usage
 case $1 in
-  gateway) unit=cortex extras='[postgres,telemetry]' examples='cortex.toml models.toml' ;;
-  neuron) unit=neuron extras='[neuron,telemetry]' examples='neuron.toml' ;;
+  gateway) unit=cortex lock=gateway examples='cortex.toml models.toml' ;;
+  neuron) unit=neuron lock=neuron${TORCH_INDEX_URL:+-cpu} examples='neuron.toml' ;;
   *) usage ;;
 esac
 # DESTDIR, for packagers, receives the files; the environment and the users are made by the package there.
@@ -24,7 +25,12 @@ if [ -z "$root" ]; then
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     { echo "$0: needs Python 3.11 or newer; name one: PYTHON=/path/to/python3.11 $0 $1" >&2; exit 1; }
   [ -x /opt/cortex/bin/python ] || "$python" -m venv /opt/cortex
-  /opt/cortex/bin/python -m pip install --disable-pip-version-check ".$extras"
+  pip() { /opt/cortex/bin/python -m pip --disable-pip-version-check install "$@"; }
+  pip --require-hashes -r packaging/requirements-build.lock -r "packaging/requirements-$lock.lock"
+  if [ "$lock" = neuron-cpu ]; then
+    pip --no-deps --index-url "$TORCH_INDEX_URL" "$(grep -o '^torch==[0-9.]*' packaging/requirements-neuron.lock)"
+  fi
+  pip --no-deps --no-build-isolation .
 fi
 
 install -Dm644 "packaging/systemd/$unit.service" "$root/etc/systemd/system/$unit.service"
@@ -37,8 +43,9 @@ done
 if [ -z "$root" ]; then
   systemd-sysusers
   if [ "$unit" = neuron ] && [ ! -e /etc/cortex/neuron.key ]; then
-    /opt/cortex/bin/neuron key | install -m440 -g neuron /dev/stdin /etc/cortex/neuron.key
+    key=$(/opt/cortex/bin/neuron key)
+    echo "$key" | install -m440 -g neuron /dev/stdin /etc/cortex/neuron.key
   fi
-  systemctl daemon-reload
+  [ ! -d /run/systemd/system ] || systemctl daemon-reload  # absent while an image is made
   echo "Edit /etc/cortex/${examples%% *}, then: systemctl enable --now $unit"
 fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -99,6 +100,18 @@ def test_install_script_installs_what_the_units_need_and_keeps_configuration(tmp
         "opt/cortex/docs/operations.md",
         "usr/lib/sysusers.d/cortex.conf",
     }
+
+
+def test_install_script_installs_nothing_that_is_not_locked() -> None:
+    """As security.md promises. Only torch for CPUs, which another index has, is pinned without a hash."""
+    installs = re.findall(r"^ +pip (-.*)$", (PACKAGING / "install.sh").read_text(), re.M)
+    assert len(installs) == 3
+    assert all(line.startswith(("--require-hashes", "--no-deps")) for line in installs)
+
+
+def test_reload_needs_no_program_that_a_minimal_system_lacks() -> None:
+    """`/bin/kill` is a package of its own."""
+    assert "ExecReload=/bin/sh -c 'kill -HUP $MAINPID'" in (PACKAGING / "systemd" / "cortex.service").read_text()
 
 
 @pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="needs systemd-sysusers")

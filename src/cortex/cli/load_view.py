@@ -1,7 +1,8 @@
-"""The state and progress of models that load."""
+"""A model's state, progress and memory in words."""
 
 from __future__ import annotations
 
+from cortex.cli.output import size
 from cortex.cli.progress_view import ProgressView
 from cortex.wire.node import ModelState, ModelStatus
 
@@ -29,6 +30,15 @@ def describe(status: ModelStatus) -> str:
 def reason_of(status: ModelStatus) -> str:
     """The node's reason for a failure, without the model's id in front of it."""
     return (status.reason or "the node gave no reason").removeprefix(f"{status.id}: ")
+
+
+def memory_of(status: ModelStatus) -> str:
+    """`23.6 GiB`, `~23.6 GiB` for an estimate, or the host memory of a model asleep."""
+    if status.state is ModelState.ASLEEP:
+        return f"{size(status.host_bytes)} in RAM"
+    if status.measured_bytes is not None:
+        return size(status.measured_bytes)
+    return f"~{size(status.estimate_bytes)}" if status.estimate_bytes is not None else ""
 
 
 def show(view: ProgressView, status: ModelStatus) -> None:

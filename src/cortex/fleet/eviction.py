@@ -111,7 +111,7 @@ def choose(
 
     Least recently used first (`lru`), or lowest priority and then least recently used (`priority`), until it fits. Then
     victims that turn out to be unnecessary are dropped, the largest first: no victim in the result can be left out.
-    Those that leave anyway come first, and stay.
+    Models that are leaving already are chosen first, and stay in the result.
     """
 
     def order(occupant: Occupant) -> tuple[float, ...]:
@@ -129,8 +129,8 @@ def choose(
             victims.append(occupant)
     if not _covers(victims, shortfall):
         return None
-    unsure = [victim for victim in victims if victim not in in_the_way]
-    for victim in sorted(unsure, key=lambda occupant: (occupant.is_leaving, -occupant.num_bytes)):
+    optional = [victim for victim in victims if victim not in in_the_way]
+    for victim in sorted(optional, key=lambda occupant: (occupant.is_leaving, -occupant.num_bytes)):
         others = [other for other in victims if other is not victim]
         if _covers(others, shortfall):
             victims = others

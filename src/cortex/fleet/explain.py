@@ -94,7 +94,7 @@ _ERRORS: dict[Verdict | None, type[CortexError]] = {
 
 
 def _waits_for_foreground(assessment: Assessment) -> bool:
-    """Whether only the request being a background one keeps the model out: another request could have it loaded."""
+    """Whether the model is kept out only because the request is a background one; another request could load it."""
     return assessment.verdict is Verdict.HELD and assessment.held_by == {Protection.BACKGROUND}
 
 

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import msgspec
 
-from cortex.wire.node import ModelShare, ModelState
+from cortex.wire.node import ModelShare, ModelState, ModelStatus
 from cortex.wire.words import plural
 
 from .catalogue import MEBIBYTE, ModelSpec
@@ -75,6 +75,8 @@ def fit(
             spec, node, candidates, occupants, fleet, stage_layers, excludes, count=count, division=division
         )
         verdict, reason, room = found.verdict, found.reason, found.room
+        if verdict is Verdict.TOO_SMALL and held is not None:
+            reason += _smaller_form(held.status, candidates)
         if asleep and verdict is Verdict.FITS:
             verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
         takes_bytes = None if need is None or size is None else _taken(need.takes_bytes, size, room)
@@ -322,6 +324,16 @@ def _too_small(node: Node, eligible: Sequence[DeviceLedger], division: Division 
     if node.max_devices_per_model == 1 and len(eligible) > 1:
         reason += "; the node runs a model on one device"
     return reason
+
+
+def _smaller_form(status: ModelStatus, devices: Sequence[DeviceLedger]) -> str:
+    """The most bits with which dense weights would fit, if they do not as they are."""
+    widest_bytes = max((device.capacity_bytes for device in devices), default=0)
+    for size in sorted(status.quantised, key=lambda each: -each.least_bytes):
+        share_bytes = -(-size.least_bytes // status.num_devices)
+        if share_bytes <= widest_bytes:
+            return f'; with `quant = "{size.quant}"` in models.toml it needs {gib(share_bytes)}'
+    return ""
 
 
 def _rows(devices: Sequence[DeviceLedger], division: Division | None, room: Room) -> tuple[DeviceRow, ...]:

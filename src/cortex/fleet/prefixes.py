@@ -11,7 +11,7 @@ MAX_PREFIX_BYTES = 4 << 20
 BYTES_PER_TOKEN = 4
 _SMALLEST_BLOCK = 256
 _BLOCKS_PER_DOUBLING = 64
-"""A block is at most this part of what comes before it: a prefix is known to 1.6 %, by a few hundred fingerprints."""
+"""A block is at most 1/64 of what precedes it: a prefix is known to within 1.6 %, by a few hundred fingerprints."""
 
 Blocks = tuple[int, ...]
 

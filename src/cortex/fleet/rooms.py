@@ -85,8 +85,8 @@ class Room(msgspec.Struct, frozen=True):
 
     @property
     def max_bytes(self) -> int | None:
-        """What the ceilings let a load take here, over all devices. All of them get the same share, or as many layers
-        as the node gives them under its ceilings of devices."""
+        """What the ceilings let a load take here, over all devices. These take equal shares; layers are divided by the
+        node, within the ceilings of its devices."""
         limits = [
             len(self.devices) * (device.ceiling_bytes - device.committed_bytes + self.freed_bytes(device.index))
             for device in self.devices
@@ -103,7 +103,8 @@ class Room(msgspec.Struct, frozen=True):
 def free_devices(
     eligible: Sequence[DeviceLedger], division: Division, rules: PlacementRules
 ) -> tuple[DeviceLedger, ...]:
-    """Devices with room for the model: the fullest, or to spread or by layers the emptiest. Empty if there are none."""
+    """Devices with room for the model: the fullest ones, or the emptiest if models are spread or this one is divided by
+    layers. Empty if there are too few."""
     count, share = division.num_devices, division.share
     sign = -1 if rules.strategy == "spread" or division.by_layers else 1
     if not division.fits(eligible, lambda device: device.available_bytes):
@@ -139,7 +140,8 @@ def rooms(
     have: Callable[[DeviceLedger], int],
     excludes: Callable[[Occupant], frozenset[int]],
 ) -> Iterator[Room]:
-    """`excludes`: the devices that the model cannot share with an occupant."""
+    """The sets of devices on which evictions can make room, with their victims. `excludes`: the devices that the model
+    cannot share with an occupant."""
     for devices in sets:
         indices = {device.index for device in devices}
         in_the_way = [occupant for occupant in occupants if excludes(occupant) & indices]
@@ -162,7 +164,8 @@ def _missing(device: DeviceLedger, share: int, have_bytes: int) -> int:
 
 
 def harm(room: Room) -> tuple[float, ...]:
-    """The order of preference: fewest bytes, least recently used, lowest priority, of models that would stay."""
+    """A sort key, the best room first: fewest evicted bytes, least recently used, lowest priority. Models that are
+    leaving already do not count."""
     victims = [victim for victim in room.victims if not victim.is_leaving]
     return (
         sum(victim.num_bytes for victim in victims),

@@ -16,7 +16,7 @@ class PlacementRules(Section, frozen=True):
 
     strategy: Literal["pack", "spread"] = "pack"
     """`pack`: where the least is left free, which keeps large devices for large models. `spread`: where the most is
-    free, so that models share a device late."""
+    free, so that models share a device only when they must."""
 
 
 class EvictionRules(Section, frozen=True):
@@ -25,7 +25,7 @@ class EvictionRules(Section, frozen=True):
     strategy: Literal["lru", "priority"] = "lru"
     """`lru`: evict the least recently used model first. `priority`: the one of lowest priority, then by last use."""
     defrag_after_cycles: Annotated[int, msgspec.Meta(ge=0)] = 50
-    """Replace a node's workers, once idle, after this many loads; 0 never does."""
+    """Replace a node's workers, once idle, after this many loads; 0: never."""
     min_residency_s: Seconds = 20.0
     """A model is not evicted for this long after its load."""
     fair_wait_s: Seconds = 30.0

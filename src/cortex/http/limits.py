@@ -36,8 +36,8 @@ class ClientLimits:
 
 
 class Buffered:
-    """Request bytes that are in memory now, of all connections of one server and of what outlives them. Whoever holds
-    some adds and subtracts its own."""
+    """The number of request bytes in memory: of all connections of a server, and of work that outlives its connection.
+    Each holder adds and subtracts its own."""
 
     __slots__ = ("max_bytes", "num_bytes")
 

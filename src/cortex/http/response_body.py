@@ -1,4 +1,4 @@
-"""The body of a node's response: what of it may be passed on, and its end, where usage is reported."""
+"""The body of a node's response: which bytes may be passed on, and its end, where usage is reported."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Limits(Section, frozen=True):
     max_prompt_tokens: Count | None = None
     """Longer prompts are rejected like those over the context, even if the model accepts them."""
     min_free_vram_mb: Megabytes = 256
-    """Memory that loads leave free on every device, whoever uses the rest: for a desktop, or for programs that start
+    """Memory that loads leave free on every device, whatever else uses it: for a desktop, or for programs that start
     later."""
     memory_mb: Count | None = None
     """The most memory that models may take over all devices, weights and KV caches together, however much is free.

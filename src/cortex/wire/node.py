@@ -141,6 +141,14 @@ class SamplingDefaults(NodeValue, frozen=True):
         return msgspec.structs.replace(other, **ours)
 
 
+class QuantisedSize(NodeValue, frozen=True):
+    """What a model with dense weights would take if they were quantised at load."""
+
+    quant: str
+    estimate_bytes: int
+    least_bytes: int
+
+
 class ModelStatus(NodeValue, frozen=True):
     """One model on one node."""
 
@@ -169,6 +177,8 @@ class ModelStatus(NodeValue, frozen=True):
     """Expected memory on an empty device: weights and planned KV cache. `measured_bytes` replaces it after a load."""
     least_bytes: int | None = None
     """The minimum with which the node accepts it, with a smaller KV cache. Absent: `estimate_bytes`."""
+    quantised: tuple[QuantisedSize, ...] = ()
+    """The same with each `quant` that this node can apply to its dense weights."""
     measured_bytes: int | None = None
     """Memory on the device; of a model asleep, what it will take when it wakes."""
     kv_bytes: int | None = None

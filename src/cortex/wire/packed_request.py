@@ -14,7 +14,7 @@ from cortex.wire.errors import MAX_ECHO, InvalidValue
 from cortex.wire.requests import GenerateRequest
 
 MAX_HEAD_BYTES = 1 << 20
-"""An event loop decodes this many in some tens of milliseconds."""
+"""Decoding this many takes a few tens of milliseconds, which an event loop can afford."""
 _PARTS: Final = {
     "model": "model",
     "more_prompts": "prompt",
@@ -68,8 +68,8 @@ def encode_head(request: GenerateRequest) -> bytes:
     if sum(parts.values()) > MAX_HEAD_BYTES:
         largest = max(parts, key=parts.__getitem__)
         raise InvalidValue(
-            f"all but the messages takes {sum(parts.values())} bytes of JSON, at most {MAX_HEAD_BYTES} are allowed; "
-            f"'{largest}' takes {parts[largest]} of them, make it smaller",
+            f"everything except the messages takes {sum(parts.values())} bytes of JSON, at most {MAX_HEAD_BYTES} are "
+            f"allowed; '{largest}' takes {parts[largest]} of them, make it smaller",
             param=largest,
         )
     return msgspec.json.encode(head_of(request))

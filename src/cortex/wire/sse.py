@@ -18,8 +18,8 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 def last_comment(text: bytes) -> bytes:
-    """A line behind the last event of a stream, for the peer that relays the stream: no blank line follows, so that
-    the relay does not take it for an event and drops it at the end. `text` is a single line."""
+    """A line after the last event of a stream, for the peer that relays the stream. No blank line follows, so the relay
+    holds it back as an unfinished event and drops it at the end. `text` is a single line."""
     return b": " + text + b"\n"
 
 

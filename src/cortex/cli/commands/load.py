@@ -148,7 +148,7 @@ def order(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """Give an order that is a job, and follow it unless told otherwise."""
+    """Give an order that is a job, and follow it if `wait`."""
     if dry_run:
         decision = gateway.post(model_path(model, action), _body(node=node, dry_run=True))
         if as_json:

@@ -12,9 +12,8 @@ from rich.text import Text
 from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
-from cortex.cli.fleet_view import HeldModel
 from cortex.cli.job_view import JobView, parse
-from cortex.cli.load_view import describe
+from cortex.cli.load_view import describe, memory_of
 from cortex.cli.output import console, duration, json_option, print_json, size, state, table
 from cortex.wire.node import ModelState
 
@@ -44,7 +43,7 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
             model.id,
             node.name if node.up else f"{node.name} (down)",
             state(describe(model)) if node.up else Text("unreachable", style="red"),
-            _memory(model),
+            memory_of(model),
             str(max(model.in_flight, model.load.running) or ""),
             f"{model.load.tokens_per_s:.0f}" if model.load.tokens_per_s else "",
             duration(model.idle_s) if model.idle_s >= 1 else "",
@@ -54,13 +53,6 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
         what = f"part of {share.lead}'s" if node.up else "unreachable"
         rows.add_row(share.model_id, node.name, what, size(share.num_bytes), "", "", "", "")
     console().print(rows)
-
-
-def _memory(model: HeldModel) -> str:
-    if model.state is ModelState.ASLEEP:
-        return f"{size(model.host_bytes)} in RAM"
-    num_bytes = model.measured_bytes if model.measured_bytes is not None else model.estimate_bytes
-    return "" if num_bytes is None else size(num_bytes)
 
 
 @click.command(cls=Command)

@@ -16,7 +16,7 @@ from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.fleet_view import FleetView, HeldModel, NodeView
-from cortex.cli.load_view import fraction_done, reason_of
+from cortex.cli.load_view import fraction_done, memory_of, reason_of
 from cortex.cli.output import bar, console, duration, json_option, print_json, size, state, table
 from cortex.wire.node import ModelState
 
@@ -130,7 +130,7 @@ def _models(node: NodeView, fleet: FleetView) -> Table:
         rows.add_row(
             model.id,
             _state(model),
-            _memory(model),
+            memory_of(model),
             f"{model.context_tokens:,}" if model.context_tokens else "",
             _requests(model, fleet.waiting.get(model.id, 0)) if node.up else "",
             f"{model.load.tokens_per_s:.0f}" if model.load.tokens_per_s and node.up else "",
@@ -164,14 +164,6 @@ def _requests(model: HeldModel, waiting_here: int) -> str:
     if model.state is ModelState.READY and not any(counts):
         return f"idle {duration(model.idle_s)}" if model.idle_s >= 1 else "idle"
     return ", ".join(filter(None, counts))
-
-
-def _memory(model: HeldModel) -> str:
-    if model.state is ModelState.ASLEEP:
-        return f"{size(model.host_bytes)} in RAM"
-    if model.measured_bytes is not None:
-        return size(model.measured_bytes)
-    return f"~{size(model.estimate_bytes)}" if model.estimate_bytes is not None else ""
 
 
 def _waiting(fleet: FleetView) -> list[Text]:

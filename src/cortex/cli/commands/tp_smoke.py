@@ -22,7 +22,7 @@ LAYERS = 64
 SUM_BYTES = 8 << 10
 """The size that is nearest to a token's hidden state: 5,120 numbers of two bytes in a model of 27 B parameters."""
 ENOUGH_S = 0.010
-"""Such a model in four bits takes about twice this per token on one consumer card, were it to fit there."""
+"""A model of that size in four bits takes about twice as long per token on one consumer card that can hold it."""
 
 Measured = list[tuple[int, float]]
 """(bytes, seconds of a sum over all devices)"""

@@ -77,7 +77,8 @@ def _from_ledger(config: Path, by: Group, since: float, until: float) -> tuple[U
     if "://" not in database and not Path(database).exists():
         raise CommandError(
             f"there is no ledger at {database}",
-            "name the gateway's configuration with --config; a ledger is kept only when keys are configured",
+            "it is made once there are keys; if the gateway's state is elsewhere, set gateway.state in the file or "
+            "CORTEX_GATEWAY__STATE here too",
             ExitCode.NOT_FOUND,
         )
     try:

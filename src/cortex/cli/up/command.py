@@ -149,8 +149,8 @@ def supervise(console: Console, plan: UpPlan) -> None:
 def fault_of(death: ChildDied) -> CommandError:
     """The error for a program that ended, with the last line of its log as the reason."""
     child = death.child
-    told = child.last_lines()
-    reason = told[0].removeprefix("cortex: ").removeprefix("neuron: ") if told else ending(child.process.returncode)
+    lines = child.last_lines()
+    reason = lines[0].removeprefix("cortex: ").removeprefix("neuron: ") if lines else ending(child.process.returncode)
     where = f"its log is {child.log}" if child.log else "its log is above"
     return CommandError(f"the {child.name} ended unexpectedly: {reason}", where)
 

@@ -61,7 +61,7 @@ class Control:
         streams: EventStreams,
         parts: Sequence[ApiPart] = (),
     ) -> None:
-        """`parts` serve the routes of their own."""
+        """`parts`: each serves routes of its own."""
         self._dispatcher = dispatcher
         self._event_log = event_log
         self.meter = meter
@@ -102,10 +102,10 @@ class Control:
                 self._list_models(exchange)
                 return
             part = next((part for part in self._parts if part.serves(path)), None)
-            answered = self._page(request, path) if part is None else part.handle(exchange, path)
-            if answered is None:
+            served = self._page(request, path) if part is None else part.handle(exchange, path)
+            if served is None:
                 return
-            response = answered
+            response = served
         except InvalidAPIKey as error:
             response = error_response(error, _family_of(request))
         except CortexError as error:

@@ -1,6 +1,6 @@
 """Jobs: the orders of operators that take a while. Each can be watched, and most can be cancelled.
 
-A job is followed to its end whoever watches it. The latest that ended are kept.
+A job is followed to its end, whether or not a client watches it. The latest that ended are kept.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class StreamRedaction:
 
 
 def hides_details(key: KeySection | None) -> bool:
-    """Whether the owner of `key` must not see what errors tell operators."""
+    """Whether the owner of `key` must not see the details that errors have for operators."""
     return key is not None and not key.operator
 
 

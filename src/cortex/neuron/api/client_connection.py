@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @web.middleware
 async def end_of_head(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tells the connection that the head of a request has arrived. It must be the first middleware."""
+    """Notifies the connection that the head of a request has arrived. It must be the first middleware."""
     if isinstance(request.protocol, ClientConnection):
         request.protocol.begin(request)
     return await handler(request)

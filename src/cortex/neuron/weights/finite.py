@@ -19,7 +19,7 @@ class ScaleCheck:
         """[] bool on a GPU, or None: all is checked."""
 
     def add(self, scales: torch.Tensor) -> None:
-        """Numbers of one piece, of which one is not finite if a scale is not. Raises Malformed on the CPU."""
+        """`scales`: numbers of one piece; if a scale is not finite, one of them is not. Raises Malformed on the CPU."""
         finite = torch.isfinite(scales.sum())
         if finite.device.type == "cpu":
             if not bool(finite):

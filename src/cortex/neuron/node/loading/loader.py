@@ -21,7 +21,7 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_choice import ChosenDevices, check_devices
-from cortex.neuron.node.loading.device_room import SETTLE_INTERVAL_S, DeviceRoom, is_settling
+from cortex.neuron.node.loading.device_room import DeviceRoom, wake_settled
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
 from cortex.neuron.node.loading.preflight import ModelFacts, gigabytes, inspect
@@ -139,14 +139,11 @@ class ModelLoader:
     async def wake(self, instance: Instance) -> None:
         """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as
         before), Damaged or WorkerLost (nothing of it is left)."""
-        async with self._room.for_wake(instance):
-            while True:
-                try:
-                    return await instance.wake()
-                except LoadRejected as error:
-                    if error.kind is not FaultKind.OUT_OF_MEMORY or not is_settling(instance.host):
-                        raise _load_error(instance.model_id, error) from error
-                await asyncio.sleep(SETTLE_INTERVAL_S)
+        async with self._room.for_wake(instance.model_id, instance.host, instance.resident):
+            try:
+                instance.woken(await wake_settled(instance.host, instance.resident))
+            except LoadRejected as error:
+                raise _load_error(instance.model_id, error) from error
 
     # Files
 

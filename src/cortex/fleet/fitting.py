@@ -61,6 +61,8 @@ def fit(
     devices = ledger(node)
     occupants = occupants_of(spec, node, devices, fleet, now, origin, leaving)
     eligible = _eligible(spec, devices)
+    if part := next((each for each in node.shares if (each.model_id, each.state) == (spec.id, "asleep")), None):
+        eligible = [device for device in eligible if device.index in part.devices]  # it wakes where it is
 
     def assess(candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool) -> Assessment:
         limit = node.max_devices_per_model

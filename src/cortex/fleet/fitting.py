@@ -60,6 +60,8 @@ def fit(
     devices = ledger(node)
     occupants = _occupants(spec, node, devices, fleet, now, origin, leaving)
     eligible = _eligible(spec, devices)
+    if part := next((each for each in node.shares if (each.model_id, each.state) == (spec.id, "asleep")), None):
+        eligible = [device for device in eligible if device.index in part.devices]  # it wakes where it is
 
     def assess(candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool) -> Assessment:
         limit = node.max_devices_per_model
@@ -207,7 +209,7 @@ def _occupants(
     """Every model that holds memory on `node`, or has reserved some, whole or in part."""
     found = []
     reserved = {reservation.model_id: reservation for reservation in node.reservations}
-    shares = {share.model_id: share for share in node.shares}
+    shares = {share.model_id: share for share in node.shares if share.state != "asleep"}
     for model_id in {**node.residencies, **reserved, **shares}:
         known = fleet.catalogue.spec(model_id)
         held, lead = node.residencies.get(model_id), None

@@ -90,7 +90,7 @@ def ledger(node: Node) -> tuple[DeviceLedger, ...]:
             shares = held.status.device_bytes
             _enter(holdings, node, held.model_id, held.status.devices, held.num_bytes, basis, shares)
     for share in node.shares:
-        if share.model_id not in reserved:
+        if share.model_id not in reserved and share.state != "asleep":
             _enter(holdings, node, share.model_id, share.devices, share.num_bytes, "measured")
     ceiling = node.ceiling_bytes
     held_bytes = sum(holding.num_bytes for entries in holdings.values() for holding in entries)

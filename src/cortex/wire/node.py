@@ -249,10 +249,12 @@ class ModelShare(NodeValue, frozen=True):
     model_id: str
     lead: str
     """The node that serves the model, under the name that it has for itself."""
-    state: Literal["loading", "ready"]
+    state: Literal["loading", "ready", "asleep"]
     devices: tuple[int, ...] = ()
     num_bytes: int = 0
     """Device memory of the part; 0 while it is being loaded."""
+    host_bytes: int = 0
+    """Its weights in host memory while it is asleep."""
 
 
 class Health(NodeValue, frozen=True):

@@ -21,7 +21,7 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_choice import ChosenDevices, check_devices
-from cortex.neuron.node.loading.device_room import SETTLE_INTERVAL_S, DeviceRoom, is_settling
+from cortex.neuron.node.loading.device_room import DeviceRoom, wake_settled
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
 from cortex.neuron.node.loading.preflight import ModelFacts, gigabytes, inspect
@@ -139,14 +139,11 @@ class ModelLoader:
     async def wake(self, instance: Instance) -> None:
         """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as
         before), Damaged or WorkerLost (nothing of it is left)."""
-        async with self._room.for_wake(instance):
-            while True:
-                try:
-                    return await instance.wake()
-                except LoadRejected as error:
-                    if error.kind is not FaultKind.OUT_OF_MEMORY or not is_settling(instance.host):
-                        raise _load_error(instance.model_id, error) from error
-                await asyncio.sleep(SETTLE_INTERVAL_S)
+        async with self._room.for_wake(instance.model_id, instance.host, instance.resident):
+            try:
+                instance.woken(await wake_settled(instance.host, instance.resident))
+            except LoadRejected as error:
+                raise _load_error(instance.model_id, error) from error
 
     # Files
 
@@ -211,11 +208,13 @@ class ModelLoader:
 
     def _read_files(self, model: KnownModel, path: Path) -> Survey:
         facts = inspect(path, model.quant, name=model.id, num_ranks=model.tensor_parallel)
-        if facts.recipe is not None and not all(map(self._forecast.keeps_quantised, self._devices)):
+        recipe = facts.recipe
+        if recipe is not None and not all(self._forecast.quantises(device, recipe) for device in self._devices):
             raise LoadFailed(
-                f"{model.id} is not quantised at load on this node, which takes a GPU and the dtype auto or bfloat16; "
-                f"for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on the "
-                "hub), or omit `quant`"
+                f"{model.id} is not quantised as {recipe.name} at load on this node, which takes a GPU and the dtype "
+                "auto or bfloat16, or for the formats of GGUF files a CPU with asimddp, avx2 or avx512f and the dtype "
+                f"auto; for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on "
+                "the hub), or omit `quant`"
             )
         try:
             quantised = quantised_footprints(self._forecast, model, facts, self._devices)

@@ -16,7 +16,9 @@ from cortex.gateway.config import Config, GatewaySection, NeuronSection, load
 from cortex.gateway.configuration_files import catalogue_path, load_catalogue
 from cortex.gateway.database import StoreError, driver_of, is_url
 from cortex.gateway.dispatch.dns_discovery import resolve_addresses, with_discovered
+from cortex.gateway.listening import certificate_of
 from cortex.settings import Listen, SettingsError
+from cortex.telemetry.tracing import open_tracer
 from cortex.tls import own_context
 from cortex.wire.words import plural
 
@@ -32,6 +34,8 @@ def config(path: Path | None) -> Iterator[Finding]:
         if (catalogue := catalogue_path(settings, path)).exists():
             models = load_catalogue(settings, path).models
             yield Finding("config", Severity.FINE, f"{catalogue}: {plural(len(models), 'model')}")
+        certificate_of(settings, path.parent if path is not None else Path.cwd())
+        open_tracer(settings.telemetry, "cortex").close()
     except SettingsError as error:
         yield Finding("config", Severity.PROBLEM, error.message, "fix the configuration")
 

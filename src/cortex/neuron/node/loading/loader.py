@@ -208,11 +208,13 @@ class ModelLoader:
 
     def _read_files(self, model: KnownModel, path: Path) -> Survey:
         facts = inspect(path, model.quant, name=model.id, num_ranks=model.tensor_parallel)
-        if facts.recipe is not None and not all(map(self._forecast.keeps_quantised, self._devices)):
+        recipe = facts.recipe
+        if recipe is not None and not all(self._forecast.quantises(device, recipe) for device in self._devices):
             raise LoadFailed(
-                f"{model.id} is not quantised at load on this node, which takes a GPU and the dtype auto or bfloat16; "
-                f"for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on the "
-                "hub), or omit `quant`"
+                f"{model.id} is not quantised as {recipe.name} at load on this node, which takes a GPU and the dtype "
+                "auto or bfloat16, or for the formats of GGUF files a CPU with asimddp, avx2 or avx512f and the dtype "
+                f"auto; for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on "
+                "the hub), or omit `quant`"
             )
         try:
             quantised = quantised_footprints(self._forecast, model, facts, self._devices)

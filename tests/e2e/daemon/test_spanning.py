@@ -107,6 +107,7 @@ class Pair:
             "drain_s = 1.0",
             "cpu_devices = 2",
             "limits.step_timeout_s = 5.0",
+            "limits.sleep_mb = 64",
             *settings,
             beside,
             loads_demo=False,
@@ -285,16 +286,16 @@ def test_models_over_the_same_nodes_replace_each_other_and_drain_with_each_of_th
     expected = text_of(pair.lead, BESIDE)
     for name in SHARED * 2:  # three models on two devices, which have a part of one of them each
         assert text_of(through, name) == expected
-    held = {share["model_id"] for share in pair.shares()}
-    assert len(held) == 2
-    assert SHARED[-1] in held
+    held = {share["model_id"]: share["state"] for share in pair.shares()}
+    assert sorted(held.values()) == ["asleep", "ready", "ready"]
+    assert held[SHARED[-1]] == "ready"
     through.call("/fleet/nodes/second/drain", {})
     status, body = through.call("/v1/completions", {"model": SHARED[-1], "prompt": "x", "max_tokens": 1}, TIMEOUT_S)
     assert status == 502
     assert "second has a part of it, and is drained" in body["error"]["message"]
     through.call("/fleet/nodes/second/undrain", {})
     assert text_of(through, SHARED[-1]) == expected
-    for name in held:
+    for name in SHARED:
         through.call(f"/fleet/models/{quote(name)}/unload", {}, TIMEOUT_S)
     assert pair.shares() == []
 

@@ -35,6 +35,9 @@ class RecordingSink:
         self.failed[request_id] = (kind, message)
         self._changed.set()
 
+    def on_ending(self, reason: str, then: Callable[[], None]) -> None:
+        then()
+
     def on_stats(self, stats: EngineStats) -> None:
         self.stats = stats
         self._changed.set()

@@ -104,7 +104,7 @@ class Pair:
     def _start(self, listen: str, key: str, *settings: str) -> Daemon:
         beside = f'[[models]]\nid = "{BESIDE}"\nsource = "{self.model}"\ndevices = [1]'
         daemon = self.start_daemon(
-            "drain_s = 1.0",
+            "drain_s = 30.0",
             "cpu_devices = 2",
             "limits.step_timeout_s = 5.0",
             "limits.sleep_mb = 64",
@@ -151,8 +151,8 @@ def until(holds: Callable[[], bool], what: str) -> None:
 class Response:
     """A streamed response of the lead, read as far as the test wants."""
 
-    def __init__(self, daemon: Daemon, model: str) -> None:
-        body = json.dumps({"model": model, "prompt": "x", "max_tokens": 480, "temperature": 0, "stream": True})
+    def __init__(self, daemon: Daemon, model: str, max_tokens: int = 480) -> None:
+        body = json.dumps({"model": model, "prompt": "x", "max_tokens": max_tokens, "temperature": 0, "stream": True})
         request = urllib.request.Request(
             f"{daemon.url}/v1/completions", body.encode(), {"content-type": "application/json"}
         )
@@ -211,6 +211,19 @@ def test_model_comes_back_when_the_peer_was_killed_and_starts_again(pair: Pair) 
     pair.lead.wait_ready(SPANNING)
     assert text_of(pair.lead, SPANNING) == text_of(pair.lead, BESIDE)
     assert worker(pair.lead, 1) == bystander
+
+
+def test_peer_that_is_restarted_lets_the_response_end_and_the_model_comes_back(pair: Pair) -> None:
+    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    workers = [worker(pair.lead, device) for device in (0, 1)]
+    response = Response(pair.lead, SPANNING, max_tokens=60)
+    pair.peer.process.terminate()
+    assert response.rest().rstrip().endswith("data: [DONE]")
+    pair.peer.process.wait(TIMEOUT_S)
+    pair.start_peer()
+    pair.lead.wait_ready(SPANNING)
+    assert text_of(pair.lead, SPANNING) == text_of(pair.lead, BESIDE)
+    assert [worker(pair.lead, device) for device in (0, 1)] == workers
 
 
 def test_wrong_key_and_a_second_model_on_the_device_are_rejected(pair: Pair) -> None:

@@ -132,7 +132,7 @@ class Terminal:
             assert self._read(deadline - time.monotonic()), f"{pattern!r} did not appear in {self.seen!r}"
         self.seen = self.seen[match.end() :]
 
-    def wait_end(self, timeout_s: float = 20.0) -> int:
+    def wait_end(self, timeout_s: float = 60.0) -> int:
         """The exit code, once the program has ended by itself."""
         deadline = time.monotonic() + timeout_s
         while self._read(deadline - time.monotonic()):

@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from cortex.fleet.fitting import fit
 from cortex.fleet.memory import Holding, Need, ledger, measurements, need_of
 from cortex.fleet.topology import MemoryReservation
-from cortex.wire.node import ModelState
+from cortex.wire.node import ModelState, QuantisedSize
 
 GIB = 1024**3
 Make = Callable[..., Any]
@@ -106,6 +107,46 @@ def test_estimate_of_another_quantisation_is_not_taken_for_the_wanted_one(
     snapshot = fleet(host, other, specs=[spec_])
     expected = Need(takes_bytes=16 * GIB, least_bytes=16 * GIB) if is_known else None
     assert [need_of(spec_, each, snapshot) for each in (host, other)] == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [(None, 16), ("q4", 5), ("Q4_K_M", 5), ("int4", 5), ("8bit", 9), ("q8_0", 9), ("fp8", 8), ("q6k", None)],
+)
+def test_dense_weights_that_will_be_quantised_are_sized_as_that(
+    model: Make, node: Make, fleet: Make, spec: Make, wanted: str | None, expected: int | None
+) -> None:
+    held = model("m", estimate=16, least=15, state=ModelState.COLD)
+    quantised = tuple(
+        QuantisedSize(quant=quant, estimate_bytes=size * GIB, least_bytes=size * GIB - 1)
+        for quant, size in (("q4_k", 5), ("q8_0", 9), ("fp8", 8))
+    )
+    status = msgspec.structs.replace(held.status, quantised=quantised)
+    host, other = node("n", [24], msgspec.structs.replace(held, status=status)), node("other", [24])
+    spec_ = msgspec.structs.replace(spec("m", None), quant=wanted)
+    snapshot = fleet(host, other, specs=[spec_])
+    needs = [need_of(spec_, each, snapshot) for each in (host, other)]
+    assert [need and need.takes_bytes // GIB for need in needs] == [expected, expected]
+    if wanted is not None and expected is not None:
+        assert needs[0] is not None
+        assert needs[0].least_bytes == expected * GIB - 1
+
+
+def test_model_that_is_too_large_is_advised_the_most_bits_that_fit(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    held = model("m", estimate=32, state=ModelState.COLD)
+    quantised = tuple(
+        QuantisedSize(quant=quant, estimate_bytes=size * GIB, least_bytes=size * GIB)
+        for quant, size in (("q4_k", 9), ("q8_0", 17))
+    )
+    host = msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, quantised=quantised))
+    for total, advice in ((24, '; with `quant = "q8_0"` in models.toml it needs 17.0 GiB'), (8, "has 8.0 GiB")):
+        place = node("n", [total], host)
+        snapshot = fleet(place, specs=[spec("m", None)])
+        need = need_of(snapshot.catalogue.spec("m"), place, snapshot)
+        assessment = fit(snapshot.catalogue.spec("m"), place, snapshot, 0.0, need=need, origin="operator")
+        assert assessment.reason.endswith(advice)
 
 
 def test_measured_size_wins_over_estimates(model: Make, node: Make, fleet: Make, spec: Make) -> None:

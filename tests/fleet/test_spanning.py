@@ -195,6 +195,19 @@ def test_model_of_unknown_size_replaces_the_one_whose_devices_it_cannot_share(
     assert (decision.action, decision.evictions) == ("load", (ModelOnNode("beast", "big"),))
 
 
+def test_sleeping_model_holds_no_devices_and_wakes_on_those_it_had(model: Make, node: Make, fleet: Make) -> None:
+    beast = node("beast", [24], leading(model("big", 15, state=ModelState.ASLEEP)))
+    share = ModelShare(model_id="big", lead="beast", state="asleep", devices=(1,), num_bytes=GIB, host_bytes=GIB)
+    benjy = msgspec.structs.replace(node("benjy", [24, 24], model("b", 20, devices=(1,))), shares=(share,))
+    assert ledger(benjy)[0].holdings == ()
+    other = ModelSpec(id="other", vram_mb=30 * 1024, nodes=NODES)
+    snapshot = fleet(beast, benjy, specs=[spanning(30), other])
+    assert place("other", snapshot, NOW).evictions == ()
+    decision = place("big", snapshot, NOW)
+    assert (decision.action, decision.node, decision.parts[0].devices) == ("wake", "beast", (1,))
+    assert decision.evictions == (ModelOnNode("benjy", "b"),)
+
+
 @pytest.mark.parametrize(("drained", "reason"), [(True, "drained by the operator"), (False, "shutting down")])
 def test_model_drains_with_a_node_that_has_a_part_of_it(
     model: Make, node: Make, fleet: Make, drained: bool, reason: str

@@ -90,7 +90,7 @@ def ledger(node: Node) -> tuple[DeviceLedger, ...]:
             shares = held.status.device_bytes
             _enter(holdings, node, held.model_id, held.status.devices, held.num_bytes, basis, shares)
     for share in node.shares:
-        if share.model_id not in reserved:
+        if share.model_id not in reserved and share.state != "asleep":
             _enter(holdings, node, share.model_id, share.devices, share.num_bytes, "measured")
     ceiling = node.ceiling_bytes
     held_bytes = sum(holding.num_bytes for entries in holdings.values() for holding in entries)
@@ -134,19 +134,18 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     A node that has read the model's files also reports a minimum; the operator's estimate has none.
     """
     held = node.residencies.get(spec.id)
-    if held is not None and not _is_sized_for(spec, held.status):
-        held = None
+    status = None if held is None else sized_for(spec, held.status)
     candidates = (
-        None if held is None else _whole(held.status, held.status.measured_bytes),
+        None if status is None else _whole(status, status.measured_bytes),
         fleet.measured.get((spec.id, spec.quant, spec.context)),
         spec.vram_bytes,
-        None if held is None else _whole(held.status, held.status.estimate_bytes),
+        None if status is None else _whole(status, status.estimate_bytes),
         _estimate_elsewhere(spec, fleet),
     )
     takes_bytes = next((candidate for candidate in candidates if candidate is not None), None)
     if takes_bytes is None:
         return None
-    least_bytes = None if held is None or spec.vram_bytes is not None else _whole(held.status, held.status.least_bytes)
+    least_bytes = None if status is None or spec.vram_bytes is not None else _whole(status, status.least_bytes)
     if least_bytes is None:
         need = Need(takes_bytes=takes_bytes, least_bytes=takes_bytes)
     else:
@@ -174,20 +173,35 @@ def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
     return found
 
 
-def _is_sized_for(spec: ModelSpec, status: ModelStatus) -> bool:
-    """Whether the sizes that a node reports are those of the quantisation that the catalogue wants. Before its first
-    load there, a node knows a model as its files are: of dense weights that will be quantised, the size is unknown."""
+def sized_for(spec: ModelSpec, status: ModelStatus) -> ModelStatus | None:
+    """A node's report with the sizes of the quantisation that the catalogue wants; None where the node has none.
+
+    Before its first load there, a node knows a model as its files are: dense weights are smaller once quantised.
+    """
     if spec.quant is None or status.measured_bytes is not None or status.requested_quant == spec.quant:
-        return True
+        return status
     wanted, stored = spec.quant.lower(), status.quant
-    return stored is not None and (wanted.startswith(stored) or stored.startswith(wanted))
+    if stored is not None and (wanted.startswith(stored) or stored.startswith(wanted)):
+        return status
+    same = [size for size in status.quantised if _bits(size.quant) == _bits(wanted)]
+    if not same:
+        return None
+    size = next((each for each in same if each.quant == wanted), same[0])
+    sizes = {"estimate_bytes": size.estimate_bytes, "least_bytes": size.least_bytes}
+    return msgspec.structs.replace(status, quant=size.quant, quantised=(), **sizes)
+
+
+def _bits(quant: str) -> str:
+    """The first digit of any spelling: `q4`, `Q4_K_M`, `int4`."""
+    return next(filter(str.isdigit, quant), "")
 
 
 def _estimate_elsewhere(spec: ModelSpec, fleet: Fleet) -> int | None:
     """The largest size that any node reports for the model."""
     held = [node.residencies[spec.id] for node in fleet.nodes if spec.id in node.residencies]
-    others = [each for each in held if _is_sized_for(spec, each.status)]
-    return max((known for held in others if (known := _whole(held.status, held.num_bytes)) is not None), default=None)
+    statuses = [status for each in held if (status := sized_for(spec, each.status)) is not None]
+    sizes = [_whole(status, status.measured_bytes or status.estimate_bytes) for status in statuses]
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def _enter(

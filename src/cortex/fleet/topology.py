@@ -279,8 +279,9 @@ def _devices(before: Node, discovery: Discovery, health: Health) -> tuple[Device
 
 def _as_model(share: ModelShare) -> ModelStatus:
     """A share holds device memory as a model does."""
-    state = ModelState.READY if share.state == "ready" else ModelState.LOADING
-    return ModelStatus(id=share.model_id, state=state, devices=share.devices, measured_bytes=share.num_bytes)
+    return ModelStatus(
+        id=share.model_id, state=ModelState(share.state), devices=share.devices, measured_bytes=share.num_bytes
+    )
 
 
 def _device(

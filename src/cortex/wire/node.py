@@ -141,6 +141,14 @@ class SamplingDefaults(NodeValue, frozen=True):
         return msgspec.structs.replace(other, **ours)
 
 
+class QuantisedSize(NodeValue, frozen=True):
+    """What a model with dense weights would take if they were quantised at load."""
+
+    quant: str
+    estimate_bytes: int
+    least_bytes: int
+
+
 class ModelStatus(NodeValue, frozen=True):
     """One model on one node."""
 
@@ -169,6 +177,8 @@ class ModelStatus(NodeValue, frozen=True):
     """Expected memory on an empty device: weights and planned KV cache. `measured_bytes` replaces it after a load."""
     least_bytes: int | None = None
     """The minimum with which the node accepts it, with a smaller KV cache. Absent: `estimate_bytes`."""
+    quantised: tuple[QuantisedSize, ...] = ()
+    """The same with each `quant` that this node can apply to its dense weights."""
     measured_bytes: int | None = None
     """Memory on the device; of a model asleep, what it will take when it wakes."""
     kv_bytes: int | None = None
@@ -239,10 +249,12 @@ class ModelShare(NodeValue, frozen=True):
     model_id: str
     lead: str
     """The node that serves the model, under the name that it has for itself."""
-    state: Literal["loading", "ready"]
+    state: Literal["loading", "ready", "asleep"]
     devices: tuple[int, ...] = ()
     num_bytes: int = 0
     """Device memory of the part; 0 while it is being loaded."""
+    host_bytes: int = 0
+    """Its weights in host memory while it is asleep."""
 
 
 class Health(NodeValue, frozen=True):
@@ -289,7 +301,7 @@ class LoadRequest(NodeValue, frozen=True):
     sampling: SamplingDefaults = SamplingDefaults()
     """How the model samples where a request says nothing; as the node is configured where absent."""
     deterministic: bool = False
-    """Whether a request gets the same tokens alone and in company."""
+    """Whether a request gets the same tokens alone and beside others."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
 

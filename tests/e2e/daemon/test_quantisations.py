@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from tests.neuron.fake_hub import FakeHub, served
 from .gguf_files import write_gguf
 
 if TYPE_CHECKING:
+    from ..conftest import Start
     from .conftest import Daemon, StartDaemon
 
 pytestmark = pytest.mark.e2e
@@ -132,3 +135,15 @@ def test_what_a_repository_cannot_give_is_rejected_and_leaves_no_files(
     assert status >= 400
     assert reason in error["error"]["message"]
     assert daemon.call("/health")[1]["disk"]["models_bytes"] == before
+
+
+def test_cortex_up_serves_the_quantisation_of_its_option(start: Start, hub: FakeHub, tmp_path: Path) -> None:
+    run = start("tiny/quants-GGUF", "tiny/mixed:int8", "--quant", "q4", HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path))
+    run.wait_ready()
+    with urllib.request.urlopen(f"{run.url}/v1/models", timeout=60) as response:
+        listed = json.load(response)["data"]
+    assert {entry["id"]: [size["quant"] for size in entry["sizes"]] for entry in listed} == {
+        "tiny/quants-GGUF": ["q4_0"],
+        "tiny/mixed": ["q8_0"],
+    }
+    assert run.stop() == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cortex.neuron.engine import loading
+from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import LoadSpec, RankSpec
@@ -29,7 +30,9 @@ TYPES = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34), "F32": (0, 4)}
 def blocks(kind: str, rows: int, columns: int, generator: torch.Generator) -> bytes:
     """Random numbers of a size that keeps activations stable."""
     if kind == "F32":
-        return (torch.rand(rows * columns, generator=generator) + 0.5).numpy().tobytes()
+        is_norm = columns == 1
+        numbers = torch.randn(rows * columns, generator=generator) * (0.1 if is_norm else columns**-0.5)
+        return (numbers + is_norm).numpy().tobytes()
     scale = columns**-0.5 / (4 if kind.startswith("Q4") else 64)
     minimum = struct.pack("<e", -8 * scale) if kind == "Q4_1" else b""
     num_bytes = TYPES[kind][1] - 2 - len(minimum)
@@ -88,8 +91,10 @@ def _value(value: float | str) -> bytes:
     return struct.pack("<II", 4, value) if isinstance(value, int) else struct.pack("<If", 6, value)
 
 
-def load(path: Path, dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto") -> LoadedModel:
-    return load_model(LoadSpec(str(path), dtype=dtype), CPU, lambda *_: None, lambda: False)
+def load(
+    path: Path, dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto", quant: str | None = None
+) -> LoadedModel:
+    return load_model(LoadSpec(str(path), dtype=dtype, quant=quant), CPU, lambda *_: None, lambda: False)
 
 
 def answers(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
@@ -139,6 +144,33 @@ def test_quantised_model_responds_like_the_dense_model(tmp_path: Path, matrices:
     exact = answers(load(tmp_path / "model.gguf", "float32"), tokens)
     # Dynamic products also quantise the inputs of every layer, to eight bits.
     assert (answers(packed, tokens) - exact).norm() / exact.norm() < 0.05
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize(("quant", "limit"), [("q8_0", 0.06), ("q6_k", 0.12), ("q5_k", 0.25), ("q4_k", 0.45)])
+def test_dense_weights_are_quantised_as_they_are_loaded(tmp_path: Path, quant: str, limit: float) -> None:
+    write_model(tmp_path / "model.gguf", "F32", "F32")
+    tokens = torch.randint(0, VOCAB, (48,), generator=torch.Generator().manual_seed(2)).tolist()
+    loaded = load(tmp_path / "model.gguf", quant=quant)
+    feed_forward = loaded.model.layers[0].mlp
+    assert isinstance(feed_forward, MLP)
+    assert feed_forward.down.packed is not None
+    assert loaded.model.head.packed is not None
+    exact = answers(load(tmp_path / "model.gguf"), tokens)
+    assert (answers(loaded, tokens) - exact).norm() / exact.norm() < limit
+
+
+def test_quantising_at_load_is_rejected_where_no_product_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "model.gguf", "F32", "F32")
+    with pytest.raises(LoadError, match="cannot be quantised as q4_k at load here"):
+        load(tmp_path / "model.gguf", "float32", quant="q4_k")
+    with pytest.raises(LoadError, match="cannot be quantised as fp8 at load here"):
+        load(tmp_path / "model.gguf", quant="fp8")
+    monkeypatch.setattr(loading, "fastest_form", lambda _: None)
+    with pytest.raises(LoadError, match="cannot be quantised as q4_k at load here"):
+        load(tmp_path / "model.gguf", quant="q4_k")
 
 
 @pytest.mark.usefixtures("form")

@@ -10,10 +10,9 @@ import msgspec
 import pytest
 from faulty_models import running_node, write_model
 
-from cortex.neuron.config import Limits, NeuronConfig
+from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import EngineInfo
 from cortex.neuron.node.devices import NodeDevices
-from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings
@@ -116,16 +115,13 @@ async def test_model_does_not_wake_over_the_ceiling() -> None:
     )
     room = DeviceRoom(devices, forecast, other, lambda _: {})
 
-    def asleep(size_mb: int) -> Instance:
-        callbacks = ModelCallbacks(lambda *_: None, lambda: None, lambda _: None, lambda: None)
-        instance = Instance("m", devices.supervisors[0], Limits(), callbacks)
-        instance.loaded(Resident(1, INFO, size_mb * MEBIBYTE, process_bytes=0, host_bytes=MEBIBYTE))
-        return instance
+    def asleep(size_mb: int) -> Resident:
+        return Resident(1, INFO, size_mb * MEBIBYTE, process_bytes=0, host_bytes=MEBIBYTE)
 
-    async with room.for_wake(asleep(30)):
+    async with room.for_wake("m", devices.supervisors[0], asleep(30)):
         pass
     with pytest.raises(InsufficientCapacity, match=r"m needs 0\.04 GB on device 0 to wake up, but other models leave"):
-        async with room.for_wake(asleep(40)):
+        async with room.for_wake("m", devices.supervisors[0], asleep(40)):
             pass
     await devices.close()
 

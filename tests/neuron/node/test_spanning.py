@@ -62,7 +62,12 @@ class Nodes:
 
 
 @pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
+def peer_sleep_mb() -> int:
+    return 64
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path, peer_sleep_mb: int) -> AsyncIterator[Nodes]:
     source = write_llama(tmp_path / "model", 1, kv_heads=4, num_layers=4)
     other = write_llama(tmp_path / "other", 1)  # the same name for other files
 
@@ -104,15 +109,15 @@ async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
     )
     nodes = Nodes()
 
-    def config(models: tuple[ModelEntry, ...], *peers: PeerEntry) -> NeuronConfig:
-        limits = Limits(max_num_seqs=8)
+    def config(models: tuple[ModelEntry, ...], *peers: PeerEntry, sleep_mb: int = 64) -> NeuronConfig:
+        limits = Limits(max_num_seqs=8, sleep_mb=sleep_mb)
         return NeuronConfig(
             models=models, peers=peers, limits=limits, drain_s=1.0, cpu_devices=2, model_roots=(tmp_path,)
         )
 
     peer = PeerEntry(name="second", endpoint="http://second:1")
     changes = {"engine": ENGINE, "timeouts": WorkerTimeouts(step_s=20.0, load_s=20.0), "connect_peer": nodes.connect}
-    nodes.second = await Node.start(config(held), parts(**changes))
+    nodes.second = await Node.start(config(held, sleep_mb=peer_sleep_mb), parts(**changes))
     nodes.first = await Node.start(config(led, peer), parts(**changes))
     yield nodes
     await nodes.first.close()
@@ -129,7 +134,7 @@ async def test_several_devices_of_each_node_and_nothing_is_left_after_the_unload
     # Each node counts what its own devices hold.
     assert (len(status.device_bytes), sum(status.device_bytes)) == (2, status.measured_bytes)
     assert share.num_bytes > 0
-    assert (await nodes.first.unload(UnloadRequest(model_id="four", sleep=True))).state is ModelState.COLD
+    assert (await nodes.first.unload(UnloadRequest(model_id="four"))).state is ModelState.COLD
     assert nodes.second.health().shares == ()
 
 
@@ -143,6 +148,51 @@ async def test_layers_are_divided_among_the_devices_of_both_nodes(nodes: Nodes) 
         assert await generate(nodes.first, model) == expected
         await nodes.first.unload(UnloadRequest(model_id=model))
         assert nodes.second.health().shares == ()
+
+
+@pytest.mark.parametrize("model", ["four", "four stages"])
+async def test_model_sleeps_and_wakes_on_all_nodes(nodes: Nodes, model: str) -> None:
+    await load(nodes.first, model)
+    tokens = await generate(nodes.first, model)
+    for _ in range(2):
+        assert (await nodes.first.unload(UnloadRequest(model_id=model, sleep=True))).state is ModelState.ASLEEP
+        (share,) = nodes.second.health().shares
+        assert (share.state, share.devices) == ("asleep", (0, 1))
+        assert share.host_bytes > 0
+        assert (await load(nodes.first, model)).state is ModelState.READY
+        assert nodes.second.health().shares[0].state == "ready"
+        assert await generate(nodes.first, model) == tokens
+    await nodes.first.unload(UnloadRequest(model_id=model, sleep=True))
+    assert (await nodes.first.unload(UnloadRequest(model_id=model))).state is ModelState.COLD
+    assert nodes.second.health().shares == ()
+
+
+async def test_devices_of_a_sleeping_model_are_free_for_others_until_it_wakes(nodes: Nodes) -> None:
+    await load(nodes.first, "four")
+    await nodes.first.unload(UnloadRequest(model_id="four", sleep=True))
+    await load(nodes.second, "local")
+    with pytest.raises(InsufficientCapacity, match=r"on node second: its devices have a part of local"):
+        await load(nodes.first, "four")
+    assert nodes.first.model("four").state is ModelState.ASLEEP
+    assert nodes.first.devices.claims.conflicts(spans=True) == {}
+    await nodes.second.unload(UnloadRequest(model_id="local"))
+    assert (await load(nodes.first, "four")).state is ModelState.READY
+
+
+@pytest.mark.parametrize("peer_sleep_mb", [0])
+async def test_model_is_unloaded_if_a_peer_has_no_room_for_its_sleep(nodes: Nodes) -> None:
+    await load(nodes.first, "two")
+    assert (await nodes.first.unload(UnloadRequest(model_id="two", sleep=True))).state is ModelState.COLD
+    assert nodes.second.health().shares == ()
+
+
+async def test_connection_that_is_lost_during_the_sleep_frees_both_sides(nodes: Nodes) -> None:
+    await load(nodes.first, "two")
+    await nodes.first.unload(UnloadRequest(model_id="two", sleep=True))
+    await nodes.ends[-1].close()
+    await until(lambda: nodes.first.model("two").state is ModelState.COLD)
+    await until(lambda: nodes.second.health().shares == ())
+    assert (await load(nodes.first, "two")).state is ModelState.READY
 
 
 async def test_devices_are_not_shared_with_another_divided_model(nodes: Nodes) -> None:

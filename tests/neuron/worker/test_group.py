@@ -204,6 +204,40 @@ async def test_lost_rank_replaces_the_workers_of_the_others_before_the_model_is_
     assert len(sink.lost) == 1
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+async def test_rank_lost_during_the_sleep_replaces_no_other_worker_and_the_devices_are_free(
+    supervisors: list[FakeSupervisor], calls: list[str], sink: RecordingSink, rank: int
+) -> None:
+    claims = DeviceClaims()
+    group = WorkerGroup(supervisors, (), claims.new("m", (1, 4, 6), spans=False))
+    await group.sleep(await group.load(LoadSpec("m"), sink))
+    assert claims.conflicts(spans=True) == {}
+    calls.clear()
+    supervisors[rank].sink.on_lost("it died")
+    async with asyncio.timeout(30):
+        while not sink.lost:
+            await asyncio.sleep(0)
+    others = [supervisor for supervisor in supervisors if supervisor is not supervisors[rank]]
+    assert calls == [f"unload {supervisor.device.index}" for supervisor in others]
+
+
+async def test_model_whose_devices_another_one_has_stays_asleep(
+    supervisors: list[FakeSupervisor], calls: list[str], sink: RecordingSink
+) -> None:
+    claims = DeviceClaims()
+    group = WorkerGroup(supervisors, (), claims.new("m", (1, 4, 6), spans=False))
+    asleep = await group.sleep(await group.load(LoadSpec("m"), sink))
+    spanning = claims.new("large", (4,), spans=True)
+    spanning.take()
+    calls.clear()
+    with pytest.raises(LoadRejected, match="a part of large"):
+        await group.wake(asleep)
+    assert calls == []
+    spanning.release()
+    await group.wake(asleep)
+    assert claims.conflicts(spans=True).keys() == {1, 4, 6}
+
+
 async def test_worker_lost_during_the_load_is_the_cause(
     group: WorkerGroup, supervisors: list[FakeSupervisor], sink: RecordingSink
 ) -> None:

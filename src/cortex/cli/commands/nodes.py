@@ -50,8 +50,10 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
             "yes" if model.pinned else "",
         )
     for node, share in shares:
-        what = f"part of {share.lead}'s" if node.up else "unreachable"
-        rows.add_row(share.model_id, node.name, what, size(share.num_bytes), "", "", "", "")
+        asleep = share.state == "asleep"
+        what = f"part of {share.lead}'s{', asleep' if asleep else ''}" if node.up else "unreachable"
+        memory = f"{size(share.host_bytes)} in RAM" if asleep else size(share.num_bytes)
+        rows.add_row(share.model_id, node.name, what, memory, "", "", "", "")
     console().print(rows)
 
 

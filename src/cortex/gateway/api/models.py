@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from cortex.fleet.catalogue import MEBIBYTE, Alias, ModelSpec, is_pattern
+from cortex.fleet.memory import sized_for
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node import Capabilities, ModelState
 
@@ -70,7 +71,7 @@ def entry(
         "owned_by": "cortex",
         "loaded": next(fleet.replicas(spec.id), None) is not None,
         "feasible_on": list(feasible_on(spec.id)),
-        "sizes": _sizes(held),
+        "sizes": _sizes(spec, held),
         "locations": [
             _location(node, residency, for_operator)
             for node, residency in held
@@ -84,11 +85,16 @@ def entry(
     }
 
 
-def _sizes(held: list[tuple[Node, Residency]]) -> list[dict[str, Any]]:
-    """The memory that the model takes in each quantisation that a node has of it, and which nodes those are."""
+def _sizes(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> list[dict[str, Any]]:
+    """The memory that the model takes in each quantisation that a node has of it, and which nodes those are. Dense
+    weights that will be quantised count as that."""
     sizes: dict[tuple[str | None, int | None], list[str]] = {}
     for node, residency in held:
-        sizes.setdefault((residency.status.quant, residency.num_bytes), []).append(node.name)
+        status = sized_for(spec, residency.status)
+        form: tuple[str | None, int | None] = (spec.quant, None)
+        if status is not None:
+            form = (status.quant, status.estimate_bytes if status.measured_bytes is None else status.measured_bytes)
+        sizes.setdefault(form, []).append(node.name)
     return [{"quant": quant, "bytes": num_bytes, "nodes": nodes} for (quant, num_bytes), nodes in sizes.items()]
 
 

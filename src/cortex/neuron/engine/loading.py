@@ -30,7 +30,7 @@ from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parame
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.packing import packed_layouts
+from cortex.neuron.models.packing import QUANTISABLE, chosen_codes, packed_layouts, suits_cpus
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
@@ -125,7 +125,8 @@ def load_model(
 
 
 def packing_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: torch.device) -> PackingOffer:
-    """The matrices that stay quantised: on a GPU with bfloat16, on a CPU unless a dtype is set. Raises LoadError."""
+    """The matrices that are quantised in memory: on a GPU with bfloat16, on a CPU unless a dtype is set. Raises
+    LoadError."""
     recipe = None
     if spec.quant is not None:
         recipe = recipe_of(spec.quant)
@@ -133,12 +134,16 @@ def packing_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: tor
             raise LoadError(f"quant {spec.quant!r} is not known; choose one of {', '.join(RECIPES)}")
     if device.type == "cuda" and compute_dtype(spec.dtype, device) == torch.bfloat16:
         return PackingOffer(packed_layouts(tensors, recipe))
-    if recipe is not None:
-        raise LoadError("weights are quantised at load on GPUs that compute in bfloat16 only; use a GGUF of the model")
-    if device.type != "cpu" or spec.dtype != "auto":
-        return NOTHING_PACKED
-    formats = {name: info.dtype for name, info in tensors.items() if len(info.shape) == 2}
-    return PackingOffer(cpu_layouts(formats, fastest_form(compute_dtype(spec.dtype, device))))
+    form = None
+    if device.type == "cpu" and spec.dtype == "auto" and (recipe is None or suits_cpus(recipe)):
+        form = fastest_form(compute_dtype(spec.dtype, device))
+    if recipe is not None and form is None:
+        raise LoadError(
+            f"weights cannot be quantised as {recipe.name} at load here: that takes a GPU that computes in bfloat16, "
+            "or for formats of GGUF files the dtype auto on a CPU whose products with codes are faster than dense ones"
+        )
+    formats = {name: info.dtype for name, info in tensors.items() if info.dtype not in QUANTISABLE}
+    return PackingOffer(cpu_layouts(formats, form, chosen_codes(packed_layouts(tensors, recipe), formats)))
 
 
 def build_model(

@@ -1,12 +1,12 @@
-"""Which tensors of a checkpoint stay quantised on a GPU. Imports no torch: preflight asks it as well as the engine."""
+"""Which tensors of a checkpoint are quantised in memory. Imports no torch: preflight asks it as well as the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Final
 
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS, float8_layout
-from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, PUBLISHED_LAYOUTS, Q8, SCALED_COLUMNS
+from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, PUBLISHED_LAYOUTS, Q8, SCALED_COLUMNS, Layout
 from cortex.neuron.kernels.quantised.recipes import DeviceLayout, Recipe, is_expert
 from cortex.neuron.weights.safetensors.arranged import expert_infos
 from cortex.neuron.weights.stored import TensorInfo
@@ -38,3 +38,14 @@ def packed_layouts(tensors: Mapping[str, TensorInfo], recipe: Recipe | None) -> 
             is_possible = layout != FLOAT8_ROWS or float8_layout(info.shape, (1, info.shape[1])) is not None
             layouts[name] = layout if is_possible else Q8
     return layouts
+
+
+def suits_cpus(recipe: Recipe) -> bool:
+    """Whether a CPU has products for it."""
+    return isinstance(recipe.matrices, Layout)
+
+
+def chosen_codes(layouts: Mapping[str, DeviceLayout], formats: Container[str]) -> dict[str, Layout]:
+    """Of `packed_layouts`, those of tensors that a recipe quantises with scales of groups, as a CPU has them.
+    `formats`: has the names of tensors that are stored quantised."""
+    return {name: layout for name, layout in layouts.items() if name not in formats and isinstance(layout, Layout)}

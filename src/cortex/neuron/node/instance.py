@@ -240,9 +240,9 @@ class Instance:
         self.end(ShuttingDown(f"{self.model_id} was put to sleep; try again to have it woken"))
         self._resident = await self.host.sleep(self.resident)
 
-    async def wake(self) -> None:
-        """Serves again. Raises LoadRejected (the model is asleep as before), Damaged or WorkerLost."""
-        self._resident = await self.host.wake(self.resident)
+    def woken(self, resident: Resident) -> None:
+        """Serves again."""
+        self._resident = resident
         self._closed = None
 
     async def unload(self) -> Reclaimed:

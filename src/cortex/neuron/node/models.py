@@ -6,19 +6,18 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineStats
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory_ceilings import Holding, equal_parts
-from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, sleep_budget_bytes
+from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel
 from cortex.neuron.node.status import describe_model
 from cortex.neuron.node.texts import Texts
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.errors import CortexError
-from cortex.wire.node import Device, ModelState, ModelStatus
+from cortex.wire.node import ModelState, ModelStatus
 
 
 class Models:
@@ -32,9 +31,7 @@ class Models:
         texts: Texts,
         on_changed: Callable[[str], None],
         policy: BackoffPolicy,
-        *,
-        devices: tuple[Device, ...],
-        sleep_mb: int | None,
+        sleep_budget: SleepBudget,
     ) -> None:
         """`on_changed`: called with the id of a model whose status has changed."""
         self._library = library
@@ -44,11 +41,7 @@ class Models:
         self._on_changed = on_changed
         self._policy = policy
         self._controllers: dict[str, ModelController] = {}
-        self._sleep_budget = SleepBudget(
-            lambda held_bytes: sleep_budget_bytes(sleep_mb, devices, read_host_memory(), held_bytes),
-            self._sleeping,
-            lambda model_id: self._controllers[model_id].unload_if_asleep(),
-        )
+        self._sleep_budget = sleep_budget
 
     def controller(self, model_id: str) -> ModelController:
         """Raises ModelNotFound."""
@@ -110,7 +103,7 @@ class Models:
             found.append(Holding(controller.model_id, indices, held))
         return found
 
-    def _sleeping(self) -> list[SleepingModel]:
+    def sleeping(self) -> list[SleepingModel]:
         return [
             SleepingModel(model_id, host_bytes, controller.instance.idle_s, controller.life.state is ModelState.ASLEEP)
             for model_id, controller in self._controllers.items()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cortex.neuron.config import HARNESSES, NeuronConfig
+from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.event_feed import EventFeed
@@ -29,6 +30,7 @@ from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings, equal_parts
 from cortex.neuron.node.models import Models
 from cortex.neuron.node.prompts import Prompts
+from cortex.neuron.node.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.spanning.hosted_shares import HostedShares, Place
 from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
 from cortex.neuron.node.spanning.protocol import Connection
@@ -105,7 +107,12 @@ class Node:
             survey_text=parts.survey_text,
             lead=Lead(config, self.devices, forecast, parts.connect_peer),
         )
-        self.shares = HostedShares(Place(self._library, self._loader, room, self.devices))
+        sleep_budget = SleepBudget(
+            lambda held_bytes: sleep_budget_bytes(limits.sleep_mb, inventory.devices, read_host_memory(), held_bytes),
+            lambda: [*self._models.sleeping(), *self.shares.sleeping()],
+            lambda model_id: self._models.controller(model_id).unload_if_asleep(),
+        )
+        self.shares = HostedShares(Place(self._library, self._loader, room, self.devices, sleep_budget))
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._models = Models(
             self._library,
@@ -114,12 +121,9 @@ class Node:
             self._texts,
             self._model_changed,
             parts.policy,
-            devices=inventory.devices,
-            sleep_mb=limits.sleep_mb,
+            sleep_budget,
         )
-        self.prompts = Prompts(
-            self._models, self._library, self._loader, self._texts, limits.max_prompt_tokens, self._check_open
-        )
+        self.prompts = Prompts(self._models, self._loader, self._texts, limits.max_prompt_tokens, self._check_open)
         self._feed = EventFeed()
         self._startup_models = StartupModels(
             [default.model_id for default in config.default_models],

@@ -14,7 +14,7 @@ from cortex.neuron.node.loading.loader import Survey
 from cortex.neuron.node.sleep_budget import can_sleep
 from cortex.neuron.text.defaults import as_sampling
 from cortex.neuron.worker.discovery import Inventory
-from cortex.wire.node import Capabilities, Discovery, ModelLoad, ModelState, ModelStatus
+from cortex.wire.node import Capabilities, Discovery, ModelLoad, ModelState, ModelStatus, QuantisedSize
 
 
 def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[str, ...]) -> Discovery:
@@ -69,6 +69,10 @@ def describe_model(
         source=model.source,
         estimate_bytes=footprint.expected_bytes if footprint is not None else None,
         least_bytes=footprint.least_bytes if footprint is not None else None,
+        quantised=tuple(
+            QuantisedSize(quant=quant, estimate_bytes=size.expected_bytes, least_bytes=size.least_bytes)
+            for quant, size in (survey.quantised if survey is not None else {}).items()
+        ),
         measured_bytes=resident.measured_bytes if resident is not None else None,
         kv_bytes=resident.info.kv_bytes if resident is not None else None,
         host_bytes=instance.host_bytes if instance is not None else 0,

@@ -37,7 +37,6 @@ class Member(Protocol):
 
     @property
     def freed_at_s(self) -> float: ...
-
     async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident: ...
     async def unload(self, resident: Resident) -> Reclaimed: ...
     async def sleep(self, resident: Resident) -> Resident: ...
@@ -88,6 +87,7 @@ class WorkerGroup:
         self._is_closing = False
         self._is_given_up = False
         """No rank waits for another one any more: the leader is unloaded, or the load failed."""
+        self._is_asleep = False
         self._lost: set[int] = set()
         """Members whose part of the model is gone."""
 
@@ -129,8 +129,7 @@ class WorkerGroup:
             await self._ended(loads)
             raise
         finally:
-            for held in self._span.held_ports if self._span is not None else ():
-                held.close()  # the leader's worker has them
+            self._release_ports()
             # In a task: a load that is cancelled here would leave its ranks in memory.
             run_once(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True), f"remove {directory}")
         self._residents = tuple(load.result() for load in loads)
@@ -177,7 +176,13 @@ class WorkerGroup:
                 log.error("a rank of a model that is not loaded could not be freed: %s", problem, exc_info=problem)
         if self._span is not None:  # a load that was cancelled before it began has not closed its connection
             await asyncio.gather(*(share.close() for share in self._span.shares))
+        self._release_ports()
         self._claim.release()
+
+    def _release_ports(self) -> None:
+        """The leader's worker has them, or nobody needs them."""
+        for held in self._span.held_ports if self._span is not None else ():
+            held.close()
 
     async def unload(self, resident: Resident) -> Reclaimed:
         """Frees all ranks, the leader first: it announces no steps any more. Never fails."""
@@ -190,21 +195,26 @@ class WorkerGroup:
         return Reclaimed.total(freed)
 
     async def sleep(self, resident: Resident) -> Resident:
-        """Puts the leader to sleep first, whose last self-test needs the others. Raises SleepRejected or WorkerLost."""
+        """Puts the leader to sleep first, whose last self-test needs the others. A sleeping model takes no steps, and
+        claims no devices. Raises SleepRejected or WorkerLost."""
         del resident
-        if self._span is not None:
-            raise SleepRejected("a model that spans nodes is not put to sleep")
         first, *others = zip(self._members, self._residents, strict=True)
         parts = [await first[0].sleep(first[1])]
         for supervisor, part in others:
             parts.append(await supervisor.sleep(part))
         self._residents = tuple(parts)
+        self._is_asleep = True
+        self._claim.release()
         return together(self._residents)
 
     async def wake(self, resident: Resident) -> Resident:
         """Wakes the leader last, whose self-test needs the others. Raises LoadRejected (the model is asleep as before),
         Damaged or WorkerLost."""
         del resident
+        if (conflict := self._claim.conflict()) is not None:
+            raise LoadRejected(FaultKind.OUT_OF_MEMORY, conflict)
+        self._claim.take()
+        self._is_asleep = False
         first, *others = zip(self._members, self._residents, strict=True)
         woken: list[tuple[Member, Resident]] = []
         try:
@@ -213,6 +223,8 @@ class WorkerGroup:
             leader = await first[0].wake(first[1])
         except LoadRejected:
             await self._back_to_sleep(woken)
+            self._is_asleep = True
+            self._claim.release()
             raise
         except Damaged:
             # The damaged rank, which came after the woken ones, was closed.
@@ -260,6 +272,10 @@ class WorkerGroup:
         the next load finds new ones."""
         if self._is_given_up:
             return  # the other workers may have other models
+        if self._is_asleep:  # no rank waits for another one
+            self._is_given_up = True
+            run_once(self._free_others(rank, reason, sink), "free the other ranks of a sleeping model")
+            return
         if not self._lost and not self._is_closing:
             log.warning("rank %d of a divided model is lost (%s); replacing the workers of its group", rank, reason)
         self._lost.add(rank)
@@ -269,6 +285,11 @@ class WorkerGroup:
         if len(self._lost) == len(self._members):
             self._claim.release()
             sink.on_lost(reason)
+
+    async def _free_others(self, lost: int, reason: str, sink: ModelSink) -> None:
+        parts = list(zip(self._members, self._residents, strict=True))
+        await asyncio.gather(*(member.unload(part) for member, part in parts[:lost] + parts[lost + 1 :]))
+        sink.on_lost(reason)
 
 
 class _RankSink:

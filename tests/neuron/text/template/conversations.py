@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from cortex.wire.requests import Message, Reasoning, Text, Tool, ToolCall
+from cortex.wire.requests import Message, Reasoning, Role, Text, Tool, ToolCall
 
 WEATHER = {
     "type": "object",
@@ -17,8 +17,8 @@ TOOLS = (
 )
 
 
-def said(role: str, text: str) -> Message:
-    return Message(role=role, parts=(Text(text=text),))  # type: ignore[arg-type]
+def said(role: Role, text: str) -> Message:
+    return Message(role=role, parts=(Text(text=text),))
 
 
 ARGUMENTS = {"city": "Zürich <&>", "days": 3}

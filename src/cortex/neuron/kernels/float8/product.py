@@ -2,8 +2,8 @@
 
 One row: its numbers stay as they are, those of the matrix are widened and summed in float32; the norm before and the
 addition after are part of the pass. More rows become eight-bit numbers too (`rows.py`), and FP8 tensor cores multiply:
-in a kernel that reads each row of the matrix once for small batches, in the library's products for large ones. Sums are
-kept in float32 after every 128 columns, because these tensor cores add with fewer bits.
+in a kernel that reads each row of the matrix once for small batches, in the library's products for large ones.
+Its sums are kept in float32 after every 128 columns, because these tensor cores add with fewer bits.
 
 Cards without FP8 tensor cores widen the matrix instead and multiply in the type of the rows.
 """
@@ -81,25 +81,30 @@ def small_batch_tiles(rows: int, outputs: int, inputs: int, processors: int, sha
     return Tiles(stages, split)
 
 
-def float8_product(
-    x: Float8Rows, matrix: Float8Matrix, out: Tensor, bias: Tensor | None, residual: Tensor | None
-) -> None:
-    """out = x Wᵀ + bias + residual on FP8 tensor cores. out and residual: [rows, outputs], maybe columns of more.
+def is_grouped(rows: int, matrix: Float8Matrix) -> bool:
+    """Whether rows have a scale for each 128 columns, as `float8_product` of so many rows needs them."""
+    return matrix.layout.block > 0 or rows <= MAX_SMALL_ROWS
 
-    `out` may be `residual` itself.
-    """
+
+def float8_product(x: Float8Rows, matrix: Float8Matrix, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """x Wᵀ + bias + residual on FP8 tensor cores. residual: [rows, outputs], maybe columns of more → [rows, outputs]"""
     if x.num_rows <= MAX_SMALL_ROWS:
+        out = torch.empty(x.num_rows, matrix.outputs, dtype=x.dtype, device=matrix.device)
         _small_batch(x.codes, x.scales, x.num_rows, matrix, out, bias, residual)
-        return
-    block = matrix.layout.block
+        return out
+    # Without blocks, sums are left to the tensor cores, which cost less accuracy than the rounding of both factors.
+    is_blocked = matrix.layout.block > 0
     product = torch._scaled_mm(
         x.codes,
         matrix.codes.t(),
         scale_a=x.scales.t(),
-        scale_b=matrix.scales.t() if block else matrix.scales.view(1, -1),
-        out_dtype=out.dtype,
+        scale_b=matrix.scales.t() if is_blocked else matrix.scales.view(1, -1),
+        out_dtype=x.dtype,
+        use_fast_accum=not is_blocked,
     )[: x.num_rows]
-    _add(product, out, bias, residual)
+    if bias is not None:
+        product.add_(bias)
+    return product if residual is None else product.add_(residual)
 
 
 def widened_product(x: Tensor, matrix: Float8Matrix, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
@@ -389,12 +394,13 @@ def _small_batch_kernel(
             x + row[None, :] * INPUTS + group * _GROUP + column[:, None], mask=row_inside[None, :], other=0.0
         )  # [in, rows]
         sums = tl.dot(tile if NATIVE else _wide(tile, False).to(value.dtype), value)
-        if BLOCK > 0:
-            scale = tl.load(scales + (block * BLOCK_OUT // BLOCK) * groups + group)
-            if NATIVE:
-                sums *= (scale * tl.load(x_scales + group * capacity + row, mask=row_inside, other=0.0))[None, :]
-            else:
-                sums *= scale
+        if NATIVE:
+            scale = tl.load(x_scales + group * capacity + row, mask=row_inside, other=0.0)
+            if BLOCK > 0:
+                scale *= tl.load(scales + (block * BLOCK_OUT // BLOCK) * groups + group)
+            sums *= scale[None, :]
+        elif BLOCK > 0:
+            sums *= tl.load(scales + (block * BLOCK_OUT // BLOCK) * groups + group)
         total += sums
     inside = output_inside[:, None] & row_inside[None, :]
     is_last = True
@@ -412,8 +418,6 @@ def _small_batch_kernel(
     if is_last:
         if BLOCK == 0:
             total *= tl.load(scales + output, mask=output_inside, other=0.0)[:, None]
-            if NATIVE:
-                total *= tl.load(x_scales + row, mask=row_inside, other=0.0)[None, :]
         if BIAS:
             total += tl.load(bias + output, mask=output_inside, other=0.0).to(tl.float32)[:, None]
         if RESIDUAL:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from cortex.neuron.kernels.quantised.layout import Layout
+
 GROUP: Final = 32
 """Columns that share a scale in memory."""
 ROW_BLOCK: Final = 64
@@ -42,6 +44,11 @@ class CpuLayout:
     group: int = GROUP
     """Columns that share a scale in the checkpoint: 32 or 16."""
     zero: int | None = None
+
+    @property
+    def codes(self) -> Layout:
+        """The same codes and scales as `quantise.py` makes them from dense weights."""
+        return Layout(self.bits, group=self.group, zero=self.zero)
 
     @property
     def planes(self) -> int:
@@ -112,13 +119,14 @@ _FORMATS: Final[Mapping[str, tuple[int, int, int | None]]] = {
 """Quantised types of GGUF files → bits, columns of a group, zero; as `weights/gguf/quants.py` decodes them."""
 
 
-def cpu_layouts(formats: Mapping[str, str], form: CpuForm | None) -> dict[str, CpuLayout]:
-    """By tensor: the layouts of those that stay quantised. `formats`: how the checkpoint stores each tensor. `form`:
-    what the machine is fast at; None: nothing stays quantised. Experts are dense: they are one stack."""
+def cpu_layouts(
+    formats: Mapping[str, str], form: CpuForm | None, chosen: Mapping[str, Layout] | None = None
+) -> dict[str, CpuLayout]:
+    """By tensor: the layouts of those that are quantised in memory. `formats`: how the checkpoint stores each tensor.
+    `chosen`: the codes of dense tensors that are quantised at load. `form`: what the machine is fast at; None: all
+    tensors are dense. Experts are dense: they are one stack."""
     if form is None:
         return {}
-    return {
-        name: CpuLayout(form, *_FORMATS[stored])
-        for name, stored in formats.items()
-        if stored in _FORMATS and ".experts." not in name
-    }
+    layouts = {name: CpuLayout(form, *_FORMATS[stored]) for name, stored in formats.items() if stored in _FORMATS}
+    layouts |= {name: CpuLayout(form, codes.bits, codes.group, codes.zero) for name, codes in (chosen or {}).items()}
+    return {name: layout for name, layout in layouts.items() if ".experts." not in name}

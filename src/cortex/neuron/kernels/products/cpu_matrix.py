@@ -58,7 +58,7 @@ class CpuMatrix(Protocol):
         ...
 
     def put_numbers(self, first_row: int, numbers: Tensor) -> None:
-        """Not supported: dense tensors stay dense on a CPU."""
+        """Quantise dense rows and fill rows from `first_row` on with them. numbers: [rows, inputs]"""
         ...
 
     def product(self, x: Tensor, scale: float = 1.0) -> Tensor:

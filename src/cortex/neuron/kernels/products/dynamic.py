@@ -17,6 +17,7 @@ from cortex.neuron.kernels.products.cpu_layout import (
     padded_rows,
 )
 from cortex.neuron.kernels.products.nibbles import merge, split, spread
+from cortex.neuron.kernels.quantised.quantise import quantised
 
 _LOOKUP_ROWS = 8
 """Rows whose packed bytes are independent of other rows, on every processor."""
@@ -70,7 +71,7 @@ class DynamicMatrix:
             self.constants[first_row : first_row + rows] = constant
 
     def put_numbers(self, first_row: int, numbers: Tensor) -> None:
-        raise NotImplementedError("dense tensors stay dense on a CPU")
+        self.put(first_row, *quantised(numbers, self.layout.codes))
 
     def product(self, x: Tensor, scale: float = 1.0) -> Tensor:
         """Uses few operations: each has a fixed cost, which is most of the time of a small model."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.products.cpu_layout import GROUP, ROW_BLOCK, CpuLayout, padded_rows
 from cortex.neuron.kernels.products.nibbles import merge, split, spread
+from cortex.neuron.kernels.quantised.quantise import quantised
 
 MAX_ROWS = 16
 """With more rows, the product with unpacked weights is faster: matrix instructions beat vector instructions."""
@@ -63,7 +64,7 @@ class WeightOnlyMatrix:
         self.scales[:, rows] = torch.stack((plane_scale, constant), -1).transpose(0, 1).bfloat16()
 
     def put_numbers(self, first_row: int, numbers: Tensor) -> None:
-        raise NotImplementedError("dense tensors stay dense on a CPU")
+        self.put(first_row, *quantised(numbers, self.layout.codes))
 
     def product(self, x: Tensor, scale: float = 1.0) -> Tensor:
         if scale != 1:

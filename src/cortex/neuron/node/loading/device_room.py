@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
-from cortex.neuron.node.instance import Instance
-from cortex.neuron.node.loading.device_choice import ChosenDevices, choose
+from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory_ceilings import MemoryCeilings
-from cortex.neuron.worker.model_host import ModelHost
+from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.model_host import LoadRejected, ModelHost, Resident
 from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node import Device
 
@@ -77,20 +77,19 @@ class DeviceRoom:
                 yield
 
     @contextlib.asynccontextmanager
-    async def for_wake(self, instance: Instance) -> AsyncIterator[None]:
+    async def for_wake(self, model_id: str, host: ModelHost, resident: Resident) -> AsyncIterator[None]:
         """No other load runs on the devices of the sleeping model. Raises InsufficientCapacity."""
-        async with self._alone_under_ceiling(), self.locked(instance.host.device_indices):
-            self._check_ceilings(instance)
+        async with self._alone_under_ceiling(), self.locked(host.device_indices):
+            self._check_ceilings(model_id, host.device_indices, resident)
             yield
 
-    def _check_ceilings(self, instance: Instance) -> None:
+    def _check_ceilings(self, model_id: str, devices: tuple[int, ...], resident: Resident) -> None:
         """Raises InsufficientCapacity where a ceiling has no room for the model, awake."""
-        devices, resident = instance.host.device_indices, instance.resident
         for index, need_bytes in zip(devices, resident.device_bytes(len(devices)), strict=True):
-            left_bytes = self._ceilings.left_bytes(index, len(devices), but=instance.model_id)
+            left_bytes = self._ceilings.left_bytes(index, len(devices), but=model_id)
             if left_bytes is not None and need_bytes > left_bytes:
                 raise InsufficientCapacity(
-                    f"{instance.model_id} needs {need_bytes / 1e9:.2f} GB on device {index} to wake up, but other"
+                    f"{model_id} needs {need_bytes / 1e9:.2f} GB on device {index} to wake up, but other"
                     f" models leave {left_bytes / 1e9:.2f} GB of memory_mb; unload something, or raise it"
                 )
 
@@ -99,7 +98,7 @@ class DeviceRoom:
         while True:
             readings = await asyncio.to_thread(self._read_devices, self._devices)
             try:
-                return choose(
+                return DeviceChoice(
                     model,
                     facts,
                     candidates,
@@ -107,7 +106,7 @@ class DeviceRoom:
                     self._forecast,
                     excluded=self._claims.conflicts(spans=bool(model.nodes)) if model.is_divided else {},
                     left=lambda device: self.left_bytes(model, device),
-                )
+                ).choose()
             except InsufficientCapacity:
                 if not any(map(is_settling, self._supervisors.values())):
                     raise
@@ -115,6 +114,19 @@ class DeviceRoom:
 
     def left_bytes(self, model: KnownModel, device: Device) -> int | None:
         return self._ceilings.left_bytes(device.index, model.num_devices, but=model.id)
+
+
+async def wake_settled(host: ModelHost, resident: Resident) -> Resident:
+    """Wakes a model, after waiting a moment for memory that was just freed. Raises as `ModelHost.wake` does."""
+    # Of before: an attempt that fails frees memory itself.
+    settled_at_s = host.freed_at_s + _SETTLE_S
+    while True:
+        try:
+            return await host.wake(resident)
+        except LoadRejected as error:
+            if error.kind is not FaultKind.OUT_OF_MEMORY or asyncio.get_running_loop().time() > settled_at_s:
+                raise
+        await asyncio.sleep(SETTLE_INTERVAL_S)
 
 
 def is_settling(host: ModelHost) -> bool:

@@ -15,6 +15,8 @@ from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.memory.stages import MIN_SLOTS, divide_model
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.kernels.peer_buffer import buffer_bytes
+from cortex.neuron.kernels.quantised.recipes import Recipe
+from cortex.neuron.models.packing import suits_cpus
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
@@ -182,8 +184,14 @@ class Forecast:
             kv_item_bytes=_kv_item_bytes(model),
         )
 
+    def quantises(self, device: Device, recipe: Recipe) -> bool:
+        """Whether dense matrices can be quantised as they are loaded on this device."""
+        is_auto = self.config.harness.torch.dtype == "auto"
+        on_cpu = device.kind == "cpu" and is_auto and likely_cpu_form() is not None
+        return self.keeps_quantised(device) or (on_cpu and suits_cpus(recipe))
+
     def keeps_quantised(self, device: Device) -> bool:
-        """Whether matrices stay quantised in this device's memory."""
+        """Whether matrices stay quantised in this device's memory, if it is a GPU."""
         return device.kind == "cuda" and self.config.harness.torch.dtype in ("auto", "bfloat16")
 
     def _item_bytes(self, device: Device) -> int:

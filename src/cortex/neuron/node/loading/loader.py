@@ -11,19 +11,20 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_choice import ChosenDevices, check_devices
-from cortex.neuron.node.loading.device_room import SETTLE_INTERVAL_S, DeviceRoom, is_settling
+from cortex.neuron.node.loading.device_room import DeviceRoom, wake_settled
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
-from cortex.neuron.node.loading.preflight import ModelFacts, inspect
+from cortex.neuron.node.loading.preflight import ModelFacts, gigabytes, inspect
 from cortex.neuron.node.memory_ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.texts import Texts
@@ -41,6 +42,7 @@ from cortex.wire.errors import (
     LoadFailed,
     SourceNotFound,
 )
+from cortex.wire.node import Device
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class Survey:
     """Of the whole model, or of one rank of a divided one."""
     text: TextSurvey
     requested_quant: str | None
+    quantised: Mapping[str, Footprint]
+    """The memory of dense weights with each recipe; empty if they are quantised, or cannot be here."""
 
 
 class ModelLoader:
@@ -101,14 +105,18 @@ class ModelLoader:
         path = await self.find_local(model) or await self.download(model, callbacks.on_progress)
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
-        async with self._room.for_load(model, survey.facts) as chosen:
-            host, chosen = await self._host(model, survey.facts, chosen)
-            instance = Instance(model.id, host, self._config.limits, callbacks)
-            own_stages = chosen.stages[: len(chosen.devices)]
-            instance.stage_layers = tuple(stage.num_layers for stage in own_stages) * model.replicas
-            await self._load_weights(instance, self.spec(model, survey.facts, chosen), path)
-            self._library.remember_quant(model.id, model.quant)
-            return instance
+        try:
+            async with self._room.for_load(model, survey.facts) as chosen:
+                host, chosen = await self._host(model, survey.facts, chosen)
+                instance = Instance(model.id, host, self._config.limits, callbacks)
+                own_stages = chosen.stages[: len(chosen.devices)]
+                instance.stage_layers = tuple(stage.num_layers for stage in own_stages) * model.replicas
+                await self._load_weights(instance, self.spec(model, survey.facts, chosen), path)
+        except InsufficientCapacity as error:
+            advice = _smaller_forms(survey.quantised)
+            raise InsufficientCapacity(f"{error.message}{advice}", details=error.details) from error
+        self._library.remember_quant(model.id, model.quant)
+        return instance
 
     async def _host(
         self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices
@@ -131,14 +139,11 @@ class ModelLoader:
     async def wake(self, instance: Instance) -> None:
         """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as
         before), Damaged or WorkerLost (nothing of it is left)."""
-        async with self._room.for_wake(instance):
-            while True:
-                try:
-                    return await instance.wake()
-                except LoadRejected as error:
-                    if error.kind is not FaultKind.OUT_OF_MEMORY or not is_settling(instance.host):
-                        raise _load_error(instance.model_id, error) from error
-                await asyncio.sleep(SETTLE_INTERVAL_S)
+        async with self._room.for_wake(instance.model_id, instance.host, instance.resident):
+            try:
+                instance.woken(await wake_settled(instance.host, instance.resident))
+            except LoadRejected as error:
+                raise _load_error(instance.model_id, error) from error
 
     # Files
 
@@ -203,14 +208,17 @@ class ModelLoader:
 
     def _read_files(self, model: KnownModel, path: Path) -> Survey:
         facts = inspect(path, model.quant, name=model.id, num_ranks=model.tensor_parallel)
-        if facts.recipe is not None and not all(map(self._forecast.keeps_quantised, self._devices)):
+        recipe = facts.recipe
+        if recipe is not None and not all(self._forecast.quantises(device, recipe) for device in self._devices):
             raise LoadFailed(
-                f"{model.id} is not quantised at load on this node, which takes a GPU and the dtype auto or bfloat16; "
-                f"for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on the "
-                "hub), or omit `quant`"
+                f"{model.id} is not quantised as {recipe.name} at load on this node, which takes a GPU and the dtype "
+                "auto or bfloat16, or for the formats of GGUF files a CPU with asimddp, avx2 or avx512f and the dtype "
+                f"auto; for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on "
+                "the hub), or omit `quant`"
             )
         try:
-            return Survey(facts, self._survey_text(path), model.quant)
+            quantised = quantised_footprints(self._forecast, model, facts, self._devices)
+            return Survey(facts, self._survey_text(path), model.quant, quantised)
         except UNREADABLE as error:
             raise LoadFailed(f"{model.id}: its chat template cannot be read: {error}") from error
 
@@ -268,6 +276,24 @@ class ModelLoader:
             if isinstance(error, LoadRejected):
                 raise _load_error(instance.model_id, error) from error
             raise
+
+
+def quantised_footprints(
+    forecast: Forecast, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]
+) -> dict[str, Footprint]:
+    """The memory of a model with dense weights if they were quantised at load, by recipe. Blocks: reads headers."""
+    if facts.quant is not None or not all(map(forecast.keeps_quantised, devices)):
+        return {}
+    forms = {name: inspect(facts.path, name, name=model.id, num_ranks=model.tensor_parallel) for name in RECIPES}
+    return {name: forecast.footprint(model, form, devices) for name, form in forms.items()}
+
+
+def _smaller_forms(quantised: Mapping[str, Footprint]) -> str:
+    """What an error says about a model that would be smaller."""
+    if not quantised:
+        return ""
+    sizes = ", ".join(f"{gigabytes(size.least_bytes)} as {name}" for name, size in quantised.items())
+    return f"; quantised at load (`quant`) it needs at least {sizes}"
 
 
 def _load_error(model_id: str, error: LoadRejected) -> CortexError:

@@ -20,7 +20,7 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES, DeviceLayout, Recip
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.packing import packed_layouts
+from cortex.neuron.models.packing import chosen_codes, packed_layouts
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
@@ -80,9 +80,11 @@ class ModelFacts:
         kv_item_bytes: int | None = None,
     ) -> WeightStorage:
         """How the weights are kept if the model computes in numbers of `item_bytes`. `is_packed`: as on a GPU.
-        `cpu_form`: in which quantised matrices stay as on a CPU."""
-        packing = self.packing if is_packed else cpu_layouts(self.formats, cpu_form)
-        return WeightStorage(item_bytes, packing, kv_item_bytes)
+        `cpu_form`: in which matrices are quantised on a CPU."""
+        if is_packed:
+            return WeightStorage(item_bytes, self.packing, kv_item_bytes)
+        on_cpu = cpu_layouts(self.formats, cpu_form, chosen_codes(self.packing, self.formats))
+        return WeightStorage(item_bytes, on_cpu, kv_item_bytes)
 
 
 def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelFacts:

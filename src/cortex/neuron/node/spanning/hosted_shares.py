@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from cortex.neuron.engine.request import EngineStats, LoadSpec, StepOutput
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.device_room import DeviceRoom
+from cortex.neuron.node.loading.device_room import DeviceRoom, wake_settled
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.preflight import ModelFacts, inspect
+from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel
 from cortex.neuron.node.spanning.protocol import (
     Connection,
     KillShare,
@@ -31,21 +34,27 @@ from cortex.neuron.node.spanning.protocol import (
     ShareLost,
     ShareMessage,
     SharePrepared,
+    ShareSlept,
     ShareUnloaded,
+    ShareWoken,
+    SleepShare,
     UnloadShare,
+    WakeShare,
     decode_from_lead,
     encode,
 )
 from cortex.neuron.worker.device_claims import DeviceClaim
 from cortex.neuron.worker.faults import FaultKind, explain
 from cortex.neuron.worker.group import Span, WorkerGroup
-from cortex.neuron.worker.model_host import LoadRejected, Resident
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, Resident, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 from cortex.tasks import run_once
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
 from cortex.wire.node import ModelShare
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ROOM_S = 30.0
 """How long a share may wait for other loads on its devices."""
@@ -61,6 +70,7 @@ class Place:
     loader: ModelLoader
     room: DeviceRoom
     devices: NodeDevices
+    sleep_budget: SleepBudget
 
 
 class HostedShares:
@@ -71,6 +81,14 @@ class HostedShares:
 
     def statuses(self) -> tuple[ModelShare, ...]:
         return tuple(share.status() for share in self._shares)
+
+    def sleeping(self) -> list[SleepingModel]:
+        """The parts whose weights are in host memory. Their leads decide how long."""
+        return [
+            SleepingModel(share.model_id, share.host_bytes, 0.0, can_be_unloaded=False)
+            for share in self._shares
+            if share.host_bytes
+        ]
 
     async def serve(self, connection: Connection) -> None:
         """Serves one lead until its connection ends. Nothing of its share is left then, also when this is cancelled."""
@@ -83,7 +101,11 @@ class HostedShares:
                         self._shares[share] = connection
                     case LoadShare(spec=spec) if share is not None:
                         share.load(spec)
-                    case PrepareShare() | LoadShare():
+                    case SleepShare() if share is not None and share.is_loaded:
+                        share.sleep()
+                    case WakeShare() if share is not None and share.is_loaded:
+                        share.wake()
+                    case PrepareShare() | LoadShare() | SleepShare() | WakeShare():
                         break
                     case UnloadShare():
                         if share is not None:
@@ -136,7 +158,8 @@ class _Share:
         self._is_lost = False
         self._given: asyncio.Future[LoadSpec] = asyncio.get_running_loop().create_future()
         """What the lead has it load, once all peers are ready."""
-        self._load = run_once(self._run(), f"load a part of {self.model_id}")
+        self._work = run_once(self._run(), f"load a part of {self.model_id}")
+        """Its load, or the latest order to sleep or wake."""
         self._ending: asyncio.Task[None] | None = None
         self._is_urgent = asyncio.Event()
         """Its ranks may wait for a lead that is gone."""
@@ -150,14 +173,29 @@ class _Share:
         return ModelShare(
             model_id=self.model_id,
             lead=self.lead,
-            state="loading" if resident is None else "ready",
+            state="loading" if resident is None else "asleep" if resident.host_bytes else "ready",
             devices=self._group.device_indices if self._group is not None else (),
-            num_bytes=resident.measured_bytes if resident is not None else 0,
+            num_bytes=_held_bytes(resident) if resident is not None else 0,
+            host_bytes=self.host_bytes,
         )
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._resident is not None
+
+    @property
+    def host_bytes(self) -> int:
+        return self._resident.host_bytes if self._resident is not None else 0
 
     def load(self, spec: LoadSpec) -> None:
         if not self._given.done():
             self._given.set_result(spec)
+
+    def sleep(self) -> None:
+        self._work = run_once(self._reply_to(self._fall_asleep(), self._work), f"put {self.model_id} to sleep")
+
+    def wake(self) -> None:
+        self._work = run_once(self._reply_to(self._wake(), self._work), f"wake {self.model_id}")
 
     async def end(self) -> None:
         """The lead is gone, or nobody waits for it any more. Returns when nothing of the share is in memory."""
@@ -174,11 +212,11 @@ class _Share:
         if self._group is not None and not self._is_lost:
             self._group.kill(reason)
         else:
-            self._load.cancel()
+            self._work.cancel()
 
     async def _end(self) -> None:
-        self._load.cancel()
-        await asyncio.wait({self._load})
+        self._work.cancel()
+        await asyncio.wait({self._work})
         if self._group is None or self._resident is None or self._is_lost:
             return
         unload = asyncio.create_task(self._group.unload(self._resident))
@@ -233,17 +271,65 @@ class _Share:
             answer = ShareFailed(FaultKind.REQUEST, explain(error))  # the lead waits for a reply
         await self._connection.send(encode(answer))
 
+    async def _reply_to(self, work: Coroutine[Any, Any, ShareMessage], before: asyncio.Task[None]) -> None:
+        answer: ShareMessage
+        try:
+            await asyncio.wait({before})
+            answer = await work
+        except InsufficientCapacity as error:
+            answer = ShareFailed(FaultKind.OUT_OF_MEMORY, error.message)
+        except SleepRejected as error:
+            answer = ShareFailed(FaultKind.REQUEST, str(error))
+        except LoadRejected as error:
+            answer = ShareFailed(error.kind, str(error))
+        except Damaged as error:
+            self._is_lost = True  # nothing of it is left
+            answer = ShareLost(str(error))
+        except WorkerLost as error:
+            answer = ShareLost(str(error))
+        finally:
+            work.close()
+        await self._connection.send(encode(answer))
+
+    async def _fall_asleep(self) -> ShareMessage:
+        """Raises SleepRejected or WorkerLost."""
+        group, resident = self._loaded()
+        need_bytes = resident.info.weight_bytes
+        async with self._place.sleep_budget.reserve(need_bytes) as has_room:
+            if not has_room:
+                raise SleepRejected(f"no room in host memory to sleep, {need_bytes >> 20} MiB needed")
+            self._resident = await group.sleep(resident)
+        return ShareSlept()
+
+    async def _wake(self) -> ShareMessage:
+        """Raises InsufficientCapacity, LoadRejected, Damaged or WorkerLost."""
+        group, resident = self._loaded()
+        async with contextlib.AsyncExitStack() as room:
+            await self._entered(self._place.room.for_wake(self.model_id, group, resident), room)
+            self._resident = await wake_settled(group, resident)
+        return ShareWoken()
+
+    def _loaded(self) -> tuple[WorkerGroup, Resident]:
+        """Raises WorkerLost."""
+        if self._group is None or self._resident is None or self._is_lost:
+            raise WorkerLost(f"the part of {self.model_id} is gone")
+        return self._group, self._resident
+
+    async def _entered(self, room: contextlib.AbstractAsyncContextManager[T], stack: contextlib.AsyncExitStack) -> T:
+        """Raises InsufficientCapacity."""
+        try:
+            # Bounded: a load that holds the room may itself wait for a node that waits for this share.
+            async with asyncio.timeout(ROOM_S):
+                return await stack.enter_async_context(room)
+        except TimeoutError:
+            raise InsufficientCapacity(f"another model is being loaded here for {ROOM_S:.0f} s; try again") from None
+
     async def _room_for(self, model: KnownModel, facts: ModelFacts, room: contextlib.AsyncExitStack) -> ChosenDevices:
         """The devices of the share; no other load runs there until `room` ends. Raises LoadFailed or
         InsufficientCapacity."""
         if facts.digest != self._order.digest:
             raise LoadFailed(f"the files of {model.id} here are not those of the lead; the nodes need the same ones")
-        try:
-            # Bounded: a load that holds the room may itself wait for a node that waits for this share.
-            async with asyncio.timeout(ROOM_S):
-                return await room.enter_async_context(self._place.room.for_load(model, facts))
-        except TimeoutError:
-            raise InsufficientCapacity(f"another model is being loaded here for {ROOM_S:.0f} s; try again") from None
+        return await self._entered(self._place.room.for_load(model, facts), room)
 
     def _release_unless_loaded(self, claim: DeviceClaim) -> None:
         if self._resident is None:
@@ -286,6 +372,11 @@ class _Share:
         self._is_lost = True
         log.warning("%s: the part that this node held is lost: %s", self.model_id, reason)
         run_once(self._connection.send(encode(ShareLost(reason))), f"report the loss of {self.model_id}")
+
+
+def _held_bytes(resident: Resident) -> int:
+    """Of its devices, now."""
+    return resident.process_bytes if resident.host_bytes else resident.measured_bytes
 
 
 def _lead(order: PrepareShare) -> str:

@@ -2,8 +2,9 @@
 
 The lead sends `PrepareShare`; the peer finds files and devices, where no other load runs from then on, and replies
 with `SharePrepared`. `LoadShare` follows when all peers are ready; the reply is `ShareLoaded`. Each reply may be
-`ShareFailed` or `ShareLost` instead. `UnloadShare` ends the share at any time; the reply is `ShareUnloaded`.
-`KillShare` ends it with its workers, and `ShareLost` follows.
+`ShareFailed` or `ShareLost` instead. A loaded share sleeps and wakes with its model: the replies to `SleepShare` and
+`WakeShare` are `ShareSlept` and `ShareWoken`, or `ShareFailed` if it stays as it is. `UnloadShare` ends the share at
+any time; the reply is `ShareUnloaded`. `KillShare` ends it with its workers, and `ShareLost` follows.
 A connection that ends is the loss of the share: the lead replaces the group, the peer frees its part.
 """
 
@@ -62,6 +63,14 @@ class LoadShare(ShareMessage, frozen=True):
     """As of the lead, with the first rank of the share. The peer has its own files, memory limits and address."""
 
 
+class SleepShare(ShareMessage, frozen=True):
+    pass
+
+
+class WakeShare(ShareMessage, frozen=True):
+    pass
+
+
 class UnloadShare(ShareMessage, frozen=True):
     pass
 
@@ -81,6 +90,14 @@ class ShareLoaded(ShareMessage, frozen=True):
     notes: tuple[str, ...] = ()
 
 
+class ShareSlept(ShareMessage, frozen=True):
+    pass
+
+
+class ShareWoken(ShareMessage, frozen=True):
+    pass
+
+
 class ShareFailed(ShareMessage, frozen=True):
     kind: FaultKind
     message: str
@@ -95,8 +112,8 @@ class ShareUnloaded(ShareMessage, frozen=True):
     pass
 
 
-FromLead = PrepareShare | LoadShare | UnloadShare | KillShare
-FromPeer = SharePrepared | ShareLoaded | ShareFailed | ShareLost | ShareUnloaded
+FromLead = PrepareShare | LoadShare | SleepShare | WakeShare | UnloadShare | KillShare
+FromPeer = SharePrepared | ShareLoaded | ShareSlept | ShareWoken | ShareFailed | ShareLost | ShareUnloaded
 
 encode = msgspec.msgpack.Encoder().encode
 _from_lead: msgspec.msgpack.Decoder[FromLead] = msgspec.msgpack.Decoder(FromLead)

@@ -21,8 +21,12 @@ from cortex.neuron.node.spanning.protocol import (
     ShareLoaded,
     ShareLost,
     SharePrepared,
+    ShareSlept,
     ShareUnloaded,
+    ShareWoken,
+    SleepShare,
     UnloadShare,
+    WakeShare,
     decode_from_peer,
     encode,
 )
@@ -50,6 +54,8 @@ class RemoteShare:
         self._connection = connection
         self._prepared: asyncio.Future[SharePrepared] = asyncio.get_running_loop().create_future()
         self._loaded: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
+        self._reply: asyncio.Future[None] | None = None
+        """To the latest order to sleep or wake."""
         self._ended = asyncio.Event()
         self._is_ending = False
         self._sink: ModelSink | None = None
@@ -81,12 +87,24 @@ class RemoteShare:
         return Reclaimed(0, 0)
 
     async def sleep(self, resident: Resident) -> Resident:
-        del resident
-        raise SleepRejected("a model that spans nodes is not put to sleep")
+        """Raises SleepRejected (the part is awake) or WorkerLost."""
+        try:
+            await self._ask(SleepShare())
+        except LoadRejected as error:
+            raise SleepRejected(str(error)) from error
+        return resident
 
     async def wake(self, resident: Resident) -> Resident:
-        del resident
-        raise WorkerLost("a model that spans nodes is never asleep")
+        """Raises LoadRejected (the part is asleep as before) or WorkerLost."""
+        await self._ask(WakeShare())
+        return resident
+
+    async def _ask(self, order: SleepShare | WakeShare) -> None:
+        if self._ended.is_set():
+            raise WorkerLost(f"the part on node {self._node} is gone")
+        self._reply = asyncio.get_running_loop().create_future()
+        await self._connection.send(encode(order))
+        await asyncio.shield(self._reply)
 
     def kill_worker(self, reason: str) -> None:
         """Has the peer end the workers of its ranks; the sink is notified when it has, or does not respond."""
@@ -128,6 +146,9 @@ class RemoteShare:
                     case ShareLoaded(notes=notes):
                         if not self._loaded.done():
                             self._loaded.set_result(_resident(notes))
+                    case ShareSlept() | ShareWoken():
+                        if self._reply is not None and not self._reply.done():
+                            self._reply.set_result(None)
                     case ShareFailed(kind=kind, message=text, cancelled=cancelled):
                         self._fail(LoadRejected(kind, f"on node {self._node}: {text}", cancelled=cancelled))
                     case ShareLost(reason=why):
@@ -148,8 +169,8 @@ class RemoteShare:
             self._sink.on_lost(reason)
 
     def _fail(self, error: Exception) -> None:
-        for reply in (self._prepared, self._loaded):
-            if not reply.done():
+        for reply in (self._prepared, self._loaded, self._reply):
+            if reply is not None and not reply.done():
                 reply.set_exception(error)
                 reply.exception()  # marks it as retrieved: a share may end before its load is awaited
 

@@ -174,7 +174,7 @@ function segments(device, { models, shares }) {
     if (kv) parts.push({ key: `${model.id} kv`, kind: `${colour} kv`, size: kv, label: `${model.id} KV cache${share}` });
   }
   for (const share of shares) {
-    if (!share.devices.includes(device.index) || !share.num_bytes) continue;
+    if (!share.devices.includes(device.index) || !share.num_bytes || share.state === "asleep") continue;
     const label = `${share.model_id} (a part of it, ${share.lead} serves it)`;
     parts.push({ key: `${share.model_id} share`, kind: `hue-${hue(share.model_id)}`, size: share.num_bytes / share.devices.length, label });
   }
@@ -230,7 +230,7 @@ function ShareRow({ share }) {
         <span class="name" title=${share.model_id}>${share.model_id}</span>
         <${Badge} kind=${STATES[share.state]} title=${`A part of it; ${share.lead} serves the model`}>part of ${share.lead}'s<//>
         <span class="grow"></span>
-        ${share.num_bytes > 0 && html`<span class="dim size">${bytes(share.num_bytes)}</span>`}
+        ${share.num_bytes > 0 && html`<span class="dim size">${bytes(share.state === "asleep" ? share.host_bytes : share.num_bytes)}</span>`}
       </div>
     </li>`;
 }

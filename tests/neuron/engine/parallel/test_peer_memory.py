@@ -36,6 +36,7 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, Samp
 from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES, MAX_BYTES, NUM_FLAGS
 from cortex.neuron.kernels.peer_exchange import peer_sum_reference
 from cortex.neuron.layers.configs import Shard
+from cortex.neuron.layers.parallel import UNLIMITED_BYTES
 
 from ...rank_threads import run, tokens_of
 from ...small_llama import write_small_llama
@@ -294,6 +295,7 @@ def test_divided_model_replays_graphs_with_its_messages(tmp_path: Path) -> None:
 def test_library_is_captured_too(tmp_path: Path) -> None:
     """A group of one rank: NCCL rejects two on one card."""
     group = TorchGroup.join(RankSpec(0, 1, str(tmp_path), "nccl"), DEVICE, lambda: None)
+    assert group.max_captured_bytes == UNLIMITED_BYTES
     own = torch.ones(1 << 20, device=DEVICE)
     out = torch.zeros_like(own)
 
@@ -308,4 +310,12 @@ def test_library_is_captured_too(tmp_path: Path) -> None:
     torch.cuda.synchronize()
     assert out.eq(3).all()
     del graph
+    group.close()
+
+
+def test_library_that_cannot_be_captured_is_connected_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchGroup, "_can_capture", lambda *_: False)
+    group = TorchGroup.join(RankSpec(0, 1, str(tmp_path), "nccl"), DEVICE, lambda: None)
+    assert group.max_captured_bytes == 0
+    assert group.all_reduce(torch.ones(4, device=DEVICE)).sum().item() == 4
     group.close()

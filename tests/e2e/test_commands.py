@@ -55,7 +55,7 @@ def test_status_shows_the_node_its_device_and_the_ready_model(up: Run) -> None:
 
 
 def test_models_lists_the_model_as_ready(up: Run) -> None:
-    assert re.search(rf"{re.escape(SMOLLM2.id)}\s+ready\s+local\s+8,192", cortex(up, "models").stdout)
+    assert re.search(rf"{re.escape(SMOLLM2.id)} +ready +local .* 8,192 ", cortex(up, "models").stdout)
 
 
 def test_a_question_on_the_command_line_is_answered(up: Run) -> None:

@@ -12,7 +12,6 @@ from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.float8.product import (
     float8_product,
     has_float8_products,
-    is_grouped,
     one_row_float8_product,
     widened_product,
 )
@@ -87,7 +86,7 @@ class PackedProjections:
     ) -> Tensor:
         assert self._float8 is not None
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        grouped = is_grouped(x.shape[0], self._float8)
+        grouped = self._float8.layout.block > 0
         rows = float8_rows(x, grouped=grouped, norm_weight=weight, eps=eps, gated=gated)
         return float8_product(rows, self._float8, bias, residual)
 

@@ -12,7 +12,6 @@ from cortex.neuron.kernels.float8.product import (
     float8_product,
     float8_product_reference,
     has_float8_products,
-    is_grouped,
     one_row_float8_product,
     one_row_reference,
     widened_product,
@@ -135,7 +134,7 @@ def test_product_of_rounded_rows_agrees_with_the_reference(
 ) -> None:
     matrix, x = random_matrix(layout, outputs, inputs), random_rows(rows, inputs)
     bias, residual = torch.randn(outputs, device=DEVICE).to(KIND), torch.randn(rows, outputs, device=DEVICE).to(KIND)
-    rounded = float8_rows(x, grouped=is_grouped(rows, matrix))
+    rounded = float8_rows(x, grouped=layout.block > 0)
     for _ in range(2):  # the second finds the counters as the first left them
         out = float8_product(rounded, matrix, bias, residual)
         assert_near(out, float8_product_reference(rounded, matrix, bias, residual))
@@ -147,7 +146,7 @@ def test_product_of_rounded_rows_agrees_with_the_reference(
 def test_library_product_agrees_with_the_reference(layout: Float8Layout, rows: int) -> None:
     matrix, x = random_matrix(layout, 384, 1536), random_rows(rows, 1536)
     bias, residual = torch.randn(384, device=DEVICE).to(KIND), torch.randn(rows, 384, device=DEVICE).to(KIND)
-    rounded = float8_rows(x, grouped=is_grouped(rows, matrix))
+    rounded = float8_rows(x, grouped=layout.block > 0)
     expected = float8_product_reference(rounded, matrix, bias, residual)
     assert_near(float8_product(rounded, matrix, bias, residual), expected)
 

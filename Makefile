@@ -58,7 +58,7 @@ format: $(TESTABLE) ## Rewrite the sources in house format
 	$(BIN)/ruff format $(SOURCES)
 
 bench: $(TESTABLE) ## List the benchmarks; each prints its own --help
-	@ls bench/*.py bench/*/*.py 2>/dev/null | sed 's|^|  $(BIN)/python |'
+	@grep -l ArgumentParser bench/*.py bench/*/*.py | sed 's|^|  $(BIN)/python |'
 
 docs: $(TESTABLE) ## Regenerate the references of configuration and request fields
 	$(BIN)/python -m cortex.cli.reference docs/configuration.md

@@ -24,10 +24,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cortex.neuron.engine.parallel.group import TorchGroup
+from cortex.neuron.engine.parallel.group import PEER_MEMORY, TorchGroup
 from cortex.neuron.engine.parallel.peer_memory import PeerMemory
 from cortex.neuron.engine.request import RankSpec
-from cortex.neuron.kernels.peer_exchange import BUFFER_BYTES, MAX_BYTES, NUM_FLAGS, peer_sum_reference
+from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES, MAX_BYTES, NUM_FLAGS
+from cortex.neuron.kernels.peer_exchange import peer_sum_reference
 from cortex.neuron.layers.configs import Shard
 
 SIZES = tuple(size << 10 for size in (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024))
@@ -37,7 +38,6 @@ ROUNDS = 5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 1), (3, 700), (1, 5), (5, 4096), (64, 333))
 TIMEOUT_S = 110.0
-PEERS = "peer memory"
 
 
 class Sums(Protocol):
@@ -58,7 +58,7 @@ def main() -> None:
         return
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        for name in (PEERS, options.backend):
+        for name in (PEER_MEMORY, options.backend):
             (Path(directory) / name).mkdir()
         ranks = [context.Process(target=run_rank, args=(options, rank, directory)) for rank in range(options.ranks)]
         for process in ranks:
@@ -78,18 +78,18 @@ def run_rank(options: argparse.Namespace, rank: int, directory: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ways = {}
-    for name in (PEERS, options.backend):
+    for name in (PEER_MEMORY, options.backend):
         spec = RankSpec(rank, options.ranks, str(Path(directory) / name), options.backend)
-        ways[name] = TorchGroup.join(spec, device, lambda: None, with_peers=name == PEERS)
-    if not ways[PEERS].uses_peers:
-        ways.pop(PEERS).close()
+        ways[name] = TorchGroup.join(spec, device, lambda: None, with_peers=name == PEER_MEMORY)
+    if not ways[PEER_MEMORY].uses_peers:
+        ways.pop(PEER_MEMORY).close()
     for name, group in ways.items():
         errors = check(group, device)
         if rank == 0:
             print(f"{name}: {errors} of {len(SHAPES) * len(DTYPES)} sums and as many gathers are wrong", flush=True)
     for num_bytes in SIZES:
         for name, group in ways.items():
-            if name == PEERS and num_bytes > MAX_BYTES:
+            if name == PEER_MEMORY and num_bytes > MAX_BYTES:
                 continue
             part = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
             times = [f"{name:>12} {num_bytes >> 10:>5} KiB: {eager_s(group, part) * 1e6:>10.1f} µs per call"]

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 BUDGET_S = 20.0
 """Time limit of one phase of a test on a machine with two slow cores. Slower tests are reported at the end."""
 
+SHARED_UP = "tests/e2e"
+"""The tests of the files right in this folder share one `cortex up`."""
+
 hypothesis.settings.register_profile(
     "no deadline",
     deadline=None,  # examples are slow on a busy machine
@@ -66,10 +69,12 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests, and skip `gpu` tests without a CUDA device.
 
-    One process runs the fast tests first. Several processes begin with `e2e`, which is serial and takes longest.
+    One process runs the fast tests first. Several processes begin with `e2e`, whose files take longest.
     """
     is_parallel = hasattr(config, "workerinput")
     items.sort(key=lambda item: (item.get_closest_marker("e2e") is None) == is_parallel)
+    if is_parallel:
+        items.sort(key=lambda item: _scope(item.nodeid) != SHARED_UP)
     if not Path("/dev/nvidiactl").exists():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -88,15 +93,29 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """A process per core, and one more where tests wait for programs that they started."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    return len(os.sched_getaffinity(0)) + bool(config.getoption("dist") == "loadfile")
+
+
+def _scope(nodeid: str) -> str:
+    """Tests of the same scope run in the same process."""
+    file = nodeid.partition("::")[0]
+    return SHARED_UP if file.rpartition("/")[0] == SHARED_UP else file
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run the tests of a file in one process, and all of `tests/e2e` in one: they share running programs."""
+    """Run the tests of a file in one process, and so all that share a `cortex up`."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class SharedPrograms(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/e2e" if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
+            return _scope(nodeid)
 
     config.option.loadscopereorder = False  # keep the order of the collection
     return SharedPrograms(config, log)

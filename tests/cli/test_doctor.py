@@ -180,3 +180,10 @@ def test_discover_divides_the_cpu_as_configured(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "neuron.toml").write_text("cpu_devices = 2\n")
     result = CliRunner().invoke(neuron, ["discover", "--json", "--config", str(tmp_path / "neuron.toml")])
     assert [device["index"] for device in json.loads(result.stdout)["devices"]] == [0, 1]
+
+
+def test_doctor_reports_a_certificate_that_keeps_the_gateway_from_starting(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "cortex.toml").write_text('[gateway]\ntls_cert = "cert.pem"\ntls_key = "key.pem"\n')
+    outcome = invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml"))
+    assert outcome.code is ExitCode.FAILED
+    assert any("cannot read tls_cert" in what for what in findings(outcome, "config"))

@@ -127,3 +127,16 @@ def test_run_pulls_loads_and_chats(gateway: CannedGateway, invoke: Invoke) -> No
     assert invoke("run", "org/m", "Hi").stdout == "ok\n"
     paths = [path for method, path, _, _ in gateway.requests if method == "POST"]
     assert paths == ["/fleet/pull", "/fleet/models/org%2Fm/load", "/v1/chat/completions"]
+    for held in ({"requested_quant": "q4", "quant": "q4_k"}, {"quant": "q4"}, {"state": "failed"}):
+        gateway.responses["GET", "/fleet/status"] = fleet({**READY, "id": "org/m", **held})
+        assert invoke("run", "org/m:Q4", "Hi").stdout == "ok\n"
+
+
+def test_run_does_not_chat_with_another_quantisation_than_the_requested_one(
+    gateway: CannedGateway, invoke: Invoke
+) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet({**READY, "id": "org/m", "quant": "q4_k"})
+    outcome = invoke("run", "org/m:q8", "Hi")
+    assert outcome.code is ExitCode.FAILED
+    assert "org/m is in memory on beast as q4_k, not as q8; unload it first with `cortex unload org/m`" in outcome.error
+    assert all(request[0] == "GET" for request in gateway.requests)

@@ -99,6 +99,19 @@ def test_status_shows_devices_models_and_waiting_requests(gateway: CannedGateway
     assert "2 waiting for large" in outcome.stdout
 
 
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 5090", "aarch64 (1 of 2)", "NVIDIA RTX 6000 Ada"])
+def test_status_keeps_device_and_memory_on_one_line_at_80_columns(
+    gateway: CannedGateway, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    device = {"index": 0, "name": name, "total_bytes": 32 << 30, "free_bytes": 1 << 30, "foreign_bytes": 11 << 30}
+    gateway.responses["GET", "/fleet/status"] = fleet(READY, devices=[device])
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    (line,) = [line for line in invoke("status").stdout.splitlines() if "31.0 GiB of 32.0 GiB" in line]
+    assert name.removeprefix("NVIDIA ").removeprefix("GeForce ") in line
+
+
 def test_status_shows_the_part_that_a_node_has_of_a_model(gateway: CannedGateway, invoke: Invoke) -> None:
     share = {"model_id": "wide", "lead": "beast", "state": "ready", "devices": [0], "num_bytes": 3 << 30}
     gateway.responses["GET", "/fleet/status"] = fleet(shares=[share], cold_models=["other", "wide"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,17 +18,11 @@ from rich.console import Console
 
 from cortex.cli.up.demo import SMOLLM2, ensure_demo_model
 
+from ..ports import free_port
+
 MARK = "E2E_TEST_RUN"
 READY_TIMEOUT_S = 180.0
 SOURCE = Path(__file__).parents[2] / "src"
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @dataclass
@@ -76,7 +69,7 @@ class Run:
     def wait_end(self, timeout_s: float = 60.0) -> int:
         code = self.process.wait(timeout_s)
         assert self._reader is not None
-        self._reader.join(5)
+        self._reader.join(60)
         return code
 
     def processes(self) -> list[str]:
@@ -96,19 +89,13 @@ class Run:
         return found
 
     def assert_nothing_left(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while left := self.processes():
             assert time.monotonic() < deadline, f"left running: {left}"
             time.sleep(0.05)
 
 
 Start = Callable[..., Run]
-
-
-@pytest.fixture(scope="session", name="free_ports")
-def _free_ports() -> Callable[[int], list[int]]:
-    """Ports that nobody listens on."""
-    return free_ports
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +119,7 @@ def start(cache: Path) -> Iterator[Start]:
     runs: list[Run] = []
 
     def start(*arguments: str, **environment: str) -> Run:
-        ports = free_ports(3)
+        ports = [free_port() for _ in range(3)]
         mark = uuid.uuid4().hex
         command = [sys.executable, "-m", "cortex.cli.cortex", "up", *arguments]
         for option, port in zip(("--port", "--metrics-port", "--neuron-port"), ports, strict=True):
@@ -157,7 +144,7 @@ def start(cache: Path) -> Iterator[Start]:
             run.process.send_signal(signal.SIGTERM)
     for run in runs:
         try:
-            run.process.wait(20)
+            run.process.wait(60)
         except subprocess.TimeoutExpired:
             run.process.kill()
 

@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,8 @@ import anthropic
 import pytest
 
 from cortex.cli.up.demo import SMOLLM2
+
+from ..ports import free_port
 
 if TYPE_CHECKING:
     from .conftest import Run
@@ -30,11 +32,9 @@ PROMPT: anthropic.types.TextBlockParam = {"type": "text", "text": "You are terse
 
 
 @pytest.fixture(scope="module")
-def keeping_url(
-    up: Run, tmp_path_factory: pytest.TempPathFactory, free_ports: Callable[[int], list[int]]
-) -> Iterator[str]:
+def keeping_url(up: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A second gateway in front of the same node, told to leave prompts alone."""
-    port, metrics_port = free_ports(2)
+    port, metrics_port = free_port(), free_port()
     config = tmp_path_factory.mktemp("keeping") / "cortex.toml"
     config.write_text(
         f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:{metrics_port}"\n'
@@ -47,7 +47,7 @@ def keeping_url(
         env={
             **os.environ,
             "PYTHONPATH": str(source),
-            "CORTEX_GATEWAY__METRICS_LISTEN": f"127.0.0.1:{free_ports(1)[0]}",
+            "CORTEX_GATEWAY__METRICS_LISTEN": f"127.0.0.1:{free_port()}",
         },
     )
     url = f"http://127.0.0.1:{port}"

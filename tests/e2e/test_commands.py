@@ -55,7 +55,7 @@ def test_status_shows_the_node_its_device_and_the_ready_model(up: Run) -> None:
 
 
 def test_models_lists_the_model_as_ready(up: Run) -> None:
-    assert re.search(rf"{re.escape(SMOLLM2.id)}\s+ready\s+local\s+8,192", cortex(up, "models").stdout)
+    assert re.search(rf"{re.escape(SMOLLM2.id)} +ready +local .* 8,192 ", cortex(up, "models").stdout)
 
 
 def test_a_question_on_the_command_line_is_answered(up: Run) -> None:
@@ -132,7 +132,7 @@ class Terminal:
             assert self._read(deadline - time.monotonic()), f"{pattern!r} did not appear in {self.seen!r}"
         self.seen = self.seen[match.end() :]
 
-    def wait_end(self, timeout_s: float = 20.0) -> int:
+    def wait_end(self, timeout_s: float = 60.0) -> int:
         """The exit code, once the program has ended by itself."""
         deadline = time.monotonic() + timeout_s
         while self._read(deadline - time.monotonic()):

@@ -20,7 +20,8 @@ from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.telemetry import TelemetrySection
 
-from .fake_neuron import JSON, Client, FakeNeuron, Process, SpawnGateway, StartGateway, StartNeuron, free_port, until
+from ..ports import free_port
+from .fake_neuron import JSON, Client, FakeNeuron, Process, SpawnGateway, StartGateway, StartNeuron, until
 from .postgres_server import postgres_url
 
 __all__ = ["postgres_url"]

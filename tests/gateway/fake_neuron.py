@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 import time
 import urllib.request
@@ -419,11 +418,6 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.005)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 class Process:
     """A gateway as its own process."""
 
@@ -439,7 +433,7 @@ class Process:
 
     async def get(self, path: str, port: int | None = None) -> bytes:
         url = f"http://127.0.0.1:{port or self.port}{path}"
-        return await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read())
+        return await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=WAIT_S).read())
 
 
 StartNeuron = Callable[..., Awaitable[FakeNeuron]]

@@ -22,7 +22,8 @@ from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.wire.node import ModelState
 
-from .fake_neuron import GB, WAIT_S, begin_stream, chunk, free_port, until
+from ..ports import free_port
+from .fake_neuron import GB, WAIT_S, begin_stream, chunk, until
 
 if TYPE_CHECKING:
     from .fake_neuron import FakeNeuron, SpawnGateway, StartGateway, StartNeuron

@@ -6,6 +6,7 @@ Work that a loop gives to a thread delays it too, where it holds the interpreter
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -39,9 +40,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopWatch]:
             watch.worst_s, watch.what = elapsed_s, repr(handle)[:2000]
 
     before_s = _executor_s()
-    with monkeypatch.context() as patched:
-        patched.setattr(asyncio.Handle, "_run", measured)
-        yield watch
+    gc.disable()  # a collection visits what all tests before have left, in whichever callback it comes
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.Handle, "_run", measured)
+            yield watch
+    finally:
+        gc.enable()
     watch.threads_s = sum(cpu_s - before_s.get(id, 0.0) for id, cpu_s in _executor_s().items())
 
 

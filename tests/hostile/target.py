@@ -65,7 +65,7 @@ class Target:
         attacked_s = min([await self.health_s() for _ in range(3)])
         grown_bytes = self.memory_bytes() - before_bytes
         assert grown_bytes < growth_bytes, f"{grown_bytes / MEBIBYTE:.0f} MiB more"
-        assert attacked_s < 2.0 + 100 * idle_s, f"{attacked_s:.2f} s instead of {idle_s:.3f} s"
+        assert attacked_s < 10.0 + 100 * idle_s, f"{attacked_s:.2f} s instead of {idle_s:.3f} s"
         assert "Traceback" not in self.log.read_text()
 
 

@@ -42,7 +42,7 @@ async def test_disconnected_client_aborts_the_call(harness: Harness, phase: str,
         await reader.read()
 
     node = await harness.node(endless)
-    server, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.02 if phase == "keepalive" else 5.0)
+    server, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.02 if phase == "keepalive" else 60)
     reader, writer = await harness.client(port)
     if phase == "not reading":
         harness.pausable(writer).pause_reading()
@@ -51,15 +51,13 @@ async def test_disconnected_client_aborts_the_call(harness: Harness, phase: str,
     if phase in ("keepalive", "streaming", "not streaming"):
         await reader.readuntil(b"\r\n\r\n")
     await asyncio.sleep(0.1)
-    started = harness.loop.time()
     if manner == "reset":
         harness.reset(writer)
     elif manner == "half-close":
         writer.write_eof()
     else:
         writer.transport.abort()
-    await harness.eventually(lambda: node.num_open == 0)
-    assert harness.loop.time() - started < 1.0
+    await harness.eventually(lambda: node.num_open == 0)  # long before a keepalive would have failed
     assert harness.observers[0].outcome is Outcome.CLIENT_DISCONNECTED
     assert server.num_exchanges == 0
     assert len(harness.ticker) <= 1  # a half-closed connection may linger for a turn
@@ -81,14 +79,14 @@ async def test_slow_client_pauses_the_node(harness: Harness) -> None:
         await reader.read()
 
     node = await harness.node(flood)
-    server, port = await harness.relaying(harness.pool(node.origin, silence_s=0.2), keepalive_s=0.05)
+    server, port = await harness.relaying(harness.pool(node.origin, silence_s=1.0), keepalive_s=0.05)
     reader, writer = await harness.client(port)
     harness.pausable(writer).pause_reading()
     writer.write(POST)
     held_back = 0
     while not held_back or held_back != num_written:
         held_back = num_written
-        await asyncio.sleep(0.6)  # longer than silence_s: a node that we hold back is not silent
+        await asyncio.sleep(1.2)  # longer than silence_s: a node that we hold back is not silent
     assert held_back < 500
     (connection,) = server.connections
     assert isinstance(connection, ClientConnection)
@@ -96,7 +94,7 @@ async def test_slow_client_pauses_the_node(harness: Harness) -> None:
     harness.pausable(writer).resume_reading()
     _, body = await harness.read_message(reader)
     assert body.replace(b": still here\n\n", b"").count(b"\n\n") == 1000
-    assert body.count(b": still here") <= 4, "no keepalives for a client that does not read"
+    assert b": still here\n\n" * 5 not in body, "no keepalives for a client that does not read"
     assert harness.observers[0].outcome is Outcome.COMPLETE
 
 
@@ -185,8 +183,7 @@ async def test_finished_exchanges_are_not_kept_in_memory(harness: Harness) -> No
     await harness.eventually(lambda: not server.connections and not pool.connections and node.num_open == 0)
     harness.observers.clear()
     harness.writers.clear()
-    await asyncio.sleep(0.05)
-    assert num_alive() == before
+    await harness.eventually(lambda: num_alive() == before)
 
 
 async def test_nothing_leaks_when_a_third_of_200_streams_disconnect(harness: Harness) -> None:

@@ -155,7 +155,9 @@ class GatewayClient:
                 advice = "write http:// if it has no certificate" if is_plain else None
                 raise GatewayUnreachable(self.url, f"TLS: {error.reason or error}", advice) from error
             except (OSError, http.client.HTTPException) as error:
-                raise GatewayUnreachable(self.url, getattr(error, "strerror", None) or str(error)) from error
+                is_closed = isinstance(error, http.client.RemoteDisconnected) and not self._is_secure
+                advice = "write https:// if it has a certificate" if is_closed else None
+                raise GatewayUnreachable(self.url, getattr(error, "strerror", None) or str(error), advice) from error
             if rejection is not None:
                 raise _rejection(response.status, self._decode(rejection))
             yield response

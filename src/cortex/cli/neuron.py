@@ -21,6 +21,7 @@ from cortex.cli.failures import EXIT_CODES_HELP, CommandError, ExitCode, Group, 
 from cortex.cli.output import bar, console, file_here, json_option, print_json, size, table
 from cortex.cli.up.preflight import require_engine
 from cortex.settings import SettingsError
+from cortex.telemetry.tracing import open_tracer
 
 if TYPE_CHECKING:
     from cortex.neuron.config import NeuronConfig
@@ -138,6 +139,7 @@ def _findings(path: Path | None) -> Iterator[Finding]:
         yield Finding(
             "config", Severity.FINE, str(path) if path else "no file given: defaults and NEURON_… variables apply"
         )
+        open_tracer(settings.telemetry, "neuron").close()
         Front(settings, path, insecure=False)
     except KeyNeeded as error:  # only a note: `serve` may get --insecure
         what, _, remedy = error.message.rpartition(": ")

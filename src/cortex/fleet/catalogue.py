@@ -82,8 +82,8 @@ class ModelSpec(Section, frozen=True):
     """`fp8`: the KV cache takes one byte a number, for about twice the context in the same memory. As the node is
     configured when absent."""
     deterministic: bool = False
-    """A request with a seed, or at temperature 0, gets the same tokens alone and in company, whatever is cached and
-    however its prompt is cut into steps. Slower; not for models that are divided among devices."""
+    """A request with a seed, or at temperature 0, gets the same tokens alone and beside others, whatever is cached and
+    however its prompt is divided into steps. Slower; not for models that are divided among devices."""
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does; from
     the next load on. By default they are only text, so that clients cannot forge turns."""

@@ -129,8 +129,8 @@ class ModelOptions(Section, frozen=True):
     """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
     an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
     deterministic: bool = False
-    """A request with a seed, or at temperature 0, gets the same tokens alone and in company, whatever is cached and
-    however its prompt is cut into steps. Slower; not for models that are divided among devices."""
+    """A request with a seed, or at temperature 0, gets the same tokens alone and beside others, whatever is cached and
+    however its prompt is divided into steps. Slower; not for models that are divided among devices."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
     tensor_parallel: Count = 1

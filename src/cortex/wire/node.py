@@ -301,7 +301,7 @@ class LoadRequest(NodeValue, frozen=True):
     sampling: SamplingDefaults = SamplingDefaults()
     """How the model samples where a request says nothing; as the node is configured where absent."""
     deterministic: bool = False
-    """Whether a request gets the same tokens alone and in company."""
+    """Whether a request gets the same tokens alone and beside others."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
 

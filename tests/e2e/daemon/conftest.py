@@ -22,6 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cortex.neuron.engine.memory.host import anonymous_bytes
 
+from ...ports import free_port
+
 SOURCE = Path(__file__).parents[3] / "src"
 READY_TIMEOUT_S = 180.0
 MEMORY_MB = 1024
@@ -167,9 +169,7 @@ def write_model(folder: Path, inner: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def start_daemon(
-    tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_model: Path, free_ports: Callable[[int], list[int]]
-) -> Iterator[StartDaemon]:
+def start_daemon(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_model: Path) -> Iterator[StartDaemon]:
     """Start a daemon that loads the demo model and knows the tiny one; `settings` are lines of its `neuron.toml`.
 
     With `waits=False` it may not listen yet: several daemons start at the same time.
@@ -185,7 +185,7 @@ def start_daemon(
         waits: bool = True,
     ) -> Daemon:
         folder = tmp_path_factory.mktemp("daemon")
-        listen = listen or f"127.0.0.1:{free_ports(1)[0]}"
+        listen = listen or f"127.0.0.1:{free_port()}"
         config = [
             f'listen = "{listen}"',
             *([f'keys = ["{key}"]'] if key else []),
@@ -219,4 +219,4 @@ def start_daemon(
     for daemon in daemons:
         if daemon.process.poll() is None:
             daemon.process.send_signal(signal.SIGKILL)
-        daemon.process.wait(10)
+        daemon.process.wait(60)

@@ -21,22 +21,27 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-DEMO, TINY = "demo", "tiny"
+WIDE = "wide"
 KILLS = 6
 """One more than the faults in a row after which a model is given up: a response in between starts the count again."""
 MEBIBYTE = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def daemon(start_daemon: StartDaemon) -> Daemon:
-    return start_daemon("drain_s = 1.0")
+def daemon(start_daemon: StartDaemon, wide_model: Path) -> Daemon:
+    """It has loaded a model that is reloaded quickly, and whose long responses take seconds."""
+    entry = f'[[default_models]]\nmodel_id = "{WIDE}"\nsource = "{wide_model}"'
+    daemon = start_daemon("drain_s = 1.0", entry, loads_demo=False)
+    daemon.wait_ready(WIDE)
+    return daemon
 
 
 def kill_mid_stream(daemon: Daemon, name: str = "neuron-worker") -> dict[str, Any]:
     """Kills the process of that name once an answer has begun; what the stream says last."""
     host, _, port = daemon.url.removeprefix("http://").partition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=30)
-    body = {"model": DEMO, "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    victim = daemon.process_called(name)
+    connection = http.client.HTTPConnection(host, int(port), timeout=120)
+    body = {"model": WIDE, "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
     events: list[dict[str, Any]] = []
@@ -44,7 +49,7 @@ def kill_mid_stream(daemon: Daemon, name: str = "neuron-worker") -> dict[str, An
         if line.startswith(b"data: {"):
             events.append(json.loads(line[6:]))
             if len(events) == 1:
-                os.kill(daemon.process_called(name), signal.SIGKILL)
+                os.kill(victim, signal.SIGKILL)
     connection.close()
     return events[-1]
 
@@ -52,7 +57,7 @@ def kill_mid_stream(daemon: Daemon, name: str = "neuron-worker") -> dict[str, An
 def answer_again(daemon: Daemon) -> Any:
     """The choices of the next response; every rejection before it says that the model is recovering."""
     told_s = time.monotonic()
-    while (answer := daemon.answer())[0] != 200:
+    while (answer := daemon.answer(WIDE))[0] != 200:
         status, refusal = answer
         assert (status, refusal["error"]["code"]) == (503, "recovering")
         assert time.monotonic() - told_s < 60.0
@@ -68,7 +73,7 @@ def assert_one_worker(daemon: Daemon) -> None:
 
 
 def test_killed_mid_stream_time_after_time_it_answers_again_each_time(daemon: Daemon) -> None:
-    status, first = daemon.answer()
+    status, first = daemon.answer(WIDE)
     assert status == 200
     for _ in range(KILLS):
         assert kill_mid_stream(daemon)["error"]["code"] == "recovering"
@@ -194,9 +199,9 @@ def test_a_hostile_model_is_refused_and_leaves_nothing_behind(
 ) -> None:
     source = HOSTILE[kind](tmp_path, demo_model, tiny_model)
     name = f"hostile-{kind.replace(' ', '-')}"
-    daemon.wait_ready()
+    daemon.wait_ready(WIDE)
     processes, before_bytes = daemon.descendants(), daemon.held_bytes()
-    status, refusal = daemon.call("/models/load", {"model_id": name, "source": str(source)}, timeout_s=20)
+    status, refusal = daemon.call("/models/load", {"model_id": name, "source": str(source)})
     assert (status, refusal["error"]["code"]) == (502, "load_failed"), refusal
     assert "Traceback" not in refusal["error"]["message"]
     model = daemon.model(name)
@@ -206,4 +211,4 @@ def test_a_hostile_model_is_refused_and_leaves_nothing_behind(
     assert daemon.held_bytes() - before_bytes < 64 * MEBIBYTE
     status, _ = daemon.call("/models/unload", {"model_id": name})
     assert (status, daemon.model(name)["state"]) == (200, "cold")
-    assert daemon.answer()[0] == 200
+    assert daemon.answer(WIDE)[0] == 200

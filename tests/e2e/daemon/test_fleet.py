@@ -18,6 +18,7 @@ import pytest
 
 from cortex.gateway.ledger.keys import as_toml, generate
 
+from ...ports import free_port
 from ...telemetry.otlp_collector import Collector, ReceivedSpan
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Fleet:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def get(self, path: str) -> Any:
         headers = {"authorization": f"Bearer {KEY.text}"}
@@ -160,7 +161,6 @@ def collector() -> Iterator[Collector]:
 def fleet(
     start_daemon: StartDaemon,
     tmp_path_factory: pytest.TempPathFactory,
-    free_ports: Callable[[int], list[int]],
     collector: Collector,
 ) -> Iterator[Fleet]:
     telemetry = f'telemetry = {{ endpoint = "{collector.endpoint}" }}'
@@ -176,7 +176,7 @@ def fleet(
     for node in nodes.values():
         node.wait_ready()
     folder = tmp_path_factory.mktemp("fleet")
-    (port,) = free_ports(1)
+    port = free_port()
     lines = [
         f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:0"\nkeepalive_s = 0.2',
         'log_format = "json"\naccess_log = true',

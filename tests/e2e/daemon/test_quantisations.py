@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from tests.neuron.fake_hub import FakeHub, served
+
+from cortex.neuron.engine.memory.device import compute_dtype
+from cortex.neuron.engine.memory.dtypes import likely_cpu_form
+from cortex.neuron.kernels.products.cpu_matrix import fastest_form
 
 from .gguf_files import write_gguf
 
 if TYPE_CHECKING:
+    from ..conftest import Start
     from .conftest import Daemon, StartDaemon
 
 pytestmark = pytest.mark.e2e
@@ -93,6 +101,48 @@ def test_any_spelling_loads_its_file_and_the_report_names_it(
     assert daemon.call("/files/delete", {"model_id": model}, timeout_s=60)[0] == 200
 
 
+@pytest.fixture
+def _quantises_at_load() -> None:
+    device = torch.device("cpu")
+    if likely_cpu_form() is None or fastest_form(compute_dtype("auto", device)) is None:
+        pytest.skip("this processor multiplies faster with dense weights, so none are quantised at load")
+
+
+@pytest.mark.usefixtures("_quantises_at_load")
+@pytest.mark.parametrize(
+    ("model", "source", "quant", "stored"),
+    [
+        ("tiny/dense", None, "q4", "q4_k"),
+        ("tiny/dense", None, "INT8", "q8_0"),
+        ("tiny/eight", None, "Q4_K_M", "q4_k"),
+        ("tiny/quants-GGUF", None, "q6k", None),
+        ("f16", "tiny/quants-GGUF:F16", "q6k", "q6_k"),
+        ("named", "tiny/dense:q5", None, "q5_k"),
+    ],
+)
+def test_dense_weights_are_quantised_at_load_where_no_file_is(
+    daemon: Daemon, model: str, source: str | None, quant: str | None, stored: str | None
+) -> None:
+    request = {"model_id": model, "source": source, "quant": quant}
+    if stored is None:
+        assert daemon.call("/models/load", request, timeout_s=120)[0] == 502  # quantised files of other bits only
+        return
+    ready = load(daemon, model, source=source, quant=quant)
+    assert ready["quant"] == stored
+    unload(daemon, model)
+    assert daemon.model(model)["least_bytes"] == ready["least_bytes"]
+    assert daemon.call("/files/delete", {"model_id": model}, timeout_s=60)[0] == 200
+
+
+@pytest.mark.usefixtures("_quantises_at_load")
+def test_size_of_a_quantised_load_is_known_before_it(daemon: Daemon) -> None:
+    assert pull(daemon, "tiny/dense")["state"] == "done"
+    sizes = {size["quant"]: size["least_bytes"] for size in daemon.model("tiny/dense")["quantised"]}
+    assert pull(daemon, "tiny/dense", "q4")["state"] == "done"
+    assert daemon.model("tiny/dense")["least_bytes"] == sizes["q4_k"]
+    assert daemon.call("/files/delete", {"model_id": "tiny/dense"}, timeout_s=60)[0] == 200
+
+
 def test_model_is_loaded_as_it_was_pulled_and_estimated(daemon: Daemon) -> None:
     """Dense weights are beside the pulled GGUF on disk; a load without a quantisation takes what was pulled last."""
     for quant, stored in ((None, None), ("q8", "q8_0"), ("q4", "q4_0"), (None, None)):
@@ -101,6 +151,10 @@ def test_model_is_loaded_as_it_was_pulled_and_estimated(daemon: Daemon) -> None:
         assert (cold["state"], cold["quant"]) == ("cold", stored)
         assert load(daemon, "tiny/mixed")["quant"] == stored
         unload(daemon, "tiny/mixed")
+    assert pull(daemon, "tiny/mixed", "q4")["state"] == "done"
+    status, deleted = daemon.call("/files/delete", {"model_id": "tiny/mixed"}, timeout_s=60)
+    assert status == 200, deleted
+    assert daemon.call("/models/tiny/mixed")[0] == 404, "all of its files are gone, whatever was pulled last"
 
 
 def test_pull_of_another_file_leaves_the_report_of_a_loaded_model(daemon: Daemon) -> None:
@@ -132,3 +186,15 @@ def test_what_a_repository_cannot_give_is_rejected_and_leaves_no_files(
     assert status >= 400
     assert reason in error["error"]["message"]
     assert daemon.call("/health")[1]["disk"]["models_bytes"] == before
+
+
+def test_cortex_up_serves_the_quantisation_of_its_option(start: Start, hub: FakeHub, tmp_path: Path) -> None:
+    run = start("tiny/quants-GGUF", "tiny/mixed:int8", "--quant", "q4", HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path))
+    run.wait_ready()
+    with urllib.request.urlopen(f"{run.url}/v1/models", timeout=60) as response:
+        listed = json.load(response)["data"]
+    assert {entry["id"]: [size["quant"] for size in entry["sizes"]] for entry in listed} == {
+        "tiny/quants-GGUF": ["q4_0"],
+        "tiny/mixed": ["q8_0"],
+    }
+    assert run.stop() == 0

@@ -12,6 +12,7 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from .conftest import Daemon, StartDaemon
 
@@ -70,7 +71,7 @@ def test_cycles_of_asleep_and_awake_leave_the_memory_where_it_was(daemon: Daemon
         assert park(daemon)["state"] == "asleep"
         asleep.append(daemon.held_bytes())
         assert ask(daemon) == expected
-    assert min(asleep[-2:]) - min(asleep[:2]) < 10 * MEBIBYTE
+    assert min(asleep[-2:]) - min(asleep[:2]) < 64 * MEBIBYTE
 
 
 def test_a_worker_killed_while_its_model_sleeps_leaves_it_cold_and_a_request_loads_it(daemon: Daemon) -> None:
@@ -83,9 +84,10 @@ def test_a_worker_killed_while_its_model_sleeps_leaves_it_cold_and_a_request_loa
     assert ask(daemon) == expected
 
 
-def test_over_the_budget_the_coldest_is_unloaded(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon("drain_s = 5.0", "[limits]\nsleep_mb = 1")
-    assert park(daemon)["state"] == "cold", "far too large for what there is"
+def test_over_the_budget_the_coldest_is_unloaded(start_daemon: StartDaemon, wide_model: Path) -> None:
+    daemon = start_daemon("drain_s = 5.0", "[limits]\nsleep_mb = 1", loads_demo=False)
+    assert daemon.call("/models/load", {"model_id": "wide", "source": str(wide_model)})[0] == 200
+    assert park(daemon, "wide")["state"] == "cold", "far too large for what there is"
     source = daemon.model(TINY)["source"]
     names = [f"copy-{number}" for number in range(6)]
     for name in names:

@@ -19,6 +19,8 @@ from urllib.parse import quote
 
 import pytest
 
+from ...ports import free_port
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -120,8 +122,8 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(start_daemon: StartDaemon, tiny_model: Path, free_ports: Callable[[int], list[int]]) -> Pair:
-    return Pair(start_daemon, tiny_model, free_ports(2))
+def pair(start_daemon: StartDaemon, tiny_model: Path) -> Pair:
+    return Pair(start_daemon, tiny_model, [free_port(), free_port()])
 
 
 def worker(daemon: Daemon, device: int) -> int:
@@ -201,7 +203,7 @@ def test_model_comes_back_when_the_peer_was_killed_and_starts_again(pair: Pair) 
     bystander = worker(pair.lead, 1)
     response = Response(pair.lead, SPANNING)
     pair.peer.process.kill()
-    pair.peer.process.wait(10)
+    pair.peer.process.wait(60)
     assert "recovering" in response.rest()
     assert pair.lead.model(SPANNING)["state"] == "recovering"
     pair.start_peer()
@@ -222,9 +224,9 @@ def test_wrong_key_and_a_second_model_on_the_device_are_rejected(pair: Pair) -> 
 
 
 @pytest.fixture
-def gateway(pair: Pair, tmp_path: Path, free_ports: Callable[[int], list[int]]) -> Iterator[str]:
+def gateway(pair: Pair, tmp_path: Path) -> Iterator[str]:
     """The URL of a gateway over both nodes, which are up. Its catalogue has models that span them."""
-    (port,) = free_ports(1)
+    port = free_port()
     (tmp_path / "models.toml").write_text(
         "".join(f'[[models]]\nid = "{name}"\nsource = "{pair.model}"\nnodes = ["beast", "second"]\n' for name in SHARED)
     )
@@ -251,7 +253,7 @@ def gateway(pair: Pair, tmp_path: Path, free_ports: Callable[[int], list[int]]) 
     until(both_are_up, "the nodes are not up")
     yield url
     process.kill()
-    process.wait(10)
+    process.wait(60)
 
 
 def fleet_nodes(gateway: str) -> dict[str, Any]:
@@ -306,7 +308,7 @@ def test_lead_that_is_killed_leaves_nothing_on_the_peer_and_unload_does_neither(
     pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
     assert len(pair.shares()) == 1
     pair.lead.process.kill()
-    pair.lead.process.wait(10)
+    pair.lead.process.wait(60)
     until(lambda: pair.shares() == [], "the peer keeps its part")
     assert text_of(pair.peer, BESIDE)
     assert worker(pair.peer, 1) == bystander

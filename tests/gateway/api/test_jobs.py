@@ -49,6 +49,26 @@ async def test_load_without_waiting_is_a_job_with_progress(neurons: StartNeuron,
     assert (await client.get("/fleet/jobs/unknown"))[0] == 404
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("models/a/load", {"nod": "beast"}),
+        ("models/a/unpin", {"dry_run": True}),
+        ("nodes/beast/drain", {"dry_run": True}),
+        ("nodes/beast/undrain", {"node": "beast"}),
+    ],
+)
+async def test_order_with_an_option_that_it_does_not_have_changes_nothing(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str, body: dict[str, Any]
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(beast)
+    status, rejection = await client.post(f"/fleet/{path}", body)
+    assert (status, rejection["error"]["code"]) == (400, "invalid_value")
+    assert not beast.load_requests
+    assert (await client.get("/ready"))[0] == 200
+
+
 async def test_cancelled_load_ends_on_the_node_and_is_not_a_failure(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:

@@ -87,6 +87,8 @@ async def test_usage_has_the_cost_and_only_operators_see_other_keys(keyed: Keyed
     assert [row["requests"] for row in report["rows"]] == [1]
     _, report = await keyed.call("GET", "/fleet/usage?by=key&key=olga", key=keyed.anna)
     assert [row["name"] for row in report["rows"]] == ["anna"], "of others nothing, whatever is asked for"
+    status, body = await keyed.call("GET", "/fleet/usage?by=node", key=keyed.anna)
+    assert (status, body["error"]["code"]) == (403, "operator_only"), "nodes are for operators"
     _, report = await keyed.call("GET", "/fleet/usage?until=2020-01-01")
     assert report["rows"] == []
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
+
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import ModelOnNode
@@ -148,6 +152,17 @@ def test_two_missed_polls_do_not_take_a_node_down() -> None:
     fake.dispatcher.missed("n", "timeout")
     fake.dispatcher.missed("n", "timeout")
     assert node_of(fake.ask("a")) == "n"
+
+
+@pytest.mark.parametrize("was_up", [True, False])
+def test_node_that_is_down_is_logged_once(was_up: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fake = FakeFleet({"n": {"a": GB}})
+    if was_up:
+        fake.poll()
+    for _ in range(6):
+        fake.dispatcher.missed("n", "connection refused")
+    assert [record.message for record in caplog.records].count("node down") == 1
 
 
 def test_rejects_at_once_when_the_only_node_is_down() -> None:

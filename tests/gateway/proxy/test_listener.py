@@ -35,7 +35,7 @@ async def first_response(port: int, data: bytes) -> tuple[int, dict[str, Any]]:
     """The status and JSON body (empty for 1xx) of the first response to `data`, which may be an incomplete request."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             writer.write(data)
             lines = (await reader.readuntil(b"\r\n\r\n")).lower()
             status = int(lines.split()[1])

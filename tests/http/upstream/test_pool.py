@@ -142,16 +142,16 @@ async def test_fails_a_silent_node_but_not_a_slow_one(harness: Harness) -> None:
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n")
-        for _ in range(9):
+        for _ in range(6):
             writer.write(b".")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.25)
         await reader.read()  # until the gateway hangs up
 
     node = await harness.node(slow)
     sink = Recorder()
-    harness.pool(node.origin, silence_s=0.2).send(b"GET", b"/", (), b"", sink)
+    harness.pool(node.origin, silence_s=1.0).send(b"GET", b"/", (), b"", sink)
     await sink.over.wait()
-    assert sink.body == b"." * 9
+    assert sink.body == b"." * 6
     assert isinstance(sink.fault, UpstreamSilent)
     await harness.eventually(lambda: node.num_open == 0)
 
@@ -168,9 +168,9 @@ async def test_paused_node_does_not_count_as_silent(harness: Harness) -> None:
 
     node = await harness.node(waiting)
     sink = Recorder()
-    call = harness.pool(node.origin, silence_s=0.2).send(b"GET", b"/", (), b"", sink)
+    call = harness.pool(node.origin, silence_s=1.0).send(b"GET", b"/", (), b"", sink)
     call.pause()
-    await asyncio.sleep(0.4)
+    await asyncio.sleep(1.5)
     call.resume()  # its silence counts from here
     resumed.set()
     await sink.over.wait()

@@ -21,6 +21,8 @@ from aiohttp import ClientSession
 from cortex.exits import ExitCode
 from cortex.wire.sse import Parser
 
+from ...ports import free_port
+
 SOURCE = Path(__file__).parents[3] / "src"
 WAIT_S = 90.0
 """Upper bound of a wait on a slow machine: starting a worker imports torch."""
@@ -84,12 +86,6 @@ class Daemon:
             ["ps", "-o", "pid=,comm=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
         )
         return {int(pid): name for pid, name in (line.split(maxsplit=1) for line in listed.stdout.splitlines())}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(folder: Path, config: str, port: int) -> Daemon:

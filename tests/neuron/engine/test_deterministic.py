@@ -66,7 +66,8 @@ def fill(parameters: Parameters) -> None:
 
 
 def engine(family: str, **options: Any) -> Engine:
-    spec = LoadSpec("", dtype="bfloat16", context_tokens=128, deterministic=True, **{"max_num_seqs": 8} | options)
+    limits = {"max_num_seqs": 8, "memory_bytes": 256 << 20}  # several engines are on a device at once
+    spec = LoadSpec("", dtype="bfloat16", context_tokens=128, deterministic=True, **limits | options)
     made = Engine(build_model(FAMILIES[family], spec, DEVICE, fill), spec)
     made.warm_up()
     return made

@@ -276,4 +276,4 @@ def test_memory_stays_flat_over_many_loads(checkpoint: Path) -> None:
     before = resident_bytes()
     for _ in range(8):
         cycle()
-    assert resident_bytes() - before < 2 * weight_bytes[0]
+    assert resident_bytes() - before < 4 * weight_bytes[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,8 @@ from torch import Tensor
 from cortex.neuron.engine import loading
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.memory.plan import ModelSizes
-from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StageSpec
+from cortex.neuron.engine.parallel.group import TorchGroup
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams, StageSpec
 from cortex.neuron.layers.mlp import MLP
 from cortex.neuron.layers.parameters import PackingOffer
 from cortex.neuron.models.decoder import Decoder
@@ -66,7 +68,8 @@ def float8(weight: Tensor, size: int = 64) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight": codes.view(padded.shape)[: len(weight)].contiguous(), name: scale}, numbers
 
 
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]]] = {
+Quantise = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
+FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, awq),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, float8),
     "fp8 in blocks of 128": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, partial(float8, size=128)),
@@ -77,11 +80,15 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[dict[str, Tens
 @pytest.fixture(scope="module", params=FORMATS)
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A model directory, and the reference model with the numbers that are in it."""
-    config, quantise = FORMATS[request.param]
     path = tmp_path_factory.mktemp(request.param)
+    return path, write(path, *FORMATS[request.param])
+
+
+def write(path: Path, config: dict[str, Any], quantise: Quantise, inner: int = 256) -> Any:
+    """Returns the reference model."""
     torch.manual_seed(0)
     sizes = transformers.Qwen3Config(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,
     )  # fmt: skip
     reference = transformers.Qwen3ForCausalLM(sizes).eval()
@@ -97,12 +104,23 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     save_file(tensors, path / "model.safetensors")
     stored = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(stored | {"quantization_config": config}))
-    return path, reference
+    return reference
 
 
-def loaded(path: Path) -> Decoder:
-    spec = LoadSpec(str(path), dtype="float32", context_tokens=128, max_num_seqs=4)
-    return loading.load_model(spec, CPU, lambda *_: None, lambda: False).model
+def loaded(path: Path, group: TorchGroup | None = None, rank: RankSpec | None = None) -> Decoder:
+    spec = LoadSpec(str(path), dtype="float32", context_tokens=128, max_num_seqs=4, rank=rank)
+    return loading.load_model(spec, CPU, lambda *_: None, lambda: False, group).model
+
+
+@torch.inference_mode()
+def logits_of(path: Path, rank: RankSpec | None = None) -> Tensor:
+    """Of every position of a prompt in two chunks."""
+    group = None if rank is None else TorchGroup.join(rank, CPU, lambda: None)
+    tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(5))
+    [logits] = Driver(loaded(path, group, rank), 1).logits([tokens], [[33, 7]])
+    if group is not None:
+        group.close()
+    return logits
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
@@ -137,10 +155,38 @@ def test_preflight_counts_the_quantised_bytes_and_rejects_another_quantisation(p
         inspect(path, "q6_k")
 
 
-def test_published_model_is_divided_by_layers_and_not_within_them(published: tuple[Path, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_published_model_is_divided_within_its_layers(
+    published: tuple[Path, Any], tmp_path: Path, num_ranks: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, _ = published
-    with pytest.raises(LoadFailed, match=r"mine cannot be divided among 2 devices: .* use `pipeline_parallel`"):
-        inspect(path, name="mine", num_ranks=2)
+    inspect(path, num_ranks=num_ranks)
+    if is_packed:
+        monkeypatch.setattr(loading, "packing_offer", lambda tensors, *_: PackingOffer(packed_layouts(tensors, None)))
+    expected = logits_of(path)
+    ranks = [RankSpec(rank, num_ranks, str(tmp_path)) for rank in range(num_ranks)]
+    with ThreadPoolExecutor(num_ranks) as pool:
+        for logits in pool.map(lambda rank: logits_of(path, rank), ranks):
+            if is_packed:  # where blocks of FP8 are cut, they become eight-bit groups
+                assert (logits - expected).norm() / expected.norm() < 0.02
+            else:
+                assert (logits - expected).abs().max() < 1e-4
+
+
+def test_division_that_cuts_a_group_is_rejected_before_the_load(tmp_path: Path) -> None:
+    write(tmp_path, *FORMATS["awq"], inner=192)
+    inspect(tmp_path, num_ranks=2)
+    with pytest.raises(
+        LoadFailed,
+        match=r"mine cannot be divided among 4 devices: .* 192 columns in INT4, which has blocks of 32, cannot be "
+        "divided after 144; use fewer devices, `pipeline_parallel`, or another quantisation",
+    ):
+        inspect(tmp_path, name="mine", num_ranks=4)
+
+
+def test_published_model_is_divided_by_layers(published: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = published
     spec = LoadSpec(str(path), dtype="float32", context_tokens=128, max_num_seqs=4)
     greedy = SamplingParams(temperature=0.0)
     request = EngineRequest("r", tuple(range(40)), max_tokens=8, sampling=greedy, prompt_logprobs=0)

@@ -11,15 +11,8 @@ import torch.multiprocessing
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import INTERPRETED
-from cortex.neuron.kernels.peer_exchange import (
-    BUFFER_BYTES,
-    MAX_BYTES,
-    NUM_FLAGS,
-    SUM_DTYPES,
-    peer_gather,
-    peer_sum,
-    peer_sum_reference,
-)
+from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES, MAX_BYTES, NUM_FLAGS
+from cortex.neuron.kernels.peer_exchange import SUM_DTYPES, peer_gather, peer_sum, peer_sum_reference
 
 Shape = tuple[int, int]
 SHAPES: list[Shape] = [(1, 1), (3, 700), (1, 5), (2, 4096), (1, 1024), (7, 333)]

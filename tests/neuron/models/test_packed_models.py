@@ -78,6 +78,13 @@ def test_gguf_of_every_architecture_stays_quantised(architecture: str, tmp_path:
     assert_packed_computes_as_dense(tmp_path / "m.gguf", tmp_path / "dense")
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen35moe"])
+@torch.inference_mode()
+def test_dense_gguf_is_quantised_at_load(architecture: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", architecture, reference_of(architecture), ("F16", "BF16"))
+    assert_packed_computes_as_dense(tmp_path / "m.gguf", tmp_path / "dense", RECIPES["q4_k"])
+
+
 @pytest.mark.parametrize("architecture", ["qwen3moe", "qwen3next", "qwen35", "qwen35moe"])
 @torch.inference_mode()
 def test_safetensors_of_every_family_are_quantised_at_load(architecture: str, tmp_path: Path) -> None:

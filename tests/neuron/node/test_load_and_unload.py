@@ -9,6 +9,7 @@ import faulty_engine
 import pytest
 from faulty_models import models, running_node, write_model
 
+from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import (
     InsufficientCapacity,
     LoadFailed,
@@ -16,7 +17,7 @@ from cortex.wire.errors import (
     Overloaded,
     ShuttingDown,
 )
-from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node import Device, LoadRequest, ModelState, UnloadRequest
 
 from .node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_bytes
 
@@ -121,6 +122,25 @@ async def test_rejects_a_model_that_does_not_fit_with_needed_and_available_bytes
         assert row["need_bytes"] > row["have_bytes"] == 0
         assert row["kept_free_bytes"] >= 1 << 50
         assert not has_worker(node)
+
+
+async def test_rejection_for_lack_of_memory_says_what_the_model_needs_when_quantised(tmp_path: Path) -> None:
+    card = Device(index=0, kind="cuda", name="card", total_bytes=1 << 30)
+    readings = {0: DeviceReading(1 << 30, 1 << 20)}
+    full_card = {"discover": lambda: Inventory((card,), readings=readings), "read_devices": lambda _: readings}
+    async with running_node(tmp_path, models(tmp_path, m={}), **full_card) as node:
+        with pytest.raises(InsufficientCapacity, match=r"quantised at load .*needs at least .* as q4_k, .* as q8_0"):
+            await node.load(LoadRequest(model_id="m"), wait=True)
+        status = node.model("m")
+        sizes = {size.quant: size for size in status.quantised}
+        assert {"q4_k", "q5_k", "q6_k", "q8_0"} <= sizes.keys()
+        assert status.requested_quant is None
+        with pytest.raises(InsufficientCapacity, match="needs at least") as rejected:
+            await node.load(LoadRequest(model_id="m", quant="int4"), wait=True)
+        assert "quantised at load" not in rejected.value.message
+        status = node.model("m")
+        assert (status.quant, status.requested_quant) == ("q4_k", "int4")
+        assert status.least_bytes == sizes["q4_k"].least_bytes
 
 
 async def test_reports_the_memory_that_a_load_leaves_free(tmp_path: Path) -> None:

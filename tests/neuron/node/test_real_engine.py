@@ -98,7 +98,7 @@ async def test_load_cycles_of_two_models_do_not_leak_host_memory(tmp_path: Path)
     node = await start(tmp_path)
     try:
         held = await cycle(node, 6, lambda: worker_bytes(node))
-        assert held[-1] - held[2] < 16 * MEBIBYTE
+        assert held[-1] - held[2] < 40 * MEBIBYTE
     finally:
         await node.close()
 
@@ -125,7 +125,7 @@ async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path
     node = await start(tmp_path, sleep_mb=256)
     try:
         held = await sleep_and_wake(node, 6, lambda: worker_bytes(node))
-        assert held[-1] - held[2] < 16 * MEBIBYTE
+        assert held[-1] - held[2] < 40 * MEBIBYTE
     finally:
         await node.close()
 

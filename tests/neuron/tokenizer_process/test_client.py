@@ -316,5 +316,5 @@ async def test_process_ends_when_its_daemon_is_killed(model: Path, when: str) ->
     with daemon.stdout:
         process_id = int(await asyncio.to_thread(daemon.stdout.readline))
     daemon.kill()
-    daemon.wait(10)
+    daemon.wait(60)
     await until(lambda: not alive(process_id))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cortex.cli.client import DEFAULT_URL, GatewayClient, gateway_options
-from cortex.cli.commands import checks
+from cortex.cli.commands import checks, configuration_checks
 from cortex.cli.commands.checks import Finding, Severity
 from cortex.cli.failures import Command, ExitCode
 from cortex.cli.output import console, json_option, print_json
@@ -31,19 +31,19 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
     a problem.
     With --config, the gateway is expected at the address in that file, unless --url names another.
     """
-    listens = checks.addresses(config)
+    listens = configuration_checks.addresses(config)
     if config is not None and gateway.url == DEFAULT_URL:
-        tls = checks.own_certificate(config)
+        tls = configuration_checks.own_certificate(config)
         gateway = gateway.at(f"{'http' if tls is None else 'https'}://{listens[0]}", tls)
     findings = [
         *checks.versions(),
         *checks.engine(),
-        *checks.config(config),
-        *checks.discovery(config),
-        *checks.references(config),
-        *checks.database(config),
+        *configuration_checks.config(config),
+        *configuration_checks.discovery(config),
+        *configuration_checks.references(config),
+        *configuration_checks.database(config),
         *checks.gateway(gateway),
-        *checks.nodes(config),
+        *configuration_checks.nodes(config),
         *checks.devices(),
         *checks.ports(listens),
         *checks.disk(),

@@ -22,8 +22,8 @@ from cortex.cli.output import console, json_option, print_json, size
 def pull(model: str, node: str | None, wait: bool, gateway: GatewayClient, as_json: bool) -> None:
     """Download a model without loading it.
 
-    MODEL is a model of the catalogue or a hub id; QUANT selects one of its GGUF files. Ctrl-C cancels; what was
-    downloaded is kept for the next time.
+    MODEL is a model of the catalogue or a hub id; QUANT selects one of its GGUF files, else the dense weights, which
+    are quantised so at load. Ctrl-C cancels; what was downloaded is kept for the next time.
 
     \b
       cortex pull Qwen/Qwen3-8B

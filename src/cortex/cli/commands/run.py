@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import click
 
+from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, model_path
 from cortex.cli.commands.chat import converse
 from cortex.cli.commands.files import split_quant, start_pull
-from cortex.cli.failures import Command
+from cortex.cli.failures import Command, CommandError
 from cortex.cli.job_view import follow
+from cortex.wire.node import ModelState
 
 
 @click.command(cls=Command)
@@ -36,11 +38,24 @@ def run(
       cortex run unsloth/Qwen3-8B-GGUF:Q4_K_M
     """
     name, quant = split_quant(model)
+    if quant is not None:
+        _reject_another_quant(gateway, name, quant)
     if quant is not None or not _is_known(gateway, name):
         follow(gateway, start_pull(gateway, model, node))
     body = {"wait": False} if node is None else {"wait": False, "node": node}
     follow(gateway, gateway.post(model_path(name, "load"), body)["job"])
     converse(gateway, name, prompt, system, temperature, max_tokens)
+
+
+def _reject_another_quant(gateway: GatewayClient, name: str, quant: str) -> None:
+    """A model in memory serves as it was loaded: what a client asks for here would not be what it gets."""
+    for place, held in fleet_view.fetch(gateway).places(name):
+        known = {each.lower() for each in (held.requested_quant, held.quant) if each is not None}
+        if held.state is not ModelState.FAILED and quant.lower() not in known:
+            raise CommandError(
+                f"{name} is in memory on {place.name} as {held.quant or 'dense weights'}, not as {quant}",
+                f"unload it first with `cortex unload {name}`, or leave out :{quant}",
+            )
 
 
 def _is_known(gateway: GatewayClient, name: str) -> bool:

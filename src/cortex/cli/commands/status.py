@@ -119,7 +119,7 @@ def _devices(node: NodeView) -> Table:
             f"{size(used_bytes)} of {size(device.total_bytes)}",
             Text(", ".join(filter(None, notes)), style="dim"),
         )
-    for column in rows.columns[2:]:
+    for column in rows.columns[:-1]:  # in a narrow terminal the notes take a second line
         column.no_wrap = True
     return rows
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cortex.cli.failures import CommandError, ExitCode
 from cortex.cli.output import console, print_json, size, table
@@ -24,22 +24,28 @@ SUM_BYTES = 8 << 10
 ENOUGH_S = 0.010
 """A model of that size in four bits takes about twice as long per token on one consumer card that can hold it."""
 
-Measured = list[tuple[int, float]]
-"""(bytes, seconds of a sum over all devices)"""
+
+class Sum(NamedTuple):
+    """A sum over all devices."""
+
+    num_bytes: int
+    seconds: float
+    transport: str
+    """`peer memory`, `nccl` or `gloo`."""
 
 
 def run(indices: Sequence[int], *, as_json: bool) -> None:
     """Raises CommandError."""
     measured = measure(_devices(indices))
-    token_s = (2 * LAYERS + 1) * dict(measured)[SUM_BYTES]
+    token_s = (2 * LAYERS + 1) * next(each.seconds for each in measured if each.num_bytes == SUM_BYTES)
     suits = token_s <= ENOUGH_S
     if as_json:
-        sums = [{"bytes": num_bytes, "seconds": seconds} for num_bytes, seconds in measured]
+        sums = [{"bytes": each.num_bytes, "seconds": each.seconds, "transport": each.transport} for each in measured]
         print_json({"devices": list(indices), "sums": sums, "token_s": token_s, "suits_tensor_parallel": suits})
         return
-    rows = table(">MESSAGE", ">LATENCY", ">BANDWIDTH")
-    for num_bytes, seconds in measured:
-        rows.add_row(size(num_bytes), f"{seconds * 1e6:,.0f} µs", f"{size(num_bytes / seconds)}/s")
+    rows = table(">MESSAGE", ">LATENCY", ">BANDWIDTH", "TRANSPORT")
+    for num_bytes, seconds, transport in measured:
+        rows.add_row(size(num_bytes), f"{seconds * 1e6:,.0f} µs", f"{size(num_bytes / seconds)}/s", transport)
     console().print(rows)
     cost = f"a dense model of {LAYERS} layers waits {token_s * 1e3:.1f} ms per token for sums over the devices"
     if suits:
@@ -48,7 +54,7 @@ def run(indices: Sequence[int], *, as_json: bool) -> None:
         console().print(f"{cost}: too slow for tensor_parallel; use pipeline_parallel")
 
 
-def measure(devices: Sequence[Device]) -> Measured:
+def measure(devices: Sequence[Device]) -> list[Sum]:
     """Runs one process per device. Raises CommandError."""
     from cortex.neuron.worker.protocol import DeviceAddress
 
@@ -80,7 +86,7 @@ def _process(arguments: list[str], environment: dict[str, str]) -> Iterator[subp
         process.communicate()
 
 
-def _result(ranks: list[subprocess.Popen[str]], devices: Sequence[Device]) -> Measured:
+def _result(ranks: list[subprocess.Popen[str]], devices: Sequence[Device]) -> list[Sum]:
     """What the first rank measured, once all have succeeded."""
     remedy = "check the links between the devices (nvidia-smi topo -m) and dmesg"
     outputs = []
@@ -93,7 +99,7 @@ def _result(ranks: list[subprocess.Popen[str]], devices: Sequence[Device]) -> Me
             last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
             raise CommandError(f"device {device.index} failed: {last[0]}", remedy)
         outputs.append(output)
-    return [(int(num_bytes), float(seconds)) for num_bytes, seconds in json.loads(outputs[0])]
+    return [Sum(*each) for each in json.loads(outputs[0])]
 
 
 def _devices(indices: Sequence[int]) -> list[Device]:

@@ -16,7 +16,7 @@ import msgspec
 from cortex.fleet import explain
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.api.jobs import Job, JobBoard, JobKind
-from cortex.gateway.api.parts import expect
+from cortex.gateway.api.parts import expect, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.model_jobs import Watched
 from cortex.gateway.dispatch.operator_commands import OperatorCommands
@@ -33,7 +33,7 @@ _MODEL_ORDERS = ("load", "unload", "pin", "unpin")
 _NODE_ORDERS = ("drain", "undrain")
 
 
-class _Order(SleepOption, frozen=True):
+class _Order(SleepOption, frozen=True, forbid_unknown_fields=True):
     """The optional body of an order."""
 
     node: str | None = None
@@ -44,6 +44,10 @@ class _Order(SleepOption, frozen=True):
     wait: bool = True
     """Respond when the order is complete; otherwise at once, with the job."""
     dry_run: bool = False
+
+
+class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of an order without options."""
 
 
 class OrderRoutes:
@@ -63,6 +67,7 @@ class OrderRoutes:
         expect(request, b"POST")
         by = self._metering.meter.authenticate_operator(request)
         if (on_node := _split(path, _NODES, _NODE_ORDERS)) is not None:
+            read_body(request.body, _Nothing)
             return self._drain(*on_node)
         on_model = _split(path, _MODELS, _MODEL_ORDERS)
         if on_model is None:
@@ -71,6 +76,8 @@ class OrderRoutes:
         details = _read(request.body)
         model = self._dispatcher.resolve(name).model_id
         if order == "unpin" or (order == "pin" and not details.pinned):
+            if details.dry_run:
+                raise InvalidValue("There is no dry run of an unpin: it loads and unloads nothing.", param="dry_run")
             return json_response({"model": model, "nodes": self._operator.unpin(model, details.node)})
         if details.dry_run:
             return json_response({"dry_run": True} | self._preview(model, order, details))

@@ -24,7 +24,7 @@ from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError, InvalidValue
+from cortex.wire.errors import CortexError, InvalidValue, OperatorOnly
 from cortex.wire.events import Usage
 
 log = logging.getLogger(__name__)
@@ -66,15 +66,17 @@ class UsageRoutes:
         group = _group(query(request, "by") or "day")
         until = time_in_query(request, "until", time.time() + 60)
         since = time_in_query(request, "since", until - DEFAULT_SPAN_S)
-        key_id = self._shown_key(request)
+        key_id = self._shown_key(request, group)
         wants_csv = path == CSV_PATH or b"text/csv" in (request.header(b"accept") or b"")
         self._deferred.respond(exchange, self._read(group, since, until, key_id, wants_csv=wants_csv))
         return None
 
-    def _shown_key(self, request: Request) -> str | None:
+    def _shown_key(self, request: Request, group: GroupBy) -> str | None:
         """The id of the only key whose usage is shown; None for all."""
         key = self._metering.meter.key(request)
         if key is not None and not key.operator:
+            if group == "node":
+                raise OperatorOnly("Usage by node is for operators; use an operator's key.")
             return key.id
         wanted = query(request, "key")
         if wanted is None:

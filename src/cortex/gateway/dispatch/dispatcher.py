@@ -221,8 +221,11 @@ class Dispatcher(StateMachine):
             return
         was_up = self._fleet_state.is_up(node)
         self._fleet_state.missed(node, why)
-        if was_up and not self._fleet_state.is_up(node):
+        went_down = was_up and not self._fleet_state.is_up(node)
+        # A node that was never up is reported too, once.
+        if went_down or self._fleet_state.reported(node).missed_polls == self._fleet_state.settings.missed_polls:
             self._event_log.happened("node_down", node=node, why=why)
+        if went_down:
             self._leases.suspects.discard(node)
             self._leases.forget_cache(node)
             self._jobs.abandon(node, f"went down: {why}")

@@ -30,9 +30,7 @@ class Outcomes(Protocol):
     """The events of the dispatcher in which effects end."""
 
     def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None: ...
-
     def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None: ...
-
     def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None: ...
 
 

@@ -18,23 +18,15 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import INTERPRETED, constant, jit, tl, triton
+from cortex.neuron.kernels.peer_buffer import CHUNK_BYTES, HEADER_BYTES, MAX_BYTES, MAX_RANKS, NUM_FLAGS
 
-MAX_RANKS: Final = 16
-MAX_BYTES: Final = 256 << 10
-"""Of one rank's part. Beyond it a library that sends each byte once is faster."""
 SUM_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
-_CHUNK: Final = 4 << 10
-"""Bytes of one program: 16 for each of its threads."""
-NUM_FLAGS: Final = MAX_RANKS * MAX_BYTES // _CHUNK
-_HEADER: Final = 8 << 10
-BUFFER_BYTES: Final = _HEADER + 2 * MAX_BYTES
-# A buffer: a flag for each (program, rank), the turn of each program, then the two halves.
 _FLAGS_PER_PROGRAM = constant(MAX_RANKS)
 _TURNS = constant(4 * NUM_FLAGS)
-_HALVES = constant(_HEADER)
+_HALVES = constant(HEADER_BYTES)
 _HALF_BYTES = constant(MAX_BYTES)
-_CHUNK_BYTES = constant(_CHUNK)
+_CHUNK_BYTES = constant(CHUNK_BYTES)
 _INTERPRETED = constant(INTERPRETED)
 
 
@@ -62,7 +54,7 @@ def peer_sum_reference(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _exchange(part: Tensor, out: Tensor, buffers: Tensor, rank: int, *, gathers: bool) -> None:
-    block = _CHUNK // part.element_size()
+    block = CHUNK_BYTES // part.element_size()
     _exchange_kernel[(triton.cdiv(part.numel(), block),)](
         part,
         out,

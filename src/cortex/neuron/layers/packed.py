@@ -30,18 +30,17 @@ class PackedProjections:
     def __init__(self, matrices: Sequence[DeviceMatrix]) -> None:
         self.matrices = matrices
         self.outputs = sum(matrix.outputs for matrix in matrices)
-        self._float8 = [matrix for matrix in matrices if isinstance(matrix, Float8Matrix)]
+        only = matrices[0] if len(matrices) == 1 else None
+        self._float8 = only if isinstance(only, Float8Matrix) else None
 
     def rounds_inputs(self, x: Tensor) -> bool:
         """Whether the rows of x are rounded to eight bits: `activated` does that together with the activation."""
-        layouts = {matrix.layout for matrix in self._float8}
-        is_only = len(self._float8) == len(self.matrices) and len(layouts) == 1
-        return is_only and len(x) > 1 and has_float8_products(x.device)
+        return self._float8 is not None and x.shape[0] > 1 and has_float8_products(x.device)
 
     def __call__(self, x: Tensor, bias: Tensor | None, norm: RMSNorm | None, residual: Tensor | None) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
         if self.rounds_inputs(x):
-            return self._rounded(x, bias, norm, residual)
+            return self._rounded(x, bias, residual, norm=norm)
         fuses_norm = len(x) == 1 and has_kernels(x)
         if norm is not None and not fuses_norm:
             x = norm(x)
@@ -62,7 +61,7 @@ class PackedProjections:
 
     def activated(self, gate_up: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """`(silu(gate) · up) Wᵀ + b + residual`. Requires `rounds_inputs`. gate_up: [tokens, 2 · in] → [tokens, out]"""
-        return self._rounded(gate_up, bias, None, residual, gated=True)
+        return self._rounded(gate_up, bias, residual, gated=True)
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
         """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` in one pass; None if that is not possible: several rows, or two formats."""
@@ -80,19 +79,16 @@ class PackedProjections:
         self,
         x: Tensor,
         bias: Tensor | None,
-        norm: RMSNorm | None,
         residual: Tensor | None,
         *,
+        norm: RMSNorm | None = None,
         gated: bool = False,
     ) -> Tensor:
+        assert self._float8 is not None
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        grouped = bool(self._float8[0].layout.block)
+        grouped = self._float8.layout.block > 0
         rows = float8_rows(x, grouped=grouped, norm_weight=weight, eps=eps, gated=gated)
-        out = torch.empty(len(x), self.outputs, dtype=x.dtype, device=x.device)
-        for matrix, part, part_bias, part_residual in self._parts(out, bias, residual):
-            assert isinstance(matrix, Float8Matrix)
-            float8_product(rows, matrix, part, part_bias, part_residual)
-        return out
+        return float8_product(rows, self._float8, bias, residual)
 
     def _parts(
         self, out: Tensor, bias: Tensor | None, residual: Tensor | None

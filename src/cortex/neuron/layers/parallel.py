@@ -22,24 +22,19 @@ class ParallelGroup(Protocol):
     @property
     def shard(self) -> Shard:
         """This rank and the number of ranks."""
-        ...
 
     @property
     def max_captured_bytes(self) -> int:
         """The largest part of one rank in a call that can be captured in a CUDA graph; 0: no call can be."""
-        ...
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum of the ranks' tensors. May overwrite `partial`: use the result in its place."""
-        ...
 
     def all_gather(self, part: Tensor) -> Tensor:
         """The ranks' tensors side by side: [rows, n] → [rows, ranks · n]"""
-        ...
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The first rank's tensor. May overwrite `tensor`, which has the same shape on every rank."""
-        ...
 
 
 class SingleRank:

@@ -123,9 +123,7 @@ class Node:
             parts.policy,
             sleep_budget,
         )
-        self.prompts = Prompts(
-            self._models, self._library, self._loader, self._texts, limits.max_prompt_tokens, self._check_open
-        )
+        self.prompts = Prompts(self._models, self._loader, self._texts, limits.max_prompt_tokens, self._check_open)
         self._feed = EventFeed()
         self._startup_models = StartupModels(
             [default.model_id for default in config.default_models],

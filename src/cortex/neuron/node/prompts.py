@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from cortex.neuron.node.loading.library import Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.models import Models
 from cortex.neuron.node.texts import Texts
@@ -24,7 +23,6 @@ class Prompts:
     def __init__(
         self,
         models: Models,
-        library: Library,
         loader: ModelLoader,
         texts: Texts,
         max_prompt_tokens: int | None,
@@ -32,7 +30,6 @@ class Prompts:
     ) -> None:
         """`check_open` raises ShuttingDown once the node is closing."""
         self._models = models
-        self._library = library
         self._loader = loader
         self._texts = texts
         self._max_prompt_tokens = max_prompt_tokens
@@ -67,7 +64,7 @@ class Prompts:
     async def _path(self, model_id: str) -> Path:
         """The model's local files."""
         self._check_open()
-        model, survey = self._library.find(model_id), self._loader.surveys.get(model_id)
+        model, survey = self._models.options(model_id), self._loader.surveys.get(model_id)
         path = survey.facts.path if survey is not None else await self._loader.find_local(model)
         if path is None:
             raise LoadFailed(f"the files of {model_id} are not on this node yet; POST /models/load fetches them")

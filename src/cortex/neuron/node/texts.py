@@ -35,30 +35,23 @@ class TextSource(Protocol):
     @property
     def idle_s(self) -> float:
         """Seconds since the last use; 0 while in use."""
-        ...
 
     async def read(self) -> TextModel:
         """Raises an error in `UNREADABLE`, or a CortexError."""
-        ...
 
     async def wake(self) -> None:
         """Starts the process if it does not run. Raises as `read` does."""
-        ...
 
     async def rest(self) -> None:
         """Ends the process; the next use starts it again."""
-        ...
 
     async def close(self) -> None:
         """Ends the process for good."""
-        ...
 
     # Jobs: they raise a CortexError, and a cancelled one ends.
 
     async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> Prepared: ...
-
     async def count(self, request: bytes, rules: PromptRules, *, is_long: bool) -> int: ...
-
     async def encode(self, text: str, rules: PromptRules, *, is_long: bool) -> tuple[int, ...]: ...
 
 

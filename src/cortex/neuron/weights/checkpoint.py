@@ -36,15 +36,12 @@ class Checkpoint(Protocol):
 
         Callers must not write to it. Raises TensorMissing.
         """
-        ...
 
     def stored(self, name: str) -> StoredTensor:
         """The location of the tensor, for callers that copy bytes themselves. Raises TensorMissing."""
-        ...
 
     def close(self) -> None:
         """Close the files; idempotent. Tensors that were read stay valid."""
-        ...
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

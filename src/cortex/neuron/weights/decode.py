@@ -7,7 +7,7 @@ import torch
 from cortex.neuron.weights.errors import Malformed, Unsupported
 from cortex.neuron.weights.gguf import quants
 from cortex.neuron.weights.safetensors import codes
-from cortex.neuron.weights.stored import Adjustment, StoredTensor
+from cortex.neuron.weights.stored import GROUPED, Adjustment, StoredTensor
 
 DENSE: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -69,7 +69,7 @@ def decode(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0) -> tor
 
 def has_groups(stored: StoredTensor) -> bool:
     """Whether `decode_groups` decodes it: codes with a scale for each group of columns."""
-    return stored.format in quants.QUANTISATIONS or stored.format in ("INT4", "INT8", "MXFP4")
+    return stored.format in quants.QUANTISATIONS or stored.format in GROUPED
 
 
 def decode_groups(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0) -> quants.Groups:

@@ -51,7 +51,6 @@ class NumberSink(Protocol):
 
     def put_numbers(self, first_row: int, numbers: torch.Tensor) -> None:
         """Quantise dense rows and write them. numbers: [rows, inputs]"""
-        ...
 
 
 class RowSink(NumberSink, Protocol):
@@ -59,7 +58,6 @@ class RowSink(NumberSink, Protocol):
 
     def put(self, first_row: int, code: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> None:
         """Write rows of `scale · code + minimum`. code: [rows, inputs] uint8; the others: [rows, groups] float32"""
-        ...
 
 
 @runtime_checkable
@@ -68,7 +66,6 @@ class Float8Sink(NumberSink, Protocol):
 
     def put_float8(self, first_row: int, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """codes: [rows, inputs]; scales: [rows, blocks of columns], one for each row"""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,11 @@ from cortex.neuron.weights.errors import TensorMissing, Unsupported
 from cortex.neuron.weights.gguf.types import GGMLType
 from cortex.neuron.weights.mapping import MappedFile
 
+GROUP = 32
+"""Columns that share a scale at least: matrices with scales beside them are kept in groups of this size."""
+GROUPED = frozenset({"INT4", "INT8", "MXFP4"})
+"""The formats of matrices with scales beside them that are."""
+
 
 def _runs_between(runs: tuple[range, ...], start: int, stop: int) -> Iterator[range]:
     """What is at the places `start` up to `stop` of all runs together."""
@@ -161,7 +166,7 @@ class StoredTensor:
             return replace(self, shape=shape, rows=replace(whole_rows, runs=parts))
         num_bytes = self.num_bytes // self.num_rows * shape[0]
         if len(self.shape) == 1 and self.group_rows > 1:  # one group
-            self._check_block(runs[0], self.num_rows, "elements")
+            self._check_block(runs[0], self.num_rows, "elements", self._block_elements)
             start_bytes = self.num_bytes * runs[0].start // self.num_rows
             return replace(self, offset=self.offset + start_bytes, shape=shape, num_bytes=num_bytes)
         size = self.group_rows
@@ -174,16 +179,15 @@ class StoredTensor:
     def with_columns(self, columns: range) -> StoredTensor:
         """The tensor of these columns of a matrix. Raises TensorMissing if it has no such columns, Unsupported if they
         cut a quantised block."""
-        if self.beside is not None:
-            raise Unsupported(
-                f"{self.file.path}: matrices in {self.format} with scales beside them cannot be divided by columns; "
-                "use `pipeline_parallel`, one device, a GGUF, or the unquantised model with `quant`"
-            )
         self._check_inside(columns.stop, dimension=1)
         rows, width = self.shape
+        if self.beside is not None:  # whole rows are read: the scales are beside them
+            self._check_block(columns, width, "columns", GROUP if self.format in GROUPED else 1)
+            order = self.columns or Order(width, (range(width),))
+            return replace(self, shape=(rows, len(columns)), columns=order.part(columns))
         if self.columns is not None:  # whole rows are read: the columns lie apart in the file
             return replace(self, shape=(rows, len(columns)), columns=self.columns.part(columns))
-        self._check_block(columns, width, "columns")
+        self._check_block(columns, width, "columns", self._block_elements)
         row_bytes, whole = self.num_bytes // rows, self._whole_selection()
         selection = replace(whole, skip_bytes=whole.skip_bytes + row_bytes * columns.start // width)
         num_bytes = rows * (row_bytes * len(columns) // width)
@@ -194,10 +198,15 @@ class StoredTensor:
         """How many rows and columns share a scale, for a matrix with scales beside it whose rows are whole blocks."""
         if self.beside is None or self.beside.is_transposed:
             return None
-        rows = self.beside.rows
+        rows, columns = self.beside.rows, self.beside.columns
         if any(run.start % rows or run.stop % rows for run in self.rows_in_file(0, self.num_rows)):
             return None
-        return rows, self.beside.columns
+        for run in self.columns.runs if self.columns is not None else ():
+            if run.start // columns == (run.stop - 1) // columns and len(run) == self.shape[1]:
+                return rows, len(run)
+            if run.start % columns or (run.stop % columns and run.stop != self.row_shape[0]):
+                return None
+        return rows, columns
 
     def rows_in_file(self, first_row: int, num_rows: int) -> tuple[range, ...]:
         """Where some rows of a matrix without interleaved rows are in the file."""
@@ -231,12 +240,11 @@ class StoredTensor:
                 f"{'columns' if dimension else 'rows'}; is it the model that its config describes?"
             )
 
-    def _check_block(self, part: range, whole: int, what: str) -> None:
-        block = self._block_elements
+    def _check_block(self, part: range, whole: int, what: str, block: int) -> None:
         if part.start % block or part.stop % block:
             raise Unsupported(
                 f"{self.file.path}: {whole} {what} in {self.format}, which has blocks of {block}, cannot be divided "
-                f"after {part.start or part.stop}; use fewer devices, or another quantisation"
+                f"after {part.start or part.stop}; use fewer devices, `pipeline_parallel`, or another quantisation"
             )
 
 

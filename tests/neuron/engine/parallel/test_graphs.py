@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from cortex.neuron.engine.parallel.group import TorchGroup, captured_bytes
 from cortex.neuron.engine.parallel.peer_memory import may_share
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, Meeting, RankSpec, SamplingParams
 from cortex.neuron.kernels.jit import TRITON
-from cortex.neuron.kernels.peer_exchange import MAX_BYTES, MAX_RANKS
+from cortex.neuron.kernels.peer_buffer import MAX_BYTES, MAX_RANKS
 from cortex.neuron.layers.parallel import UNLIMITED_BYTES
 
 from ...rank_threads import RankThreads, run, tokens_of
@@ -156,12 +157,41 @@ def test_rank_without_memory_in_the_middle_of_a_capture_ends_the_model(
     assert isinstance(pair.errors[1], GroupBroken)
 
 
+@pytest.mark.parametrize("refusing", [{0}, {1}, {0, 1}, set()])
+def test_ranks_connect_anew_if_the_library_cannot_be_captured_on_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing: set[int]
+) -> None:
+    monkeypatch.setattr(TorchGroup, "_can_capture", lambda group, _: group.shard.rank not in refusing)
+    meeting = threading.Barrier(2)
+    outcomes = ["", ""]
+
+    def exchange(rank: int, outcome: str) -> list[str]:
+        outcomes[rank] = outcome
+        meeting.wait(60)
+        return outcomes
+
+    def total(rank: int) -> tuple[int, float]:
+        spec, device = RankSpec(rank, 2, str(tmp_path)), torch.device("cpu")
+        group = TorchGroup.join(spec, device, lambda: None)
+        group._is_library_captured = True
+        group._agree_on_capture(spec, device, lambda _, outcome: exchange(rank, outcome))
+        summed = group.all_reduce(torch.ones(1)).item()
+        max_bytes = group.max_captured_bytes
+        meeting.wait(60)
+        group.close()
+        return max_bytes, summed
+
+    with ThreadPoolExecutor(2) as threads:
+        expected = (0 if refusing else UNLIMITED_BYTES, 2.0)
+        assert list(threads.map(total, range(2), timeout=120)) == [expected] * 2
+
+
 @pytest.mark.parametrize(
-    ("is_nccl", "uses_peers", "expected"),
+    ("captures_library", "uses_peers", "expected"),
     [(True, True, UNLIMITED_BYTES), (True, False, UNLIMITED_BYTES), (False, True, MAX_BYTES), (False, False, 0)],
 )
-def test_messages_through_the_host_are_not_captured(*, is_nccl: bool, uses_peers: bool, expected: int) -> None:
-    assert captured_bytes(is_nccl=is_nccl, uses_peers=uses_peers) == expected
+def test_messages_through_the_host_are_not_captured(*, captures_library: bool, uses_peers: bool, expected: int) -> None:
+    assert captured_bytes(captures_library=captures_library, uses_peers=uses_peers) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,20 @@
-"""Ranks in processes of their own that share one GPU: they take turns on it, so nothing here is fast."""
+"""Ranks in processes of their own that share one GPU, on which they take turns, milliseconds long.
+
+Run with `-s` to see how far each rank is; one that takes longer than `DUMP_AFTER_S` shows its stack. The host of a rank
+may wait for its own device, and so for a message that another rank has yet to send, when it allocates, loads a kernel
+or captures. That ends, because no rank waits on the host for one that waits on its device. Still kernels are compiled
+and loaded before the ranks meet, and ranks meet before each message, so that it is easy to see where one is stuck.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
 import queue
+import signal
+import sys
+import time
 import traceback
 from dataclasses import replace
 from multiprocessing.queues import Queue
@@ -15,12 +26,17 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
+from cortex.ipc.child import die_with_parent
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.execution.graphs import CudaCapture
 from cortex.neuron.engine.parallel.group import TorchGroup
+from cortex.neuron.engine.parallel.peer_memory import PeerMemory
 from cortex.neuron.engine.parallel.ranks import Follower, load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
-from cortex.neuron.kernels.peer_exchange import BUFFER_BYTES, MAX_BYTES, peer_sum_reference
+from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES, MAX_BYTES, NUM_FLAGS
+from cortex.neuron.kernels.peer_exchange import peer_sum_reference
+from cortex.neuron.layers.configs import Shard
+from cortex.neuron.layers.parallel import UNLIMITED_BYTES
 
 from ...rank_threads import run, tokens_of
 from ...small_llama import write_small_llama
@@ -28,9 +44,13 @@ from ...small_llama import write_small_llama
 pytestmark = pytest.mark.gpu
 
 NUM_RANKS = 2
-TIMEOUT_S = 100.0
+NUM_REPLAYS = 2
+TIMEOUT_S = 300.0
+POLL_S = 1.0
+DUMP_AFTER_S = 40.0
 DEVICE = torch.device("cuda:0")
-SPEC = LoadSpec("", dtype="bfloat16", max_num_seqs=4, context_tokens=256, memory_bytes=64 << 20)
+SPEC = LoadSpec("", dtype="bfloat16", max_num_seqs=2, context_tokens=256, memory_bytes=64 << 20)
+SHAPES = ((1, 4096, torch.bfloat16), (8, 8192, torch.float32))
 
 
 def part_of(rank: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -38,7 +58,7 @@ def part_of(rank: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.randn((rows, columns), generator=generator).to(DEVICE, dtype)
 
 
-def requests(max_tokens: int = 24) -> list[EngineRequest]:
+def requests(max_tokens: int = 6) -> list[EngineRequest]:
     greedy, seeded = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=7, top_k=20)
     prompt = tuple(range(5, 75))
     return [
@@ -48,14 +68,27 @@ def requests(max_tokens: int = 24) -> list[EngineRequest]:
 
 
 class Ranks:
-    """Runs `target` with (rank, directory, plans of each rank) in processes; returns what each of them returned."""
+    """Runs `target` with (stage, directory, plans of each rank) in processes; returns what each of them returned."""
 
     def __init__(self, target: Any, directory: Path, *arguments: Any) -> None:
         context = torch.multiprocessing.get_context("spawn")
         self._results: Queue[tuple[int, Any]] = context.Queue()
-        plans = [context.SimpleQueue() for _ in range(NUM_RANKS)]
+        # Kept: a queue that is collected before a rank has opened it is gone.
+        self._plans = [context.SimpleQueue() for _ in range(NUM_RANKS)]
+        started_s = time.monotonic()
         self._processes = [
-            context.Process(target=_run, args=(target, rank, str(directory), plans, self._results, *arguments))
+            context.Process(
+                target=_run,
+                args=(
+                    target,
+                    Stage(rank, started_s),
+                    os.getpid(),
+                    str(directory),
+                    self._plans,
+                    self._results,
+                    *arguments,
+                ),
+            )
             for rank in range(NUM_RANKS)
         ]
         for process in self._processes:
@@ -63,35 +96,92 @@ class Ranks:
 
     def results(self) -> list[Any]:
         found: dict[int, Any] = {}
+        deadline_s = time.monotonic() + TIMEOUT_S
         try:
             while len(found) < NUM_RANKS:
-                rank, result = self._results.get(timeout=TIMEOUT_S)
-                found[rank] = result
-                assert not isinstance(result, str), result
-        except queue.Empty:
-            pytest.fail(f"only ranks {sorted(found)} ended within {TIMEOUT_S:.0f} s")
+                with contextlib.suppress(queue.Empty):
+                    rank, result = self._results.get(timeout=POLL_S)
+                    found[rank] = result
+                    assert not isinstance(result, str), result
+                    continue
+                assert self.exit_codes == [None] * NUM_RANKS, f"a rank died: exit codes {self.exit_codes}"
+                assert time.monotonic() < deadline_s, f"only ranks {sorted(found)} ended within {TIMEOUT_S:.0f} s"
         finally:
-            for process in self._processes:
-                process.kill()
+            self.kill()
         return [found[rank] for rank in range(NUM_RANKS)]
 
+    def kill(self) -> None:
+        """Returns when all ranks have ended."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(TIMEOUT_S)
 
-def _run(target: Any, rank: int, directory: str, plans: Any, results: Any, *arguments: Any) -> None:
+    @property
+    def exit_codes(self) -> list[int | None]:
+        return [process.exitcode for process in self._processes]
+
+
+class Stage:
+    """Called with how far a rank is, on standard error. The clock is that of the host."""
+
+    def __init__(self, rank: int, started_s: float) -> None:
+        self.rank = rank
+        self._started_s = started_s
+
+    def __call__(self, text: str) -> None:
+        seconds = time.monotonic() - self._started_s
+        print(f"{seconds:6.1f} s, rank {self.rank}: {text}", file=sys.stderr, flush=True)
+
+
+def _run(target: Any, stage: Stage, parent: int, directory: str, plans: Any, results: Any, *arguments: Any) -> None:
+    die_with_parent(parent)
+    faulthandler.dump_traceback_later(DUMP_AFTER_S, repeat=True)
+    stage("started")
     torch.cuda.set_device(DEVICE)
+    torch.zeros(1, device=DEVICE)
+    stage("has the device")
     try:
-        results.put((rank, target(rank, directory, plans, *arguments)))
+        results.put((stage.rank, target(stage, directory, plans, *arguments)))
     except BaseException:  # noqa: BLE001 - shown by the test
-        results.put((rank, traceback.format_exc()))
+        results.put((stage.rank, traceback.format_exc()))
+    torch.cuda.synchronize()
+    signal.pause()  # until it is killed: other ranks may still use its memory
 
 
-def exchange(rank: int, directory: str, plans: Any) -> list[list[float]]:
-    """The largest error of each call: a sum and a gather, called, captured, and replayed."""
+def load_kernels(rank: int) -> None:
+    """Compiles and loads the kernels of all messages of `exchange`. With all flags up, no message waits."""
+    buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=DEVICE)
+    buffer.view(torch.int32)[:NUM_FLAGS] = 1 << 30
+    peers = PeerMemory(Shard(rank, NUM_RANKS), [buffer] * NUM_RANKS)
+    peers.sum(torch.zeros(4, device=DEVICE))  # what a group begins with
+    for rows, columns, dtype in SHAPES:
+        part = torch.zeros((rows, columns), dtype=dtype, device=DEVICE)
+        peers.sum(part)
+        peers.gather(part)
+        peers.gather(part.reshape(1, -1))
+    torch.cuda.synchronize()
+
+
+def exchange(stage: Stage, directory: str, plans: Any) -> list[list[float]]:
+    """The largest error of each call: a sum, a gather and a broadcast, called, captured, and replayed. The first rank
+    leaves a message behind that the other one never answers."""
     del plans
+    rank = stage.rank
+    load_kernels(rank)
+    stage("has loaded the kernels")
     group = TorchGroup.join(RankSpec(rank, NUM_RANKS, directory), DEVICE, lambda: None)
+    stage(f"joined; peer memory: {group.uses_peers}")
     assert group.uses_peers
     assert group.num_bytes == BUFFER_BYTES
     errors = []
-    for rows, columns, dtype in ((1, 4096, torch.bfloat16), (3, 77, torch.float16), (8, 8192, torch.float32)):
+    for number, (rows, columns, dtype) in enumerate(SHAPES):
+
+        def meet(event: str, number: int = number) -> None:
+            torch.cuda.synchronize()
+            group.wait_for_all(f"{event} {number}")
+            stage(f"{event}, shape {number}")
+
         assert rows * columns * dtype.itemsize <= MAX_BYTES
         parts = [part_of(each, rows, columns, dtype) for each in range(NUM_RANKS)]
         expected = (peer_sum_reference(parts), torch.cat(parts, dim=-1), parts[0])
@@ -99,24 +189,35 @@ def exchange(rank: int, directory: str, plans: Any) -> list[list[float]]:
         def step(own: Tensor = parts[rank]) -> tuple[Tensor, Tensor, Tensor]:
             return group.all_reduce(own.clone()), group.all_gather(own), group.broadcast(own.clone())
 
+        meet("calls")
         outputs = [tensor.clone() for tensor in step()]
+        meet("captures")
         graph, captured = CudaCapture(is_divided=True)(step)
-        for _ in range(5):
+        for replay in range(NUM_REPLAYS):
             for tensor in captured:
                 tensor.zero_()
+            meet(f"replays, {replay}")
             graph.replay()
             outputs += [tensor.clone() for tensor in captured]
         wanted = expected * (len(outputs) // 3)
         errors.append([(a.float() - b.float()).abs().max().item() for a, b in zip(outputs, wanted, strict=True)])
+        meet("compared")
     large = torch.ones(MAX_BYTES, dtype=torch.float32, device=DEVICE)
     errors.append([(group.all_reduce(large) - NUM_RANKS).abs().max().item()])  # through the library
-    group.close()
+    stage("sent a large message through the library")
+    if rank == 0:
+        group.all_reduce(torch.ones(4, device=DEVICE))
+        stage("waits on the device for a rank that sends nothing")
     return errors
 
 
 def test_processes_share_memory(tmp_path: Path) -> None:
-    for errors in Ranks(exchange, tmp_path).results():
+    """At the end one waits on the device for good; it can be killed, and the device is free again."""
+    ranks = Ranks(exchange, tmp_path)
+    for errors in ranks.results():
         assert not any(error for call in errors for error in call), errors
+    assert ranks.exit_codes == [-signal.SIGKILL] * NUM_RANKS
+    assert torch.ones(4, device=DEVICE).sum().item() == 4
 
 
 class QueueLink:
@@ -133,11 +234,25 @@ class QueueLink:
             each.put(plan)
 
 
-def serve(rank: int, directory: str, plans: Any, path: str) -> tuple[int, list[dict[str, list[int]]]]:
-    """How many graphs this rank has, and the responses with graphs, asleep and awake again."""
+Responses = dict[str, list[int]]
+
+
+def responses(engine: Engine) -> Responses:
+    return {name: tokens_of(outputs) for name, outputs in run(engine, *requests()).items()}
+
+
+def serve(stage: Stage, directory: str, plans: Any, path: str) -> tuple[int, list[Responses]]:
+    """How many graphs this rank has, and the responses of the whole model, of the divided one, and of the divided one
+    after it slept. Each rank first runs the whole model, alone, which compiles most kernels."""
+    rank = stage.rank
+    whole = Engine.load(replace(SPEC, path=path), DEVICE, lambda *_: None, lambda: False)
+    answers = [responses(whole)]
+    whole.close()
+    stage("has run the whole model")
     spec = replace(SPEC, path=path, rank=RankSpec(rank, NUM_RANKS, directory))
     link = QueueLink(plans[1:]) if rank == 0 else None
     engine = load_engine(spec, DEVICE, lambda *_: None, lambda: False, link)
+    stage("has loaded its share")
     if isinstance(engine, Follower):
         while (plan := plans[rank].get()) is not None:
             if plan == "sleep":
@@ -150,16 +265,19 @@ def serve(rank: int, directory: str, plans: Any, path: str) -> tuple[int, list[d
         engine.close()
         return count, []
     while engine.prepare():
-        pass
+        stage("captured a graph")
     count = len(engine._loop._runner._graphs._captured)  # type: ignore[union-attr]
-    answers = [{name: tokens_of(each) for name, each in run(engine, *requests()).items()}]
+    answers.append(responses(engine))
+    stage("responded")
     engine.sleep()
     plans[1].put("sleep")
     plans[1].put("wake")
     engine.wake(lambda *_: None)
+    stage("slept and woke")
     while engine.prepare():
-        pass
-    answers.append({name: tokens_of(each) for name, each in run(engine, *requests()).items()})
+        stage("captured a graph")
+    answers.append(responses(engine))
+    stage("responded")
     plans[1].put(None)
     engine.close()
     return count, answers
@@ -168,19 +286,16 @@ def serve(rank: int, directory: str, plans: Any, path: str) -> tuple[int, list[d
 def test_divided_model_replays_graphs_with_its_messages(tmp_path: Path) -> None:
     path = write_small_llama(tmp_path)
     (tmp_path / "ranks").mkdir()
-    (leading, answers), (following, _) = Ranks(serve, tmp_path / "ranks", str(path)).results()
-    assert leading == following == 3  # sizes 1, 2 and 4
-    assert answers[0] == answers[1]
-    whole = Engine.load(replace(SPEC, path=str(path)), DEVICE, lambda *_: None, lambda: False)
-    expected = {name: tokens_of(each) for name, each in run(whole, *requests()).items()}
-    whole.close()
-    print(expected["greedy"], answers[0]["greedy"], sep="\n")
-    assert answers[0]["greedy"][:3] == expected["greedy"][:3]  # later ones may differ by rounding
+    (leading, (whole, divided, woken)), (following, _) = Ranks(serve, tmp_path / "ranks", str(path)).results()
+    assert leading == following == 2  # sizes 1 and 2
+    assert divided == woken
+    assert divided["greedy"][:3] == whole["greedy"][:3]  # later ones may differ by rounding
 
 
 def test_library_is_captured_too(tmp_path: Path) -> None:
     """A group of one rank: NCCL rejects two on one card."""
     group = TorchGroup.join(RankSpec(0, 1, str(tmp_path), "nccl"), DEVICE, lambda: None)
+    assert group.max_captured_bytes == UNLIMITED_BYTES
     own = torch.ones(1 << 20, device=DEVICE)
     out = torch.zeros_like(own)
 
@@ -195,4 +310,12 @@ def test_library_is_captured_too(tmp_path: Path) -> None:
     torch.cuda.synchronize()
     assert out.eq(3).all()
     del graph
+    group.close()
+
+
+def test_library_that_cannot_be_captured_is_connected_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchGroup, "_can_capture", lambda *_: False)
+    group = TorchGroup.join(RankSpec(0, 1, str(tmp_path), "nccl"), DEVICE, lambda: None)
+    assert group.max_captured_bytes == 0
+    assert group.all_reduce(torch.ones(4, device=DEVICE)).sum().item() == 4
     group.close()

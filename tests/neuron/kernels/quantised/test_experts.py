@@ -42,7 +42,7 @@ def random_experts(gate_up: Layout, down: Layout, hidden: int, inner: int) -> Pa
 @pytest.mark.parametrize("rows", [2, 9])
 def test_mixture_agrees_with_dense_experts(gate_up: Layout, down: Layout, rows: int) -> None:
     torch.manual_seed(0)
-    hidden, inner = 160, 96
+    hidden, inner = 160, 32
     experts = random_experts(gate_up, down, hidden, inner)
     x = torch.randn(rows, hidden, device=DEVICE).to(KIND)
     norm_weight = torch.rand(hidden, device=DEVICE).to(KIND) + 0.5

@@ -9,7 +9,7 @@ import pytest
 
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.neuron.models.registry import read_architecture
-from cortex.neuron.node.loading.device_choice import ChosenDevices, choose
+from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
@@ -45,7 +45,7 @@ def chosen(free_gib: list[float], total_gib: list[float] | None = None, **option
     }
     settings: dict[str, Any] = {"pipeline_parallel": 2, **options}
     model = KnownModel("m", "/m", **settings)
-    return choose(model, FACTS, devices, readings, FORECAST)
+    return DeviceChoice(model, FACTS, devices, readings, FORECAST).choose()
 
 
 def layers(found: ChosenDevices) -> list[int]:
@@ -110,7 +110,7 @@ def test_ceilings_of_devices_decide_like_their_free_memory() -> None:
     readings = {index: DeviceReading(24 * GIB, 24 * GIB) for index in range(2)}
     model = KnownModel("m", "/m", pipeline_parallel=2)
     left = {0: None, 1: 9 * GIB}
-    found = choose(model, FACTS, devices, readings, FORECAST, left=lambda device: left[device.index])
+    found = DeviceChoice(model, FACTS, devices, readings, FORECAST, left=lambda device: left[device.index]).choose()
     assert layers(found)[0] > layers(found)[1]
     assert found.stages[1].memory_bytes is not None
     assert found.stages[1].memory_bytes <= 9 * GIB

@@ -15,6 +15,7 @@ from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES
 from cortex.neuron.kernels.products.cpu_layout import CpuForm
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.node.loading.forecast import Forecast
@@ -128,6 +129,31 @@ def test_gpu_gives_a_model_a_few_full_contexts_if_free(tmp_path: Path) -> None:
     assert forecaster.expected_bytes(model_at(tmp_path), facts, too_small) == forecaster.least_bytes(
         model_at(tmp_path), facts, too_small
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "expected"),
+    [
+        ({"tensor_parallel": 2}, "cuda", BUFFER_BYTES),
+        ({"tensor_parallel": 2}, "cpu", 0),
+        ({"tensor_parallel": 2, "nodes": ("here", "there")}, "cuda", 0),
+        ({"pipeline_parallel": 2}, "cuda", 0),
+    ],
+)
+def test_forecast_counts_the_buffer_for_messages_between_ranks(
+    tmp_path: Path, options: dict[str, Any], kind: Literal["cuda", "cpu"], expected: int
+) -> None:
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    facts, forecaster = inspect(tmp_path, num_ranks=options.get("tensor_parallel", 1)), forecast(min_free_vram_mb=0)
+    plain, divided = (KnownModel("m", source=str(tmp_path), **each) for each in ({}, options))
+    device = Device(index=0, kind=kind, name="device", total_bytes=24 * GIB)
+    assert forecaster.least_bytes(divided, facts, device) - forecaster.least_bytes(plain, facts, device) == expected
+    if kind == "cuda":
+        limited = KnownModel("m", source=str(tmp_path), memory_bytes=facts.num_ranks * GIB, **options)
+        sizes = ModelSizes.of(facts.architecture, facts.storage(2))
+        taken = forecaster.expected_bytes(limited, facts, device)
+        assert GIB - sizes.page_bytes < taken <= GIB
+        assert (taken - expected - sizes.weight_bytes) % sizes.page_bytes == 0
 
 
 def test_dense_weights_are_forecast_in_every_quantised_form_that_a_gpu_can_give_them(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_concurrent_calls_download_a_file_once(start_hub: StartHub, client: Clie
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert len(paths) == 4
     assert len(set(paths)) == 1
     assert paths[0].read_bytes() == WEIGHTS

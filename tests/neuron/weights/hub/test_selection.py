@@ -46,6 +46,7 @@ def test_selects_safetensors_with_companion_files_and_without_other_layouts() ->
         (QUANTS, "Q4_0", r"nearest is org/m:Q4_K_[MS]"),
         (QUANTS, "Q3_K_M", r"nearest is org/m:Q(2_K|4_K_M)"),
         (QUANTS, "Q6_K", r"nearest is org/m:Q\d_"),
+        (["m-IQ4_XS.gguf", *QUANTS[1:]], "q3", r"nearest is org/m:Q4_K_[MS]"),
         (QUANTS, None, r"name one, such as org/m:Q4_K_M"),
         (["pytorch_model.bin"], "Q4_K_M", "has no weights, so no Q4_K_M"),
         (["pytorch_model.bin"], None, "neither safetensors nor GGUF"),

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from cortex.neuron.kernels.quantised.packing import empty_matrix, unpacked
 from cortex.neuron.models.packing import STORED_LAYOUTS
-from cortex.neuron.weights.decode import decode, mapped_bytes
+from cortex.neuron.weights.decode import decode, decode_float8, mapped_bytes
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
 from cortex.neuron.weights.safetensors.checkpoint import SafetensorsCheckpoint
+from cortex.neuron.weights.sharded import ShardedCheckpoint, TensorSlice
 from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
 
 OUTPUTS, INPUTS, GROUP = 64, 256, 128
@@ -194,10 +195,59 @@ def test_mxfp4_is_exact(tmp_path: Path) -> None:
     torch.testing.assert_close(opened(tmp_path, matrix).read(f"{NAME}.weight"), matrix.numbers, rtol=0, atol=0)
 
 
-def test_matrix_divided_by_columns_is_rejected(tmp_path: Path) -> None:
-    stored = opened(tmp_path, awq()).stored(f"{NAME}.weight")
-    with pytest.raises(Unsupported, match="cannot be divided"):
-        stored.with_columns(range(128))
+@pytest.mark.parametrize("columns", [range(128), range(128, 256), range(64, 96), range(96, 256), range(256)], ids=str)
+def test_columns_of_a_matrix_are_those_of_the_whole_one(
+    tmp_path: Path, matrix: Matrix, columns: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense, packed, and in pieces: a rank of a divided model reads a part of each row."""
+    monkeypatch.setattr("cortex.neuron.weights.placement.PIECE_BYTES", 1024)
+    name = f"{NAME}.weight"
+    checkpoint = opened(tmp_path, matrix)
+    expected = checkpoint.read(name)[:, columns.start : columns.stop]
+    part = ShardedCheckpoint(checkpoint, {name: TensorSlice(columns=columns)})
+    assert part.tensors[name].shape == (OUTPUTS, len(columns))
+    assert torch.equal(part.read(name), expected)
+    destination = torch.full((OUTPUTS, len(columns)), torch.nan)
+    load_into(part, [Placement(name, destination)], progress=lambda *_: None, cancelled=lambda: False)
+    assert torch.equal(destination, expected)
+    packed = empty_matrix(STORED_LAYOUTS[part.tensors[name].dtype], OUTPUTS, len(columns), torch.device("cpu"))
+    placement = PackedPlacement(name, packed, 0, OUTPUTS)
+    load_into(part, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
+    assert (unpacked(packed) - expected).norm() / expected.norm() < 0.006
+    twice = part.stored(name).with_columns(range(0, 32))
+    assert torch.equal(decode(twice, mapped_bytes(twice)), expected[:, :32])
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "expected"),
+    [
+        ("fp8 in blocks", range(128, 256), (128, 128)),
+        ("fp8 in blocks", range(64), (128, 64)),
+        ("fp8 in blocks", range(64, 192), None),
+        ("fp8 in smaller blocks", range(64, 192), (32, 64)),
+        ("fp8 in smaller blocks", range(32, 192), None),
+        ("fp8 by row", range(64, 192), (1, 128)),
+    ],
+)
+def test_columns_in_fp8_keep_their_scales_where_no_block_is_cut(
+    tmp_path: Path, name: str, columns: range, expected: tuple[int, int] | None
+) -> None:
+    whole = opened(tmp_path, MATRICES[name]()).stored(f"{NAME}.weight")
+    part = whole.with_columns(columns)
+    if expected is not None and expected[0] > OUTPUTS:
+        expected = None  # its only block of rows is not whole
+    assert part.scaled == expected
+    if expected is not None:
+        values, scale = decode_float8(part, mapped_bytes(part))
+        spread = scale.repeat_interleave(expected[1], 1)[:, : len(columns)]
+        assert torch.equal(values.float() * spread, decode(part, mapped_bytes(part)))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "w4a16", "w8a8", "mxfp4"])
+def test_columns_that_cut_a_group_are_rejected(tmp_path: Path, name: str) -> None:
+    stored = opened(tmp_path, MATRICES[name]()).stored(f"{NAME}.weight")
+    with pytest.raises(Unsupported, match=r"blocks of 32, cannot be divided after 80; use fewer devices, `pipeline"):
+        stored.with_columns(range(80))
 
 
 def test_rows_in_another_order_are_read_in_that_order(tmp_path: Path, matrix: Matrix) -> None:

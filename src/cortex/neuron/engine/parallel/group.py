@@ -9,6 +9,7 @@ host.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,16 +22,20 @@ import torch.distributed
 from torch import Tensor
 
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, LoadError
+from cortex.neuron.engine.execution.graphs import CudaCapture, NotCaptured
 from cortex.neuron.engine.parallel.peer_memory import Exchange, PeerMemory, may_share
 from cortex.neuron.engine.parallel.store import open_store
 from cortex.neuron.engine.request import RankSpec
-from cortex.neuron.kernels.peer_exchange import MAX_BYTES
+from cortex.neuron.kernels.peer_buffer import MAX_BYTES
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import UNLIMITED_BYTES
+
+log = logging.getLogger(__name__)
 
 _library: Any = torch.distributed
 """As Any: process groups and stores have no or wrong types."""
 
+PEER_MEMORY = "peer memory"
 POLL_S = 0.02
 _CONNECT = "connect"
 _TAG = 0
@@ -51,7 +56,10 @@ class TorchGroup:
         self._store = store
         self._poll = poll
         self._peers: PeerMemory | None = None
-        self._staged = device.type == "cuda" and isinstance(group, _library.ProcessGroupGloo)
+        self._is_nccl = not isinstance(group, _library.ProcessGroupGloo)
+        self._is_library_captured = self._is_nccl
+        """Whether calls of the library can be part of a CUDA graph."""
+        self._staged = device.type == "cuda" and not self._is_nccl
         """Whether tensors go through host memory, because gloo does not support all calls on a GPU."""
 
     @classmethod
@@ -99,6 +107,8 @@ class TorchGroup:
         try:
             group = cls(_connect(spec, store), store, shard, device, poll)
             group._check(spec.backend, device)
+            if exchange is not None and group._is_nccl:
+                group._agree_on_capture(spec, device, exchange)
             if exchange is not None and may_share(spec, device.type, os.environ):
                 group._peers = PeerMemory.connect(shard, device, exchange)
                 if group.uses_peers:
@@ -119,9 +129,35 @@ class TorchGroup:
                 "check the links between the devices"
             )
 
+    def _agree_on_capture(self, spec: RankSpec, device: torch.device, exchange: Exchange) -> None:
+        """Tries whether the library can be captured. If it refuses on any rank, all of them connect anew and capture
+        nothing of it: the connection may not survive a capture that failed."""
+        outcomes = exchange("captured", "yes" if self._can_capture(device) else "no")
+        if "no" not in outcomes:
+            return
+        log.info("rank %d cannot capture messages as CUDA graphs; the library sends them without", outcomes.index("no"))
+        self._abort()
+        self._group = _connect(spec, self._store, "without graphs")
+        self._is_library_captured = False
+        self._check(spec.backend, device)
+
+    def _can_capture(self, device: torch.device) -> bool:
+        numbers = torch.zeros(4, device=device)
+        try:
+            CudaCapture(is_divided=True)(lambda: (self.all_reduce(numbers), numbers, numbers))
+        except NotCaptured:
+            return False
+        return True
+
     @property
     def uses_peers(self) -> bool:
         return self._peers is not None
+
+    def transport(self, partial: Tensor) -> str:
+        """How a sum of this tensor travels."""
+        if self._peers is not None and self._peers.can_sum(partial):
+            return PEER_MEMORY
+        return "nccl" if self._is_nccl else "gloo"
 
     @property
     def num_bytes(self) -> int:
@@ -130,8 +166,7 @@ class TorchGroup:
 
     @property
     def max_captured_bytes(self) -> int:
-        is_nccl = not isinstance(self._group, _library.ProcessGroupGloo)
-        return captured_bytes(is_nccl=is_nccl, uses_peers=self.uses_peers)
+        return captured_bytes(captures_library=self._is_library_captured, uses_peers=self.uses_peers)
 
     def wait_for_all(self, event: str) -> None:
         """Returns when every rank has reached `event`."""
@@ -185,10 +220,13 @@ class TorchGroup:
         if self._peers is not None:
             self._peers = None
             torch.cuda.ipc_collect()
+        self._abort()
+        del self._group, self._store
+
+    def _abort(self) -> None:
         abort = getattr(self._group, "abort", None)
         if abort is not None:
             abort()
-        del self._group, self._store
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """What the process group gets: contiguous, and on the host if tensors are staged."""
@@ -214,9 +252,9 @@ def poller(wait: Callable[[], None], cancelled: Callable[[], bool]) -> Callable[
     return poll
 
 
-def captured_bytes(*, is_nccl: bool, uses_peers: bool) -> int:
+def captured_bytes(*, captures_library: bool, uses_peers: bool) -> int:
     """The largest message that can be part of a CUDA graph. A message through host memory cannot."""
-    return UNLIMITED_BYTES if is_nccl else MAX_BYTES if uses_peers else 0
+    return UNLIMITED_BYTES if captures_library else MAX_BYTES if uses_peers else 0
 
 
 def _meet(store: Any, event: str, shard: Shard, poll: Callable[[], None]) -> None:
@@ -240,8 +278,9 @@ def _wait_for(store: Any, keys: list[str], poll: Callable[[], None]) -> None:
         raise LoadCancelled(f"another rank of the model ended its load: {error}") from error
 
 
-def _connect(spec: RankSpec, store: Any) -> Any:
-    private = _library.PrefixStore("group", store)
+def _connect(spec: RankSpec, store: Any, name: str = "group") -> Any:
+    """`name`: of this connection, of which the ranks may have several in turn."""
+    private = _library.PrefixStore(name, store)
     if spec.backend == "nccl":
         options = _library.ProcessGroupNCCL.Options()
         options._timeout = LAST_RESORT

@@ -11,14 +11,8 @@ from torch import Tensor
 
 from cortex.neuron.engine.request import RankSpec
 from cortex.neuron.kernels.jit import TRITON
-from cortex.neuron.kernels.peer_exchange import (
-    BUFFER_BYTES,
-    MAX_BYTES,
-    MAX_RANKS,
-    SUM_DTYPES,
-    peer_gather,
-    peer_sum,
-)
+from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES, MAX_BYTES, buffer_bytes
+from cortex.neuron.kernels.peer_exchange import SUM_DTYPES, peer_gather, peer_sum
 from cortex.neuron.layers.configs import Shard
 
 log = logging.getLogger(__name__)
@@ -32,7 +26,8 @@ Exchange = Callable[[str, str], list[str]]
 def may_share(spec: RankSpec, device_kind: str, environment: Mapping[str, str]) -> bool:
     """Whether the ranks try to share memory. NCCL's own switch, for hosts whose links are broken, counts here too."""
     is_allowed = environment.get("NCCL_P2P_DISABLE", "0") == "0"
-    return TRITON and device_kind == "cuda" and spec.meeting is None and 1 < spec.size <= MAX_RANKS and is_allowed
+    has_buffer = buffer_bytes(spec.size, device_kind, spans_nodes=spec.meeting is not None) > 0
+    return TRITON and has_buffer and is_allowed
 
 
 class PeerMemory:

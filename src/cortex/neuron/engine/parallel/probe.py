@@ -1,6 +1,6 @@
 """One rank of a link test: `python -m cortex.neuron.engine.parallel.probe`. The first rank prints what it measured.
 
-A JSON array of [bytes, seconds]: how long a sum over all ranks of that many bytes takes.
+A JSON array of [bytes, seconds, transport]: how long a sum over all ranks of that many bytes takes, and how it travels.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ def main() -> None:
     device = torch.device(options.device)
     spec = RankSpec(options.rank, options.size, options.directory, options.backend)
     group = TorchGroup.join(spec, device, lambda: None)
-    measured = [(num_bytes, measure(group, device, num_bytes)) for num_bytes in SIZES]
+    measured = []
+    for num_bytes in SIZES:
+        tensor = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
+        measured.append((num_bytes, measure(group, tensor), group.transport(tensor)))
     if options.rank == 0:
         print(json.dumps(measured))
 
 
-def measure(group: TorchGroup, device: torch.device, num_bytes: int) -> float:
+def measure(group: TorchGroup, tensor: torch.Tensor) -> float:
     """Seconds of one sum. Every rank runs as many as the slowest one has time for."""
-    tensor = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
     for _ in range(WARM_UP):
         first_s = _timed(group, tensor, 1)
-    rounds = torch.tensor([max(1, min(MAX_ROUNDS, int(BUDGET_S / first_s)))], device=device)
+    rounds = torch.tensor([max(1, min(MAX_ROUNDS, int(BUDGET_S / first_s)))], device=tensor.device)
     count = int(group.broadcast(rounds).item())
     return _timed(group, tensor, count) / count
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -80,7 +80,8 @@ def prepare(geometry: Geometry, scale: float, length: int) -> None:
     device, dtype, heads, kv_heads, dim = geometry
     q, k, v = (torch.zeros(length, count, dim, dtype=dtype, device=device) for count in (heads, kv_heads, kv_heads))
     try:
-        _attend(q, k, v, scale)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if device.type == "cuda" else nullcontext():
+            _by_torch(*_by_head(q, k, v), scale)
     except RuntimeError as error:
         if _UNSUPPORTED in str(error):
             raise Unserved(f"cuDNN has no attention for {heads} heads over {kv_heads} of {dim} in {dtype}") from error
@@ -142,12 +143,28 @@ def gather(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q: [length, heads, dim], k and v: [length, kv heads, dim] → [length, heads, dim], causal"""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    library: AbstractContextManager[None] = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext()
-    with library:
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    """q: [length, heads, dim], k and v: [length, kv heads, dim] → [length, heads, dim], causal
+
+    On a GPU for a geometry that `prepare` found served: choosing the backend again would take longer than the launch.
+    """
+    q, k, v = _by_head(q, k, v)
+    mixed = (_by_cudnn if q.is_cuda else _by_torch)(q, k, v, scale)
     return mixed[0].transpose(0, 1)
+
+
+def _by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[length, heads, dim] → [1, heads, length, dim]"""
+    return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+
+def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    served = torch.ops.aten._scaled_dot_product_cudnn_attention
+    mixed: Tensor = served(q, k, v, None, False, is_causal=True, scale=scale)[0]
+    return mixed
 
 
 @jit(do_not_specialize=["count", "length"], do_not_specialize_on_alignment=["table"])

@@ -2,8 +2,10 @@
 
 One row: its numbers stay as they are, those of the matrix are widened and summed in float32; the norm before and the
 addition after are part of the pass. More rows become eight-bit numbers too (`rows.py`), and FP8 tensor cores multiply:
-in a kernel that reads each row of the matrix once for small batches, in the library's products for large ones. Sums are
-kept in float32 after every 128 columns, because these tensor cores add with fewer bits.
+in a kernel that reads each row of the matrix once for small batches, in the library's products for large ones.
+
+These tensor cores add with fewer bits than float32 has. With a scale for each block the sums of 128 columns are added
+in float32. Without, they add all columns, which costs far less accuracy than rounding both factors does.
 
 Cards without FP8 tensor cores widen the matrix instead and multiply in the type of the rows.
 """
@@ -21,7 +23,6 @@ from cortex.neuron.kernels.float8.layout import GROUP
 from cortex.neuron.kernels.float8.matrix import Float8Matrix, widened
 from cortex.neuron.kernels.float8.rows import Float8Rows
 from cortex.neuron.kernels.jit import (
-    constant,
     gdc_launch_dependents,
     gdc_wait,
     has_kernels,
@@ -39,7 +40,6 @@ from cortex.neuron.kernels.silu import silu_mul_reference
 MAX_SMALL_ROWS = 64
 """With more rows the library is faster."""
 _SCRATCH_BYTES = 32 << 20
-_GROUP = constant(GROUP)
 
 
 class OneRowTiles(NamedTuple):
@@ -51,6 +51,8 @@ class OneRowTiles(NamedTuple):
 class Tiles(NamedTuple):
     """How a product with a small batch is cut into programs of COUNTED_ROWS rows of the matrix."""
 
+    inputs: int
+    """Columns at a time: those of a block, or more where there are no blocks."""
     stages: int
     split: int
     """Programs that share the columns of one row."""
@@ -70,36 +72,39 @@ def one_row_tiles(outputs: int, inputs: int) -> OneRowTiles:
     return OneRowTiles(8 if outputs > 4096 else 4, columns, max(1, columns // 512))
 
 
-def small_batch_tiles(rows: int, outputs: int, inputs: int, processors: int, shared: SharedMemory) -> Tiles:
+def small_batch_tiles(
+    rows: int, outputs: int, inputs: int, processors: int, shared: SharedMemory, *, is_blocked: bool
+) -> Tiles:
     """The fastest of a sweep on Hopper, with as many stages as the device's shared memory holds."""
-    programs, split, groups = -(-outputs // COUNTED_ROWS), 1, inputs // GROUP
-    while programs * split < processors * 7 // 4 and split < 8 and groups // split > 4 and groups % (2 * split) == 0:
+    columns = GROUP if is_blocked or outputs > 4096 or inputs % (2 * GROUP) else 2 * GROUP
+    programs, split, steps = -(-outputs // COUNTED_ROWS), 1, inputs // columns
+    wanted = processors * 7 // 4 if is_blocked or rows <= 32 else processors * 9 // 10
+    while programs * split < wanted and split < 8 and steps // split > 4 and steps % (2 * split) == 0:
         split *= 2
-    stages = 6 if rows <= 32 or split > 1 else 4
-    while stages > 2 and not shared.holds(stages * GROUP * (COUNTED_ROWS + max(16, triton.next_power_of_2(rows)))):
+    stages = 4 if columns > GROUP or (rows > 32 and not (is_blocked and split > 1)) else 6
+    while stages > 2 and not shared.holds(stages * columns * (COUNTED_ROWS + max(16, triton.next_power_of_2(rows)))):
         stages -= 1
-    return Tiles(stages, split)
+    return Tiles(columns, stages, split)
 
 
-def float8_product(
-    x: Float8Rows, matrix: Float8Matrix, out: Tensor, bias: Tensor | None, residual: Tensor | None
-) -> None:
-    """out = x Wᵀ + bias + residual on FP8 tensor cores. out and residual: [rows, outputs], maybe columns of more.
-
-    `out` may be `residual` itself.
-    """
+def float8_product(x: Float8Rows, matrix: Float8Matrix, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """x Wᵀ + bias + residual on FP8 tensor cores. residual: [rows, outputs], maybe columns of more → [rows, outputs]"""
     if x.num_rows <= MAX_SMALL_ROWS:
+        out = torch.empty(x.num_rows, matrix.outputs, dtype=x.dtype, device=matrix.device)
         _small_batch(x.codes, x.scales, x.num_rows, matrix, out, bias, residual)
-        return
-    block = matrix.layout.block
+        return out
+    is_blocked = matrix.layout.block > 0
     product = torch._scaled_mm(
         x.codes,
         matrix.codes.t(),
         scale_a=x.scales.t(),
-        scale_b=matrix.scales.t() if block else matrix.scales.view(1, -1),
-        out_dtype=out.dtype,
+        scale_b=matrix.scales.t() if is_blocked else matrix.scales.view(1, -1),
+        out_dtype=x.dtype,
+        use_fast_accum=not is_blocked,
     )[: x.num_rows]
-    _add(product, out, bias, residual)
+    if bias is not None:
+        product.add_(bias)
+    return product if residual is None else product.add_(residual)
 
 
 def widened_product(x: Tensor, matrix: Float8Matrix, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
@@ -214,7 +219,9 @@ def _small_batch(
     """x_scales: those of eight-bit rows; None: the rows are of another type, to which the matrix is widened."""
     outputs, inputs = matrix.outputs, matrix.inputs
     is_native = x_scales is not None
-    tiles = small_batch_tiles(rows, outputs, inputs, num_processors(x.device), shared_memory(x.device))
+    processors, shared = num_processors(x.device), shared_memory(x.device)
+    is_blocked = matrix.layout.block > 0 or not is_native  # what is widened takes registers
+    tiles = small_batch_tiles(rows, outputs, inputs, processors, shared, is_blocked=is_blocked)
     partial = out
     if tiles.split > 1:
         partial = torch.empty(tiles.split * rows * outputs, dtype=torch.float32, device=x.device)
@@ -240,6 +247,7 @@ def _small_batch(
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         BLOCK_OUT=COUNTED_ROWS,
+        BLOCK_IN=tiles.inputs,
         SPLIT=tiles.split,
         STAGES=tiles.stages,
         num_warps=4,
@@ -361,6 +369,7 @@ def _small_batch_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -374,28 +383,27 @@ def _small_batch_kernel(
         gdc_wait()
     block = tl.program_id(0)
     part = tl.program_id(1)
-    groups: tl.constexpr = INPUTS // _GROUP
-    per_part: tl.constexpr = groups // SPLIT
+    steps: tl.constexpr = INPUTS // BLOCK_IN
+    per_part: tl.constexpr = steps // SPLIT
     output = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     output_inside = output < outputs
     line = weight + output.to(tl.int64)[:, None] * INPUTS
     row = tl.arange(0, ROWS)
     row_inside = row < rows
-    column = tl.arange(0, _GROUP)
+    column = tl.arange(0, BLOCK_IN)
     total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
-    for group in tl.range(part * per_part, (part + 1) * per_part, num_stages=STAGES):
-        tile = tl.load(line + group * _GROUP + column[None, :], mask=output_inside[:, None], other=0.0)
-        value = tl.load(
-            x + row[None, :] * INPUTS + group * _GROUP + column[:, None], mask=row_inside[None, :], other=0.0
-        )  # [in, rows]
-        sums = tl.dot(tile if NATIVE else _wide(tile, False).to(value.dtype), value)
-        if BLOCK > 0:
-            scale = tl.load(scales + (block * BLOCK_OUT // BLOCK) * groups + group)
+    for step in tl.range(part * per_part, (part + 1) * per_part, num_stages=STAGES):
+        here = step * BLOCK_IN + column
+        tile = tl.load(line + here[None, :], mask=output_inside[:, None], other=0.0)
+        value = tl.load(x + row[None, :] * INPUTS + here[:, None], mask=row_inside[None, :], other=0.0)  # [in, rows]
+        factor = tile if NATIVE else _wide(tile, False).to(value.dtype)
+        if BLOCK > 0:  # BLOCK_IN columns, with the same scale
+            scale = tl.load(scales + (block * BLOCK_OUT // BLOCK) * steps + step)
             if NATIVE:
-                sums *= (scale * tl.load(x_scales + group * capacity + row, mask=row_inside, other=0.0))[None, :]
-            else:
-                sums *= scale
-        total += sums
+                scale *= tl.load(x_scales + step * capacity + row, mask=row_inside, other=0.0)[None, :]
+            total += tl.dot(factor, value) * scale
+        else:
+            total = tl.dot(factor, value, total)
     inside = output_inside[:, None] & row_inside[None, :]
     is_last = True
     if SPLIT > 1:

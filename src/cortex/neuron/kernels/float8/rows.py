@@ -1,7 +1,7 @@
 """Rows of a batch in eight-bit floating point: what FP8 tensor cores multiply a matrix with.
 
-A row has one scale, or one for each 128 columns where the matrix has blocks. The norm of the rows, or the activation
-between the two halves of a feed-forward block, is part of the same pass.
+A row has one scale for each 128 columns, or one for all of them, as the product needs it. The norm of the rows, or the
+activation between the two halves of a feed-forward block, is part of the same pass.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Float8Rows:
     scales: Tensor
     """[groups of columns or 1, the same rows] float32"""
     num_rows: int
+    dtype: torch.dtype
+    """Of the numbers before."""
 
 
 def float8_rows(
@@ -65,13 +67,13 @@ def float8_rows(
         num_warps=max(1, min(16, block // 512)),
         **launch_options(x.device),
     )
-    return Float8Rows(codes, scales, rows)
+    return Float8Rows(codes, scales, rows, x.dtype)
 
 
 def float8_rows_reference(x: Tensor, *, grouped: bool) -> Float8Rows:
     groups = x.float().view(len(x), -1, GROUP if grouped else x.shape[1])
     scales = (groups.abs().amax(-1) / LARGEST).clamp_min_(SMALLEST_SCALE)
-    return Float8Rows((groups / scales[..., None]).view_as(x).to(FLOAT8), scales.t().contiguous(), len(x))
+    return Float8Rows((groups / scales[..., None]).view_as(x).to(FLOAT8), scales.t().contiguous(), len(x), x.dtype)
 
 
 @jit

@@ -123,7 +123,8 @@ def _launch(
     num_pairs, outputs = out.shape
     wanted = -(-2 * num_pairs // num_experts)
     tile_pairs = max(16, min(_MAX_TILE_PAIRS, 1 << (wanted - 1).bit_length()))
-    stages = fitting_stages((1 + gated) * _BLOCK_OUT, tile_pairs, _STAGES, shared_memory(x.device))
+    wanted_stages = _STAGES + (gated and num_pairs < num_experts)
+    stages = fitting_stages((1 + gated) * _BLOCK_OUT, tile_pairs, wanted_stages, shared_memory(x.device))
     _packed_grouped_kernel[(triton.cdiv(outputs, _BLOCK_OUT), max_tiles(num_pairs, num_experts, tile_pairs))](
         x,
         matrix.low,

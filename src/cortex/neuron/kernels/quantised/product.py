@@ -166,14 +166,12 @@ def small_batch_product(
 
 def small_batch_tiles(rows: int, chunks: int, outputs: int, processors: int, shared: SharedMemory) -> Tiles:
     """The fastest of a sweep on Hopper, with as many stages as the device's shared memory holds."""
-    if rows > 32 and outputs >= 128 * processors:
-        block_out, stages, split = 128, 4, 1
-    else:
-        block_out, stages, split = COUNTED_ROWS, 5, 1
-        programs = -(-outputs // block_out)
-        while programs * split < 4 * processors and split < 8 and chunks % (2 * split) == 0 and chunks // split > 4:
-            split *= 2
-    return Tiles(block_out, 1, 4, fitting_stages(block_out, max(16, rows), stages, shared), split)
+    programs, split = -(-outputs // COUNTED_ROWS), 1
+    wanted = 4 * processors if rows <= 32 else 7 * processors // 4  # the parts of many rows are long to add
+    while programs * split < wanted and split < 8 and chunks % (2 * split) == 0 and chunks // split > 4:
+        split *= 2
+    stages = 3 if rows > 32 and split == 1 else 5
+    return Tiles(COUNTED_ROWS, 1, 4, fitting_stages(COUNTED_ROWS, max(16, rows), stages, shared), split)
 
 
 def fitting_stages(matrix_rows: int, columns: int, stages: int, shared: SharedMemory) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cortex.neuron.engine.request import StageSpec
@@ -36,21 +36,6 @@ class ChosenDevices:
         return tuple(device.index for device in self.devices)
 
 
-def _check_stages(model: KnownModel, facts: ModelFacts, device: Device, forecast: Forecast) -> None:
-    """Raises LoadFailed for a model that cannot be divided so, however much memory is free."""
-    num_layers = facts.architecture.config.num_layers
-    if model.pipeline_parallel > num_layers:
-        raise LoadFailed(
-            f"{model.id} has {num_layers} layers, too few for pipeline_parallel = {model.pipeline_parallel}; lower it"
-        )
-    need_bytes = forecast.smallest_bytes(model, facts, device)
-    if model.memory_bytes is not None and model.memory_bytes < need_bytes:
-        raise LoadFailed(
-            f"{model.id} needs {gigabytes(need_bytes)}, but may take {gigabytes(model.memory_bytes)} (memory_mb); "
-            "raise it, or choose a smaller or more strongly quantised model"
-        )
-
-
 def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
     """Raises LoadFailed for a division that this node cannot make, or devices that it does not have."""
     allowed = len(set(model.devices)) if model.devices else len(devices)
@@ -75,127 +60,123 @@ def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
             raise LoadFailed(f"{model.id} asks for device {index}, but this node has {have}; choose one of them")
 
 
-def choose(
-    model: KnownModel,
-    facts: ModelFacts,
-    devices: Sequence[Device],
-    readings: Mapping[int, DeviceReading],
-    forecast: Forecast,
-    *,
-    excluded: Mapping[int, str] | None = None,
-    left: DeviceLimit = lambda _: None,
-) -> ChosenDevices:
-    """The devices with room for the model, as many as it takes. `excluded`: devices that it cannot use, and why;
-    `left`: what other models leave of the operator's ceilings. Raises InsufficientCapacity or LoadFailed."""
-    excluded = excluded or {}
-    if not devices:
-        raise InsufficientCapacity(f"{model.id} has no device to be loaded on")
-    if model.pipeline_parallel > 1 and not model.nodes:
-        return _choose_stages(model, facts, devices, readings, forecast, excluded, left)
-    # How many layers a device of several nodes gets follows from what all of them can give.
-    if model.pipeline_parallel > 1:
-        _check_stages(model, facts, devices[0], forecast)
-    need_bytes = 0 if model.pipeline_parallel > 1 else forecast.least_bytes(model, facts, devices[0])
-    indices = choose_devices(
-        model.id,
-        need_bytes,
-        devices,
-        readings,
-        count=model.num_devices,
-        allowed=model.devices,
-        excluded=excluded,
-        reserve=forecast.reserve,
-        ceiling=lambda device: forecast.share_bytes(model, device),
-        left=left,
-    )
-    chosen = tuple(device for device in devices if device.index in indices)
-    if model.pipeline_parallel == 1:
-        return ChosenDevices(chosen)
-    limits = tuple(map(left, chosen))
-    free_bytes = tuple(
-        usable_now(readings.get(device.index), forecast.reserve(device), limit)
-        for device, limit in zip(chosen, limits, strict=True)
-    )
-    return ChosenDevices(chosen, free_bytes=free_bytes, limits=limits)
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """What decides which devices a load takes."""
 
+    model: KnownModel
+    facts: ModelFacts
+    devices: Sequence[Device]
+    readings: Mapping[int, DeviceReading]
+    forecast: Forecast
+    excluded: Mapping[int, str] = field(default_factory=dict)
+    """Devices that the model cannot use, and why."""
+    left: DeviceLimit = lambda _: None
+    """What other models leave of the operator's ceilings."""
 
-def _choose_stages(
-    model: KnownModel,
-    facts: ModelFacts,
-    devices: Sequence[Device],
-    readings: Mapping[int, DeviceReading],
-    forecast: Forecast,
-    excluded: Mapping[int, str],
-    left: DeviceLimit,
-) -> ChosenDevices:
-    """The devices with the most free memory, as many as the model takes, and the layers of each. Replicas have the same
-    stages: for each stage, the device with the least free memory among the replicas decides.
+    def choose(self) -> ChosenDevices:
+        """The devices with room for the model, as many as it takes. Raises InsufficientCapacity or LoadFailed."""
+        model, forecast = self.model, self.forecast
+        if not self.devices:
+            raise InsufficientCapacity(f"{model.id} has no device to be loaded on")
+        if model.pipeline_parallel > 1:
+            self._check_stages()
+            if not model.nodes:
+                return self._choose_stages()
+        # How many layers a device of several nodes gets follows from what all of them can give.
+        need_bytes = 0 if model.pipeline_parallel > 1 else forecast.least_bytes(model, self.facts, self.devices[0])
+        indices = choose_devices(
+            model.id,
+            need_bytes,
+            self.devices,
+            self.readings,
+            count=model.num_devices,
+            allowed=model.devices,
+            excluded=self.excluded,
+            reserve=forecast.reserve,
+            ceiling=lambda device: forecast.share_bytes(model, device),
+            left=self.left,
+        )
+        chosen = tuple(device for device in self.devices if device.index in indices)
+        if model.pipeline_parallel == 1:
+            return ChosenDevices(chosen)
+        return ChosenDevices(chosen, free_bytes=tuple(map(self._usable, chosen)), limits=tuple(map(self.left, chosen)))
 
-    Raises LoadFailed, or InsufficientCapacity with the needed bytes and the available bytes of every device.
-    """
-    _check_stages(model, facts, devices[0], forecast)
-    allowed = [
-        device
-        for device in devices
-        if device.index in readings
-        and device.index not in excluded
-        and (not model.devices or device.index in model.devices)
-    ]
-    ceilings = {device.index: left(device) for device in allowed}
-    free_bytes = {
-        device.index: usable_now(readings[device.index], forecast.reserve(device), ceilings[device.index])
-        for device in allowed
-    }
-    emptiest = sorted(free_bytes, key=lambda index: (-free_bytes[index], index))[: model.num_devices]
-    chosen = tuple(sorted(emptiest))
-    stages = None
-    if len(chosen) == model.num_devices:
-        size = model.pipeline_parallel
-        columns = [[chosen[start + stage] for start in range(0, len(chosen), size)] for stage in range(size)]
-        capacities = [min(free_bytes[index] for index in column) for column in columns]
-        limits = [smallest(*(ceilings[index] for index in column)) for column in columns]
-        stages = forecast.stages(model, facts, devices[0], capacities, limits)
-    if stages is not None:
-        return ChosenDevices(tuple(device for device in allowed if device.index in chosen), stages)
-    raise _no_room(model, facts, devices, readings, forecast, excluded, left, chosen)
+    def _usable(self, device: Device) -> int:
+        return usable_now(self.readings.get(device.index), self.forecast.reserve(device), self.left(device))
 
+    def _check_stages(self) -> None:
+        """Raises LoadFailed for a model that cannot be divided so, however much memory is free."""
+        model, num_layers = self.model, self.facts.architecture.config.num_layers
+        if model.pipeline_parallel > num_layers:
+            raise LoadFailed(
+                f"{model.id} has {num_layers} layers, too few for pipeline_parallel = {model.pipeline_parallel}; "
+                "lower it"
+            )
+        need_bytes = self.forecast.smallest_bytes(model, self.facts, self.devices[0])
+        if model.memory_bytes is not None and model.memory_bytes < need_bytes:
+            raise LoadFailed(
+                f"{model.id} needs {gigabytes(need_bytes)}, but may take {gigabytes(model.memory_bytes)} (memory_mb); "
+                "raise it, or choose a smaller or more strongly quantised model"
+            )
 
-def _no_room(
-    model: KnownModel,
-    facts: ModelFacts,
-    devices: Sequence[Device],
-    readings: Mapping[int, DeviceReading],
-    forecast: Forecast,
-    excluded: Mapping[int, str],
-    left: DeviceLimit,
-    chosen: tuple[int, ...],
-) -> InsufficientCapacity:
-    least_bytes = forecast.least_bytes(model, facts, devices[0])
-    share_bytes = -(-least_bytes // model.pipeline_parallel)
-    fits_when_empty = forecast.empty_stages(model, facts, devices) is not None
-    table: list[dict[str, Any]] = []
-    for device in devices:
-        if model.devices and device.index not in model.devices:
-            reason = "not among the requested devices"
-        elif device.index in excluded:
-            reason = excluded[device.index]
-        elif device.index not in readings:
-            reason = "the device does not respond"
-        elif not fits_when_empty:
-            reason = "too small even when empty, or under memory_mb"
-        elif device.index in chosen:
-            reason = "too little is free; unload something"
-        else:
-            reason = "has less than the others"
-        reading, kept = readings.get(device.index), forecast.reserve(device)
-        ceiling_bytes = forecast.share_bytes(model, device)
-        table.append(device_row(device, reading, kept, share_bytes, reason, ceiling_bytes, left(device)))
-    rows = "; ".join(
-        f"device {row['device']} ({row['name']}) has {gigabytes(row['have_bytes'])} to give: {row['reason']}"
-        for row in table
-    )
-    return InsufficientCapacity(
-        f"{model.id} needs at least {gigabytes(least_bytes)} for its {facts.architecture.config.num_layers} layers on "
-        f"{model.pipeline_parallel} devices, the first of which also holds embedding and head, but {rows}",
-        details={"devices": table},
-    )
+    def _choose_stages(self) -> ChosenDevices:
+        """The devices with the most free memory, as many as the model takes, and the layers of each. Replicas have the
+        same stages: for each stage, the device with the least free memory among the replicas decides.
+
+        Raises InsufficientCapacity with the needed bytes and the available bytes of every device.
+        """
+        model = self.model
+        allowed = [
+            device
+            for device in self.devices
+            if device.index in self.readings
+            and device.index not in self.excluded
+            and (not model.devices or device.index in model.devices)
+        ]
+        ceilings = {device.index: self.left(device) for device in allowed}
+        free_bytes = {device.index: self._usable(device) for device in allowed}
+        emptiest = sorted(free_bytes, key=lambda index: (-free_bytes[index], index))[: model.num_devices]
+        chosen = tuple(sorted(emptiest))
+        stages = None
+        if len(chosen) == model.num_devices:
+            size = model.pipeline_parallel
+            columns = [[chosen[start + stage] for start in range(0, len(chosen), size)] for stage in range(size)]
+            capacities = [min(free_bytes[index] for index in column) for column in columns]
+            limits = [smallest(*(ceilings[index] for index in column)) for column in columns]
+            stages = self.forecast.stages(model, self.facts, self.devices[0], capacities, limits)
+        if stages is not None:
+            return ChosenDevices(tuple(device for device in allowed if device.index in chosen), stages)
+        raise self._no_room(chosen)
+
+    def _no_room(self, chosen: tuple[int, ...]) -> InsufficientCapacity:
+        model, num_layers = self.model, self.facts.architecture.config.num_layers
+        least_bytes = self.forecast.least_bytes(model, self.facts, self.devices[0])
+        share_bytes = -(-least_bytes // model.pipeline_parallel)
+        fits_when_empty = self.forecast.empty_stages(model, self.facts, self.devices) is not None
+        table: list[dict[str, Any]] = []
+        for device in self.devices:
+            if model.devices and device.index not in model.devices:
+                reason = "not among the requested devices"
+            elif device.index in self.excluded:
+                reason = self.excluded[device.index]
+            elif device.index not in self.readings:
+                reason = "the device does not respond"
+            elif not fits_when_empty:
+                reason = "too small even when empty, or under memory_mb"
+            elif device.index in chosen:
+                reason = "too little is free; unload something"
+            else:
+                reason = "has less than the others"
+            reading, kept = self.readings.get(device.index), self.forecast.reserve(device)
+            ceiling_bytes = self.forecast.share_bytes(model, device)
+            table.append(device_row(device, reading, kept, share_bytes, reason, ceiling_bytes, self.left(device)))
+        rows = "; ".join(
+            f"device {row['device']} ({row['name']}) has {gigabytes(row['have_bytes'])} to give: {row['reason']}"
+            for row in table
+        )
+        return InsufficientCapacity(
+            f"{model.id} needs at least {gigabytes(least_bytes)} for its {num_layers} layers on "
+            f"{model.pipeline_parallel} devices, the first of which also holds embedding and head, but {rows}",
+            details={"devices": table},
+        )

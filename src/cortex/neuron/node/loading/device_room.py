@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
-from cortex.neuron.node.loading.device_choice import ChosenDevices, choose
+from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
@@ -98,7 +98,7 @@ class DeviceRoom:
         while True:
             readings = await asyncio.to_thread(self._read_devices, self._devices)
             try:
-                return choose(
+                return DeviceChoice(
                     model,
                     facts,
                     candidates,
@@ -106,7 +106,7 @@ class DeviceRoom:
                     self._forecast,
                     excluded=self._claims.conflicts(spans=bool(model.nodes)) if model.is_divided else {},
                     left=lambda device: self.left_bytes(model, device),
-                )
+                ).choose()
             except InsufficientCapacity:
                 if not any(map(is_settling, self._supervisors.values())):
                     raise

@@ -14,6 +14,7 @@ from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes,
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.memory.stages import MIN_SLOTS, divide_model
 from cortex.neuron.engine.request import StageSpec
+from cortex.neuron.kernels.peer_buffer import buffer_bytes
 from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.models.packing import suits_cpus
 from cortex.neuron.models.sizes import WeightStorage
@@ -55,7 +56,8 @@ class Forecast:
         sizes = self._sizes(model, facts, device)
         kv_tokens = min(_MIN_KV_TOKENS, sizes.context_tokens)
         num_pages = max(MIN_PAGES, -(-kv_tokens // PAGE_TOKENS) + 1)
-        return sizes.weight_bytes + 2 * sizes.slot_bytes + num_pages * sizes.page_bytes + self._penalty_bytes(sizes)
+        kept_bytes = self._penalty_bytes(sizes) + _peer_bytes(model, device)
+        return sizes.weight_bytes + 2 * sizes.slot_bytes + num_pages * sizes.page_bytes + kept_bytes
 
     def share_bytes(self, model: KnownModel, device: Device) -> int | None:
         """What the operator's ceilings let the model take of the device while no other model is loaded."""
@@ -94,10 +96,12 @@ class Forecast:
         have_bytes = usable_bytes - self._penalty_bytes(sizes)
         if ceiling_bytes is not None:
             have_bytes = min(have_bytes, ceiling_bytes)
+        peer_bytes = _peer_bytes(model, device)
+        have_bytes -= peer_bytes
         plan = plan_memory(sizes, have_bytes, max_rows=self.config.limits.max_num_seqs, device_kind=device.kind)
         if plan.num_pages < MIN_PAGES:
             return self.least_bytes(model, facts, device)
-        return plan.num_bytes
+        return plan.num_bytes + peer_bytes
 
     def footprint(self, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]) -> Footprint:
         """The footprint on those of `devices` that the model may use, all ranks and replicas together. All are of one
@@ -199,3 +203,8 @@ class Forecast:
 
 def _kv_item_bytes(model: KnownModel) -> int | None:
     return 1 if model.kv_dtype == "fp8" else None
+
+
+def _peer_bytes(model: KnownModel, device: Device) -> int:
+    """The buffer for messages between the ranks, assuming that the devices can access each other's memory."""
+    return buffer_bytes(model.tensor_parallel, device.kind, spans_nodes=bool(model.nodes))

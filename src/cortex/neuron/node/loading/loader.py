@@ -282,9 +282,12 @@ def quantised_footprints(
     forecast: Forecast, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]
 ) -> dict[str, Footprint]:
     """The memory of a model with dense weights if they were quantised at load, by recipe. Blocks: reads headers."""
-    if facts.quant is not None or not all(map(forecast.keeps_quantised, devices)):
+    if facts.quant is not None:
         return {}
-    forms = {name: inspect(facts.path, name, name=model.id, num_ranks=model.tensor_parallel) for name in RECIPES}
+    offered = [
+        name for name, recipe in RECIPES.items() if all(forecast.quantises(device, recipe) for device in devices)
+    ]
+    forms = {name: inspect(facts.path, name, name=model.id, num_ranks=model.tensor_parallel) for name in offered}
     return {name: forecast.footprint(model, form, devices) for name, form in forms.items()}
 
 

@@ -180,9 +180,11 @@ class ModelFiles:
 
     async def _doomed(self, request: FilesRequest, model: KnownModel, source: HubSource) -> HubSource:
         """What to delete. Raises ModelInUse for a whole repository that another configured model has, too."""
-        quant = request.quant or source.quant
-        if quant is None and model.quant is not None:
-            own = HubSource(source.repository, source.revision, model.quant)
+        quant, own_quant = request.quant, source.quant
+        if own_quant is None and self._library.is_configured(model.id):
+            own_quant = model.quant
+        if quant is None and own_quant is not None:
+            own = HubSource(source.repository, source.revision, own_quant)
             if await asyncio.to_thread(disk.files_of, self._library.cache, own):
                 return own  # else the weights are quantised during the load, from files without a quantisation
         if quant is None:

@@ -27,16 +27,13 @@ class TextEncoder(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, including control tokens in it; adds no token."""
-        ...
 
     def encode_document(self, text: str) -> list[int]:
         """Ids of a document, with the begin and end tokens that the model was trained with."""
-        ...
 
     def encode_segmented(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
         """Like `encode`, with the positions of cuts around whole tokens; known parts of a long text cost little. At the
         characters `literal_at`, ascending, no whole token begins: the text there is only text."""
-        ...
 
 
 class NoEncoder:

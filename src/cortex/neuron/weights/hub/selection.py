@@ -61,7 +61,9 @@ def select(
     if len(models) == 1:
         return _gguf_selection(next(iter(models.values())))
     if models:
-        raise NotOnHub(f"{repository} holds several GGUF models; name one, such as {repository}:{_suggested(models)}")
+        raise NotOnHub(
+            f"{repository} holds several GGUF models; name one, such as {repository}:{_nearest(models, 'Q4_K_M')}"
+        )
     raise NotOnHub(f"{repository} has neither safetensors nor GGUF weights; choose a repository that has")
 
 
@@ -157,8 +159,7 @@ def _reject_unless_quantised_at_load(
     if is_ambiguous:
         reason = f"{repository} has several models in {quant}"
     if models:
-        near = min(models, key=lambda label: (abs(_bits(label) - _bits(quant)), -_similarity(label, quant.upper())))
-        reason += f"; the nearest is {repository}:{near} (there are {', '.join(models)})"
+        reason += f"; the nearest is {repository}:{_nearest(models, quant.upper())} (there are {', '.join(models)})"
     raise NotOnHub(reason)
 
 
@@ -167,10 +168,11 @@ def _bits(label: str) -> int:
     return int(digits[0]) if digits else 0
 
 
-def _similarity(label: str, wanted: str) -> float:
-    return difflib.SequenceMatcher(None, label.upper(), wanted).ratio()
+def _nearest(models: dict[str, list[str]], wanted: str) -> str:
+    """The quantisation to suggest instead: of similar bits, of the same kind, and then with the most similar name."""
 
+    def distance(label: str) -> tuple[int, bool, float]:
+        similarity = difflib.SequenceMatcher(None, label.upper(), wanted).ratio()
+        return abs(_bits(label) - _bits(wanted)), label[0] != wanted[:1], -similarity
 
-def _suggested(models: dict[str, list[str]]) -> str:
-    """The quantisation to suggest: the nearest to Q4_K_M."""
-    return min(models, key=lambda label: (abs(_bits(label) - 4), -_similarity(label, "Q4_K_M")))
+    return min(models, key=distance)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from cortex.neuron.weights.errors import Malformed
 from cortex.neuron.weights.gguf.quants import Groups
-from cortex.neuron.weights.safetensors.published import GROUP
-from cortex.neuron.weights.stored import Beside, StoredTensor
+from cortex.neuron.weights.stored import GROUP, Beside, StoredTensor
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word each of eight outputs is."""
@@ -29,8 +28,10 @@ _DTYPES = {
 def numbers_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> Tensor:
     """Rows of a quantised matrix in float32. raw: their bytes, flat → [rows, inputs]"""
     if stored.format == "FP8":
-        values = raw.view(torch.float8_e4m3fn).view(-1, stored.shape[1]).float()
-        return values * _block_scales(stored, beside, _rows(stored, first_row, len(values), raw.device))
+        values = raw.view(torch.float8_e4m3fn).view(-1, *stored.row_shape).float()
+        return _columns(
+            stored, values * _block_scales(stored, beside, _rows(stored, first_row, len(values), raw.device))
+        )
     if beside.ordered is None:
         groups = groups_of(stored, beside, raw, first_row)
         return groups.numbers().flatten(1)
@@ -40,15 +41,16 @@ def numbers_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int
     scale, zero = (part[rows] for part in _group_scales(stored, beside, raw.device))
     if not 0 <= int(column_group.min()) <= int(column_group.max()) < scale.shape[1]:
         raise Malformed(f"{stored.file.path}: {beside.name} has columns in groups without scales; download it again")
-    return (codes.float() - zero[:, column_group]) * scale[:, column_group]
+    return _columns(stored, (codes.float() - zero[:, column_group]) * scale[:, column_group])
 
 
 def float8_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
     """Rows of a matrix in FP8 as they are, and their scales: [rows, inputs] float8, [rows, blocks] float32"""
-    values = raw.view(torch.float8_e4m3fn).view(-1, stored.shape[1])
+    values = raw.view(torch.float8_e4m3fn).view(-1, *stored.row_shape)
     scale = _finite(stored, beside, _read(beside.scale).float())
     rows = _rows(stored, first_row, len(values), torch.device("cpu"))
-    return values, (scale if scale.dim() == 2 else scale.view(-1, 1))[rows // beside.rows].to(raw.device)
+    scale = (scale if scale.dim() == 2 else scale.view(-1, 1))[rows // beside.rows]
+    return _columns(stored, values), _columns(stored, scale, beside.columns).to(raw.device)
 
 
 def groups_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> Groups:
@@ -67,17 +69,31 @@ def groups_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int)
         repeats = beside.columns // GROUP
         scale, zero = scale.repeat_interleave(repeats, 1), zero.repeat_interleave(repeats, 1)
     scale = scale.bfloat16().float()  # rounded first, so that the code of zero stays exactly zero
-    return Groups(codes.view(len(codes), -1, GROUP), scale[..., None], (-zero * scale)[..., None])
+    return _groups(stored, codes, scale, -zero * scale)
+
+
+def _groups(stored: StoredTensor, codes: Tensor, scale: Tensor, minimum: Tensor) -> Groups:
+    """codes: [rows, inputs of the file]; scale, minimum: [rows, groups of the file]"""
+    by_group = (codes.view(len(codes), -1, GROUP), scale[..., None], minimum[..., None])
+    return Groups(*(_columns(stored, part, GROUP) for part in by_group))
+
+
+def _columns(stored: StoredTensor, part: Tensor, size: int = 1) -> Tensor:
+    """The columns of the matrix among those of the file: [rows, columns of the file / size, ...]"""
+    if stored.columns is None:
+        return part
+    runs = [slice(run.start // size, -(-run.stop // size)) for run in stored.columns.runs]
+    return torch.cat([part[:, run] for run in runs], dim=1)
 
 
 def _codes(stored: StoredTensor, beside: Beside, raw: Tensor) -> Tensor:
-    """[rows, inputs] uint8"""
+    """[rows, inputs of the file] uint8"""
     if beside.kind == "plain":
-        return (raw.view(torch.int8).view(-1, stored.shape[1]).to(torch.int16) + 128).to(torch.uint8)
+        return (raw.view(torch.int8).view(-1, *stored.row_shape).to(torch.int16) + 128).to(torch.uint8)
     words = raw.view(torch.int32)
+    (inputs,) = stored.row_shape
     if beside.kind == "packed":
-        return _unpacked(words.view(-1, stored.shape[1] * beside.bits // 32), beside.bits).flatten(1)
-    inputs = stored.shape[1]
+        return _unpacked(words.view(-1, inputs * beside.bits // 32), beside.bits).flatten(1)
     outputs = stored.num_rows if stored.rows is None else stored.rows.width
     if beside.kind == "awq":
         codes = _unpacked(words.view(inputs, -1), 4)[..., _AWQ_ORDER].reshape(inputs, outputs).t()
@@ -115,26 +131,26 @@ def _group_scales(stored: StoredTensor, beside: Beside, device: torch.device) ->
 
 
 def _block_scales(stored: StoredTensor, beside: Beside, rows: Tensor) -> Tensor:
-    """The scale of every element of some rows of the file: [rows, inputs]"""
+    """The scale of every element of some rows of the file: [rows, inputs of the file]"""
     return _spread(_finite(stored, beside, _read(beside.scale).float()), stored, beside, rows)
 
 
 def _spread(by_block: Tensor, stored: StoredTensor, beside: Beside, rows: Tensor) -> Tensor:
-    """For every element of some rows of the file what its block has: [rows, inputs]"""
+    """For every element of some rows of the file what its block has: [rows, inputs of the file]"""
     by_block = (by_block if by_block.dim() == 2 else by_block.view(-1, 1)).to(rows.device)
-    column = torch.arange(stored.shape[1], device=rows.device) // beside.columns
+    column = torch.arange(*stored.row_shape, device=rows.device) // beside.columns
     return by_block[rows // beside.rows][:, column]
 
 
 def _mxfp4(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> Groups:
-    pairs = raw.view(-1, stored.shape[1] // 2)
+    pairs = raw.view(-1, stored.row_shape[0] // 2)
     levels = torch.tensor(_MXFP4_LEVELS, dtype=torch.uint8, device=raw.device)
     codes = levels[torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(1).int()]
     exponent = _read(beside.scale)[_rows(stored, first_row, len(codes), torch.device("cpu"))]
     if bool((exponent == 255).any()):
         raise Malformed(f"{stored.file.path}: {beside.name} has scales that are not numbers; download it again")
-    scale = torch.exp2(exponent.to(raw.device).float() - 128.0)[..., None]
-    return Groups(codes.view(len(codes), -1, GROUP), scale, -12.0 * scale)
+    scale = torch.exp2(exponent.to(raw.device).float() - 128.0)
+    return _groups(stored, codes, scale, -12.0 * scale)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

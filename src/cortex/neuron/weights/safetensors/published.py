@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from cortex.neuron.weights.errors import Malformed, Unsupported
-from cortex.neuron.weights.stored import Beside, StoredTensor
+from cortex.neuron.weights.stored import GROUP, Beside, StoredTensor
 
-GROUP: Final = 32
-"""Columns that share a scale at least: matrices are kept in groups of this size."""
 _FORMATS: Final = {4: "INT4", 8: "INT8"}
 _SCALE_FORMATS: Final = frozenset({"F32", "F16", "BF16"})
 _ZERO_FORMATS: Final = frozenset({"F32", "F16", "BF16", "I8", "I32", "I64"})

@@ -66,7 +66,7 @@ class Attention:
         """hidden: [tokens, hidden] → hidden + attention(norm(hidden))"""
         config = self.config
         heads = self.qkv(hidden, norm=norm).view(-1, self.num_heads, config.head_dim)
-        q, k, v = heads.split(self.heads, dim=1)
+        q, k, v = torch.split_with_sizes(heads, self.heads, 1)  # `split` is slower: it is written in Python
         gate = None
         if config.gated:
             q, gate = q.view(-1, config.heads, 2 * config.head_dim).chunk(2, dim=-1)

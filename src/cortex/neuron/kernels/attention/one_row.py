@@ -51,14 +51,17 @@ class OneRow:
             length=length - begin,
         )
 
-    def rotated(self, x: Tensor) -> Tensor:
-        """x: [heads, dim] → [heads, dim]"""
-        return torch.mm(x, self.matrix) if self.matrix is not None else self.rotation(x[None])[0]
+    def rotated(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x: [1, heads, dim] → [heads, dim]"""
+        if self.matrix is not None:
+            return torch.mm(x[0], self.matrix, out=out)
+        rotated = self.rotation(x)[0]
+        return rotated if out is None else out.copy_(rotated)
 
-    def store(self, pages: Tensor, values: Tensor) -> None:
-        """values: [kv heads, dim]"""
-        dim = pages.shape[3]
-        pages.as_strided(values.shape, (dim, 1), pages.storage_offset() + self.slot).copy_(values)
+    def own(self, pages: Tensor) -> Tensor:
+        """[kv heads, dim]: where the pages have the token's own key or value."""
+        _, _, kv_heads, dim = pages.shape
+        return pages.as_strided((kv_heads, dim), (dim, 1), pages.storage_offset() + self.slot)
 
     def visible(self, pages: Tensor) -> Tensor:
         """[1, kv heads, length, dim]: the positions that the token attends to, without a copy if that is possible."""
@@ -79,8 +82,8 @@ def one_row_attention(
     row = batch.once(key, lambda: OneRow.of(batch, rules, key_pages, q.dtype))
     if rules.q_scale is not None and rules.k_scale is not None:
         q, k = rms_norm(q, rules.q_scale, rules.eps), rms_norm(k, rules.k_scale, rules.eps)
-    row.store(key_pages, row.rotated(k[0]))
-    row.store(value_pages, v[0])
-    grouped = row.rotated(q[0]).view(1, shape[2], -1, dim)  # query heads are grouped by the kv head they share
+    row.rotated(k, out=row.own(key_pages))
+    row.own(value_pages).copy_(v[0])
+    grouped = row.rotated(q).view(1, shape[2], -1, dim)  # query heads are grouped by the kv head they share
     out = F.scaled_dot_product_attention(grouped, row.visible(key_pages), row.visible(value_pages), scale=rules.scale)
     return out.view(1, heads, dim)

@@ -98,8 +98,8 @@ class DynamicMatrix:
         weights = (q.view(len(q), -1, GROUP) * scale[..., None]).flatten(1)
         if self.constants is None:
             return merge(layout, weights, self.inputs)
-        constants = self.constants[numbers].repeat_interleave(layout.group, 1)
-        return merge(layout, weights, self.inputs).add_(constants)
+        groups = merge(layout, weights, self.inputs).view(len(q), -1, layout.group)
+        return (groups + self.constants[numbers][..., None]).flatten(1)
 
 
 def _packed(code: Tensor, scale: Tensor) -> Tensor:

@@ -104,9 +104,10 @@ class Pair:
     def _start(self, listen: str, key: str, *settings: str) -> Daemon:
         beside = f'[[models]]\nid = "{BESIDE}"\nsource = "{self.model}"\ndevices = [1]'
         daemon = self.start_daemon(
-            "drain_s = 1.0",
+            "drain_s = 30.0",
             "cpu_devices = 2",
             "limits.step_timeout_s = 5.0",
+            "limits.sleep_mb = 64",
             *settings,
             beside,
             loads_demo=False,
@@ -150,8 +151,8 @@ def until(holds: Callable[[], bool], what: str) -> None:
 class Response:
     """A streamed response of the lead, read as far as the test wants."""
 
-    def __init__(self, daemon: Daemon, model: str) -> None:
-        body = json.dumps({"model": model, "prompt": "x", "max_tokens": 480, "temperature": 0, "stream": True})
+    def __init__(self, daemon: Daemon, model: str, max_tokens: int = 480) -> None:
+        body = json.dumps({"model": model, "prompt": "x", "max_tokens": max_tokens, "temperature": 0, "stream": True})
         request = urllib.request.Request(
             f"{daemon.url}/v1/completions", body.encode(), {"content-type": "application/json"}
         )
@@ -210,6 +211,19 @@ def test_model_comes_back_when_the_peer_was_killed_and_starts_again(pair: Pair) 
     pair.lead.wait_ready(SPANNING)
     assert text_of(pair.lead, SPANNING) == text_of(pair.lead, BESIDE)
     assert worker(pair.lead, 1) == bystander
+
+
+def test_peer_that_is_restarted_lets_the_response_end_and_the_model_comes_back(pair: Pair) -> None:
+    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    workers = [worker(pair.lead, device) for device in (0, 1)]
+    response = Response(pair.lead, SPANNING, max_tokens=60)
+    pair.peer.process.terminate()
+    assert response.rest().rstrip().endswith("data: [DONE]")
+    pair.peer.process.wait(TIMEOUT_S)
+    pair.start_peer()
+    pair.lead.wait_ready(SPANNING)
+    assert text_of(pair.lead, SPANNING) == text_of(pair.lead, BESIDE)
+    assert [worker(pair.lead, device) for device in (0, 1)] == workers
 
 
 def test_wrong_key_and_a_second_model_on_the_device_are_rejected(pair: Pair) -> None:
@@ -285,16 +299,16 @@ def test_models_over_the_same_nodes_replace_each_other_and_drain_with_each_of_th
     expected = text_of(pair.lead, BESIDE)
     for name in SHARED * 2:  # three models on two devices, which have a part of one of them each
         assert text_of(through, name) == expected
-    held = {share["model_id"] for share in pair.shares()}
-    assert len(held) == 2
-    assert SHARED[-1] in held
+    held = {share["model_id"]: share["state"] for share in pair.shares()}
+    assert sorted(held.values()) == ["asleep", "ready", "ready"]
+    assert held[SHARED[-1]] == "ready"
     through.call("/fleet/nodes/second/drain", {})
     status, body = through.call("/v1/completions", {"model": SHARED[-1], "prompt": "x", "max_tokens": 1}, TIMEOUT_S)
     assert status == 502
     assert "second has a part of it, and is drained" in body["error"]["message"]
     through.call("/fleet/nodes/second/undrain", {})
     assert text_of(through, SHARED[-1]) == expected
-    for name in held:
+    for name in SHARED:
         through.call(f"/fleet/models/{quote(name)}/unload", {}, TIMEOUT_S)
     assert pair.shares() == []
 

@@ -197,6 +197,7 @@ def test_rejects_a_model_that_does_not_fit_without_allocating(checkpoint: Path) 
     assert "the model needs 0.01 GB on cpu (weights 0.01 GB" in str(rejected.value)
     assert "0.01 GB can be used" in str(rejected.value) or "0.00 GB can be used" in str(rejected.value)
     assert not isinstance(rejected.value, NoRoomError), "unloading other models would not help"
+    assert "raise the `memory_mb`" in str(rejected.value)
     del rejected
     assert live_tensors() <= before
 

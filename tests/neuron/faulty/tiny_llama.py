@@ -44,7 +44,11 @@ def write_llama(folder: Path, seed: int, vocab: int = 1000, num_layers: int = 2,
     return str(folder)
 
 
-async def generate(node: Node, model_id: str, request_id: str = "r") -> list[int]:
+def greedy_request(request_id: str, max_tokens: int = 8) -> EngineRequest:
     greedy = SamplingParams(temperature=0.0)
-    request = EngineRequest(id=request_id, prompt=tuple(range(5, 25)), max_tokens=8, sampling=greedy)
+    return EngineRequest(id=request_id, prompt=tuple(range(5, 25)), max_tokens=max_tokens, sampling=greedy)
+
+
+async def generate(node: Node, model_id: str, request_id: str = "r", max_tokens: int = 8) -> list[int]:
+    request = greedy_request(request_id, max_tokens)
     return [token async for batch in node.submit(model_id, request) for output in batch for token in output.tokens]

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 from faulty_models import parts
-from tiny_llama import generate, write_llama
+from tiny_llama import generate, greedy_request, write_llama
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig, PeerEntry
 from cortex.neuron.node.node import Node
+from cortex.neuron.node.spanning.protocol import PeerUnreachable
 from cortex.neuron.worker.factory import ENGINE
 from cortex.neuron.worker.process import WorkerTimeouts
-from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.errors import InsufficientCapacity, LoadFailed, Recovering
 from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
 
-from .node_calls import load, until
+from .node_calls import load, tokens_of, until, worker_of
 
 BOTH = ("first", "second")
 
@@ -54,6 +55,8 @@ class Nodes:
         self._served: list[asyncio.Task[None]] = []
 
     async def connect(self, peer: PeerEntry) -> End:
+        if self.second.health().status == "draining":
+            raise PeerUnreachable("it shuts down")
         near, far = End(), End()
         near.other, far.other = far, near
         self.ends.append(near)
@@ -112,7 +115,7 @@ async def nodes(tmp_path: Path, peer_sleep_mb: int) -> AsyncIterator[Nodes]:
     def config(models: tuple[ModelEntry, ...], *peers: PeerEntry, sleep_mb: int = 64) -> NeuronConfig:
         limits = Limits(max_num_seqs=8, sleep_mb=sleep_mb)
         return NeuronConfig(
-            models=models, peers=peers, limits=limits, drain_s=1.0, cpu_devices=2, model_roots=(tmp_path,)
+            models=models, peers=peers, limits=limits, drain_s=60.0, cpu_devices=2, model_roots=(tmp_path,)
         )
 
     peer = PeerEntry(name="second", endpoint="http://second:1")
@@ -248,6 +251,29 @@ async def test_unload_during_the_load_leaves_nothing(nodes: Nodes) -> None:
         await until(lambda: nodes.second.health().shares == ())
         assert nodes.first.devices.claims.conflicts(spans=True) == {}
     assert (await load(nodes.first, "two")).state is ModelState.READY
+
+
+async def test_peer_that_shuts_down_lets_requests_end_and_replaces_no_worker(nodes: Nodes) -> None:
+    await load(nodes.first, "two")
+    expected = await generate(nodes.first, "two", max_tokens=100)
+    process = worker_of(nodes.first)
+    running = nodes.first.submit("two", greedy_request("running", max_tokens=100))
+    first = await anext(aiter(running))
+    ending = asyncio.create_task(nodes.second.close())
+
+    async def keep_asking() -> None:
+        while True:
+            nodes.first.submit("two", greedy_request("late", max_tokens=1)).cancel()
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(Recovering, match="node second shuts down"):
+        await keep_asking()
+    tokens = [token for output in first for token in output.tokens] + await tokens_of(running)
+    assert tokens == expected
+    async with asyncio.timeout(60):
+        await ending
+    await until(lambda: nodes.first.model("two").state is ModelState.RECOVERING)
+    assert worker_of(nodes.first) == process
 
 
 async def test_lost_connection_frees_both_sides_and_the_model_comes_back(nodes: Nodes) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from cortex.neuron.engine.request import EngineStats, FinishReason, StepOutput
 from cortex.neuron.worker.faults import FaultKind
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 """How long tests wait for an event; reached only on failure."""
 
 
@@ -34,6 +34,9 @@ class RecordingSink:
     def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None:
         self.failed[request_id] = (kind, message)
         self._changed.set()
+
+    def on_ending(self, reason: str, then: Callable[[], None]) -> None:
+        then()
 
     def on_stats(self, stats: EngineStats) -> None:
         self.stats = stats

@@ -227,8 +227,9 @@ def _no_room(sizes: ModelSizes, limit_bytes: int | None, device: torch.device, h
     need_bytes = sizes.weight_bytes + MIN_PAGES * sizes.page_bytes
     # Unloading other models does not help a model whose own limit is too low.
     forbidden = limit_bytes is not None and need_bytes > limit_bytes
+    advice = "raise the `memory_mb` that limits it" if forbidden else "unload something"
     return (LoadError if forbidden else NoRoomError)(
         f"the model needs {need_bytes / 1e9:.2f} GB on {device} (weights {sizes.weight_bytes / 1e9:.2f} GB and "
-        f"at least one page of KV) but {max(have_bytes, 0) / 1e9:.2f} GB can be used; unload something, "
+        f"at least one page of KV) but {max(have_bytes, 0) / 1e9:.2f} GB can be used; {advice}, "
         "or choose a smaller or more strongly quantised model"
     )

@@ -19,6 +19,7 @@ from cortex.neuron.node.generation import Generation
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import ModelHost, Resident
+from cortex.tasks import run_once
 from cortex.wire.errors import (
     CortexError,
     GenerationFailed,
@@ -207,6 +208,14 @@ class Instance:
             Recovering(f"{self.model_id} lost its device and is coming back by itself; try again", retry_after_s=2)
         )
         self._callbacks.on_lost(reason)
+
+    def on_ending(self, reason: str, then: Callable[[], None]) -> None:
+        self.close_admission(Recovering(f"{self.model_id} pauses ({reason}); try again", retry_after_s=5))
+        run_once(self._drain(then), f"drain {self.model_id}")
+
+    async def _drain(self, then: Callable[[], None]) -> None:
+        await self.drained()
+        then()
 
     def _update_free_cache(self) -> None:
         if self._resident is not None:  # reports may come before the load has ended

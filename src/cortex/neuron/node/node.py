@@ -242,7 +242,8 @@ class Node:
             regular.cancel()
         for task in self._background:
             task.cancel()
-        await self._models.close(_shutting_down(), self._config.drain_s)
+        drain_s = self._config.drain_s
+        await asyncio.gather(self._models.close(_shutting_down(), drain_s), self.shares.drain(drain_s))
         await self.shares.close()
         await self.devices.close()
         await self._texts.close()

@@ -265,7 +265,13 @@ class WorkerGroup:
         def on_lost(reason: str) -> None:
             self._on_rank_lost(rank, reason, sink)
 
-        return _RankSink(sink if rank == 0 else None, on_lost)
+        def on_ending(reason: str) -> None:
+            def leave() -> None:
+                run_once(self._leave(reason, sink), "free a model before a part of it goes")
+
+            sink.on_ending(reason, leave)
+
+        return _RankSink(sink if rank == 0 else None, on_lost, on_ending)
 
     def _on_rank_lost(self, rank: int, reason: str, sink: ModelSink) -> None:
         """Replaces the workers of the other members. The model is reported as lost when all of them have ended, so that
@@ -286,6 +292,13 @@ class WorkerGroup:
             self._claim.release()
             sink.on_lost(reason)
 
+    async def _leave(self, reason: str, sink: ModelSink) -> None:
+        """Frees all ranks, which are idle, so that no worker has to be replaced."""
+        if not self._lost and not self._is_given_up:
+            self._is_given_up = True
+            await self.unload(together(self._residents))
+            sink.on_lost(reason)
+
     async def _free_others(self, lost: int, reason: str, sink: ModelSink) -> None:
         parts = list(zip(self._members, self._residents, strict=True))
         await asyncio.gather(*(member.unload(part) for member, part in parts[:lost] + parts[lost + 1 :]))
@@ -295,9 +308,12 @@ class WorkerGroup:
 class _RankSink:
     """The `ModelSink` of one rank. Only the leader's events concern the model; a loss of any rank does."""
 
-    def __init__(self, model: ModelSink | None, on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, model: ModelSink | None, on_lost: Callable[[str], None], on_ending: Callable[[str], None]
+    ) -> None:
         self._model = model
         self._on_lost = on_lost
+        self._on_ending = on_ending
 
     def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         if self._model is not None:
@@ -317,3 +333,7 @@ class _RankSink:
 
     def on_lost(self, reason: str) -> None:
         self._on_lost(reason)
+
+    def on_ending(self, reason: str, then: Callable[[], None]) -> None:
+        del then  # the group frees the rank
+        self._on_ending(reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -59,6 +59,9 @@ class ModelSink(Protocol):
     def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None: ...
     def on_stats(self, stats: EngineStats) -> None: ...
     def on_lost(self, reason: str) -> None: ...
+
+    def on_ending(self, reason: str, then: Callable[[], None]) -> None:
+        """A part of the model goes soon: no new requests. Calls `then` when none is left."""
 
 
 class ModelHost(Protocol):

@@ -311,3 +311,6 @@ class _ReplicaSink:
 
     def on_lost(self, reason: str) -> None:
         self._replicas.replica_lost(self._replica, reason, self._model)
+
+    def on_ending(self, reason: str, then: Callable[[], None]) -> None:
+        pass  # only parts on other nodes are announced to end, and replicas have none

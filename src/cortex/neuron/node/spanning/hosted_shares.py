@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from cortex.neuron.node.spanning.protocol import (
     KillShare,
     LoadShare,
     PrepareShare,
+    ShareEnding,
     ShareFailed,
     ShareLoaded,
     ShareLost,
@@ -129,6 +130,16 @@ class HostedShares:
             share for share in self._shares if share.model_id == order.request.model_id and share.lead == _lead(order)
         ]
 
+    async def drain(self, drain_s: float) -> None:
+        """Takes no more shares, and gives the leads of those that serve `drain_s` to end their requests."""
+        self._is_closing = True
+        serving = [share for share in self._shares if share.is_loaded and not share.host_bytes]
+        for share in serving:
+            await self._shares[share].send(encode(ShareEnding()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await asyncio.gather(*(share.ended.wait() for share in serving))
+
     async def close(self) -> None:
         """Ends all shares and takes no more; their leads see that their connections end."""
         self._is_closing = True
@@ -139,6 +150,7 @@ class HostedShares:
     async def _forget(self, share: _Share) -> None:
         await share.end()
         self._shares.pop(share, None)
+        share.ended.set()
 
 
 class _Share:
@@ -156,6 +168,8 @@ class _Share:
         self._group: WorkerGroup | None = None
         self._resident: Resident | None = None
         self._is_lost = False
+        self.ended = asyncio.Event()
+        """Nothing of it is left."""
         self._given: asyncio.Future[LoadSpec] = asyncio.get_running_loop().create_future()
         """What the lead has it load, once all peers are ready."""
         self._work = run_once(self._run(), f"load a part of {self.model_id}")
@@ -366,6 +380,9 @@ class _Share:
         pass
 
     def on_stats(self, stats: EngineStats) -> None:
+        pass
+
+    def on_ending(self, reason: str, then: Callable[[], None]) -> None:
         pass
 
     def on_lost(self, reason: str) -> None:

@@ -5,6 +5,7 @@ with `SharePrepared`. `LoadShare` follows when all peers are ready; the reply is
 `ShareFailed` or `ShareLost` instead. A loaded share sleeps and wakes with its model: the replies to `SleepShare` and
 `WakeShare` are `ShareSlept` and `ShareWoken`, or `ShareFailed` if it stays as it is. `UnloadShare` ends the share at
 any time; the reply is `ShareUnloaded`. `KillShare` ends it with its workers, and `ShareLost` follows.
+A peer that shuts down sends `ShareEnding`, and waits a while for `UnloadShare`: requests end first.
 A connection that ends is the loss of the share: the lead replaces the group, the peer frees its part.
 """
 
@@ -112,8 +113,12 @@ class ShareUnloaded(ShareMessage, frozen=True):
     pass
 
 
+class ShareEnding(ShareMessage, frozen=True):
+    pass
+
+
 FromLead = PrepareShare | LoadShare | SleepShare | WakeShare | UnloadShare | KillShare
-FromPeer = SharePrepared | ShareLoaded | ShareSlept | ShareWoken | ShareFailed | ShareLost | ShareUnloaded
+FromPeer = SharePrepared | ShareLoaded | ShareSlept | ShareWoken | ShareFailed | ShareLost | ShareUnloaded | ShareEnding
 
 encode = msgspec.msgpack.Encoder().encode
 _from_lead: msgspec.msgpack.Decoder[FromLead] = msgspec.msgpack.Decoder(FromLead)

@@ -17,6 +17,7 @@ from cortex.neuron.node.spanning.protocol import (
     KillShare,
     LoadShare,
     PrepareShare,
+    ShareEnding,
     ShareFailed,
     ShareLoaded,
     ShareLost,
@@ -151,6 +152,9 @@ class RemoteShare:
                             self._reply.set_result(None)
                     case ShareFailed(kind=kind, message=text, cancelled=cancelled):
                         self._fail(LoadRejected(kind, f"on node {self._node}: {text}", cancelled=cancelled))
+                    case ShareEnding():
+                        if self._sink is not None and not self._is_ending:
+                            self._sink.on_ending(f"node {self._node} shuts down", lambda: None)
                     case ShareLost(reason=why):
                         reason = f"on node {self._node}: {why}"
                         break

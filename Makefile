@@ -82,13 +82,13 @@ clean: ## Remove .venv and everything the tools left behind
 
 $(RUNNABLE): pyproject.toml | .venv/bin/python
 	@echo "setting up .venv (once; torch is the large part)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[neuron]"
+	@$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -e ".[neuron]"
 	@touch $@
 
 $(TESTABLE): pyproject.toml | $(RUNNABLE)
 	@echo "adding the development tools to .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[neuron,dev]"
+	@$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)" -e ".[neuron,dev]"
 	@touch $@
 
 # Every client has the versions that it was tested with. aider needs other versions than the frameworks.

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import uvloop
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+from cortex.fleet.catalogue import Catalogue
+from cortex.gateway.config import Config, GatewaySection
 from cortex.gateway.ledger.keys import generate
+from cortex.gateway.metrics import OVERHEAD_BUCKETS
+from cortex.gateway.server import Gateway
+from cortex.parsing import relayed
+from cortex.parsing.relayed import RelayedBody
 from cortex.wire import usage_report
 from cortex.wire.node import DeviceHealth, ModelLoad, ModelState
 
@@ -141,3 +152,30 @@ async def test_waiting_for_a_load_does_not_count_as_overhead(measured: Measured)
     overhead_s = value(found, "cortex_overhead_seconds_sum", {}) - overhead_before_s
     assert overhead_s < load_s, "waiting is not overhead"
     assert value(found, "cortex_queue_depth", {"model": "c"}) == 0
+
+
+def test_requests_are_measured_with_a_clock_finer_than_the_smallest_bucket(tmp_path: Path) -> None:
+    async def shortest_difference_s() -> float:
+        """Within one turn of the loop that gateways run on."""
+        gateway = Gateway(Config(gateway=GatewaySection(metrics_listen=None)), Catalogue(), tmp_path)
+        clock = gateway._services.clock
+        readings = [clock() for _ in range(100_000)]
+        return min((later - earlier for earlier, later in pairwise(readings) if later > earlier), default=math.inf)
+
+    assert uvloop.run(shortest_difference_s()) < OVERHEAD_BUCKETS[0]
+
+
+async def test_overhead_begins_with_the_last_byte_of_the_body(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    read = relayed.read
+
+    def read_slowly(*arguments: Any, **options: Any) -> RelayedBody:
+        time.sleep(0.3)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(relayed, "read", read_slowly)
+    assert (await client.chat("a"))[0] == 200
+    assert value(scraped(client), "cortex_overhead_seconds_sum", {}) >= 0.3

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import time
 from pathlib import Path
 
 import msgspec
@@ -97,11 +98,11 @@ class Gateway:
         )
         self.tasks = Supervisor(lambda name: self.metrics.task_restarts.labels(name).inc())
         self._regular: list[SupervisedTask] = []
-        self._effects = NodeEffects(self._nodes, self._pollers, self.metrics, loop.time)
+        self._effects = NodeEffects(self._nodes, self._pollers, self.metrics, time.monotonic)
         self.dispatcher = Dispatcher(
             self._effects,
             self.event_log,
-            loop.time,
+            time.monotonic,
             DispatchSettings.of(config, catalogue),
             measured=self._measured_sizes.read(),
         )
@@ -122,7 +123,7 @@ class Gateway:
             activity=ActivityLog(config.activity),
             parser=BodyParser(),
             buffered=Buffered(client_limits(config).buffered_bytes),
-            clock=loop.time,
+            clock=time.monotonic,
         )
         self._inference = Inference(self._services)
         self._responses = ResponsesService(config, directory, self._inference, self.tasks)
@@ -131,7 +132,7 @@ class Gateway:
         self._files = files
         self._reloading = asyncio.Lock()
         self._deferred = DeferredResponses()
-        self._streams = EventStreams(loop.time, self._metering)
+        self._streams = EventStreams(time.monotonic, self._metering)
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
         self._file_routes = FileRoutes(self.dispatcher, self._nodes, board, self._metering, self._deferred)

@@ -24,6 +24,7 @@ from cortex.parsing.parser import BodyParser
 from cortex.tasks import Supervisor
 from cortex.wire import openai_responses
 from cortex.wire.events import TextDelta
+from cortex.wire.field_tables.openai_responses import ITEMS_OF_GATEWAYS, OF_GATEWAYS
 from cortex.wire.openai_responses import kept
 
 from ..fake_neuron import GB, FakeNeuron, begin_stream, until
@@ -77,6 +78,21 @@ async def test_resolves_item_references_like_an_agents_second_step(
     # What was stored for the second response has items, not references.
     _, listed = await client.get(f"/v1/responses/{second['id']}/input_items?order=asc")
     assert [item["type"] for item in listed["data"]] == ["message", "function_call", "function_call_output"]
+
+
+async def test_honours_what_the_field_table_says_of_gateways(node: FakeNeuron, start_gateway: StartGateway) -> None:
+    client = await start_gateway(node)
+    _, first = await create(client)
+    fields = {"store": True, "previous_response_id": first["id"], "background": True}
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    assert fields.keys() == OF_GATEWAYS.keys()
+    assert {reference["type"]} == {kind.name for kind in ITEMS_OF_GATEWAYS}
+    status, queued = await create(client, input=[reference], **fields)
+    assert (status, {name: queued[name] for name in fields}) == (200, fields)
+    await found(client, f"/v1/responses/{queued['id']}")
+    sent = node.seen[-1].body
+    assert sent.keys().isdisjoint(fields.keys() - {"store"})
+    assert [item["type"] for item in sent["input"]] == ["message"] * 3
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ class RequestAccounting:
     num_request_bytes: int
     stream: bool
     started_at: float
+    """When all of its bytes were there."""
     status: int = 0
     """The HTTP status for the client; 0 before there is one."""
     error_code: str | None = None

@@ -60,6 +60,8 @@ class ReceivedRequest(msgspec.Struct, frozen=True):
     """None on an open gateway."""
     id: bytes
     span: Span
+    received_at: float
+    """When all of its bytes were there."""
 
 
 def _cancel(task: asyncio.Task[None]) -> None:
@@ -80,6 +82,7 @@ class Inference:
 
     def receive(self, exchange: Exchange, route: Route, then: Callable[[ReceivedRequest], None]) -> None:
         """Call `then` with the request of an exchange once its key is known and its body is read, or reject it."""
+        received_at = self.services.clock()
         request = exchange.request
         id = request_id_of(request.header(b"x-request-id"))
         span = self.services.tracer.begin(route.span_name, request.header(b"traceparent"))
@@ -95,7 +98,7 @@ class Inference:
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
             strip_billing = self.services.config.strip_billing_header and route.dialect == "anthropic_messages"
             if is_read_elsewhere(request.body, strip_billing=strip_billing):
-                reading = self._receive_large(exchange, route, key, id, span, strip_billing, then)
+                reading = self._receive_large(exchange, route, key, id, span, received_at, strip_billing, then)
                 task = run_once(reading, "read a large request")
                 exchange.on_disconnect(partial(_cancel, task))
                 return
@@ -103,7 +106,7 @@ class Inference:
         except CortexError as error:
             self._reject_unread(exchange, route, key, id, span, error)
             return
-        then(self._received(exchange, route, key, id, span, read))
+        then(self._received(exchange, route, key, id, span, received_at, read))
 
     async def _receive_large(
         self,
@@ -112,6 +115,7 @@ class Inference:
         key: KeySection | None,
         id: bytes,
         span: Span,
+        received_at: float,
         strip_billing: bool,
         then: Callable[[ReceivedRequest], None],
     ) -> None:
@@ -125,7 +129,7 @@ class Inference:
                 generates=route.generates,
                 strip_billing=strip_billing,
             )
-            then(self._received(exchange, route, key, id, span, read))
+            then(self._received(exchange, route, key, id, span, received_at, read))
         except CortexError as error:
             self._reject_unread(exchange, route, key, id, span, error)
         except asyncio.CancelledError:
@@ -141,11 +145,18 @@ class Inference:
             raise  # to the log
 
     def _received(
-        self, exchange: Exchange, route: Route, key: KeySection | None, id: bytes, span: Span, read: RelayedBody
+        self,
+        exchange: Exchange,
+        route: Route,
+        key: KeySection | None,
+        id: bytes,
+        span: Span,
+        received_at: float,
+        read: RelayedBody,
     ) -> ReceivedRequest:
         if read.is_stripped:
             self.services.metrics.stripped.inc()
-        return ReceivedRequest(exchange, route, read.body, read.envelope, key, id, span)
+        return ReceivedRequest(exchange, route, read.body, read.envelope, key, id, span, received_at)
 
     def _reject_unread(
         self, exchange: Exchange, route: Route, key: KeySection | None, id: bytes, span: Span, error: CortexError
@@ -163,8 +174,8 @@ class Inference:
         except CortexError as error:
             self.reject(received, error)
         else:
-            exchange, id, span = received.exchange, received.id, received.span
-            ProxyRequest(self.services, exchange, route, body, envelope, admitted, id, span, keeper).go()
+            exchange, id, span, started_at = received.exchange, received.id, received.span, received.received_at
+            ProxyRequest(self.services, exchange, route, body, envelope, admitted, id, span, started_at, keeper).go()
 
     def reject(self, received: ReceivedRequest, error: CortexError) -> None:
         """Reject a request that was received."""

@@ -92,6 +92,7 @@ class ProxyRequest:
         admitted: AdmittedRequest,
         id: bytes,
         span: Span,
+        started_at: float,
         keeper: ResponseKeeper | None = None,
     ) -> None:
         self.services = services
@@ -115,8 +116,7 @@ class ProxyRequest:
         """Work on a large body in another process, before it is sent."""
         self._usage_header: bytes | None = None
         is_stream = route.generates and envelope.facts.stream
-        now = services.clock()
-        self._accounting = RequestAccounting(services, route, admitted, id, span, len(received), is_stream, now)
+        self._accounting = RequestAccounting(services, route, admitted, id, span, len(received), is_stream, started_at)
         keepalive = _keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if is_stream else None
         headers, capture = route.id_headers(id), None
         if keeper is not None:

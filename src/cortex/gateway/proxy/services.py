@@ -35,3 +35,4 @@ class Services:
     buffered: Buffered
     """Request bytes in memory, of clients and of runs in the background."""
     clock: Callable[[], float]
+    """Not the loop's, which counts whole milliseconds and stands still during a turn: a request takes less."""

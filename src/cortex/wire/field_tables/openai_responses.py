@@ -50,6 +50,13 @@ FIELDS = FieldTable(
     EXTENSIONS,
 )
 
+OF_GATEWAYS = {
+    "store": "of `/v1/responses` by a gateway",
+    "previous_response_id": "by a gateway that stores responses; a node rejects it",
+    "background": "by a gateway that stores responses; a node rejects it",
+}
+"""Fields that a gateway honours, and what to say about each. What is in `FIELDS` is what a node does with them."""
+
 TOOLS = (
     Kind("function", Treatment.HONOURED),
     Kind("custom", Treatment.HONOURED, "free text; a grammar is shown to the model and not enforced"),
@@ -67,3 +74,6 @@ ITEMS = (
     Kind("mcp_list_tools", Treatment.TOLERATED, "a list without effect; reported in the header"),
 )
 """Types of input items. Others are rejected."""
+
+ITEMS_OF_GATEWAYS = (Kind("item_reference", Treatment.HONOURED, "by a gateway, which puts the stored item there"),)
+"""Types of input items that only a gateway accepts."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cortex.wire import headers
 from cortex.wire.field_tables import anthropic_messages, openai_chat, openai_completions, openai_responses
-from cortex.wire.field_tables.table import BodyField, Kind
+from cortex.wire.field_tables.table import BodyField, Kind, Treatment
 
 TABLES = {
     "chat": openai_chat.FIELDS,
@@ -29,7 +29,8 @@ Generated from the field tables by `make docs`; edit those, not this page. Every
   (`false`, `0`, an empty list) are accepted.
 - empty: not a field of this dialect. Such a field is ignored, and the header `{headers.IGNORED_FIELDS}` lists it.
 
-`null` is the same as an absent field. The columns are `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
+The table says what a gateway does; where a node that is called directly does something else, the note says so. `null`
+is the same as an absent field. The columns are `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
 `/v1/messages`.
 """
 
@@ -74,7 +75,7 @@ def fields_page() -> str:
             "",
             "## Input items of `/v1/responses`\n",
             "Items of other types are rejected: the model would not see them.\n",
-            *_kinds_table(responses=openai_responses.ITEMS),
+            *_kinds_table(responses=(*openai_responses.ITEMS, *openai_responses.ITEMS_OF_GATEWAYS)),
             "",
             "## Content blocks of `/v1/messages`\n",
             "Blocks of other types are rejected: the model would not see them.\n",
@@ -86,8 +87,15 @@ def fields_page() -> str:
 
 
 def _row(name: str) -> list[str]:
-    found = [table.get(name) for table in TABLES.values()]
+    found = [_by_gateway(dialect, table.get(name)) for dialect, table in TABLES.items()]
     return [f"`{name}`", *("" if one is None else one.treatment.value for one in found), _note(found)]
+
+
+def _by_gateway(dialect: str, one: BodyField | None) -> BodyField | None:
+    """What a gateway does with a field, where a node does something else."""
+    if dialect != "responses" or one is None or one.name not in openai_responses.OF_GATEWAYS:
+        return one
+    return BodyField(one.name, Treatment.HONOURED, one.example, openai_responses.OF_GATEWAYS[one.name])
 
 
 def _note(found: Iterable[BodyField | None]) -> str:

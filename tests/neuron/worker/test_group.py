@@ -13,7 +13,7 @@ from cortex.neuron.engine.request import EngineInfo, EngineRequest, LoadSpec, Me
 from cortex.neuron.worker.device_claims import DeviceClaims
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.group import Span, WorkerGroup
+from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident
 from cortex.neuron.worker.process import WorkerLost
@@ -160,7 +160,7 @@ async def test_load_without_a_directory_for_the_ranks_releases_devices_and_other
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     claims = DeviceClaims()
     share = FakeShare(7, calls)
-    span = Span((0, 1, 2, 3), 4, Meeting("127.0.0.1", 1, 2, "secret", "127.0.0.1"), (share,))
+    span = RanksOnNode((0, 1, 2, 3), 4, Meeting("127.0.0.1", 1, 2, "secret", "127.0.0.1"), (share,))
     group = WorkerGroup(supervisors, (), claims.new("m", (1, 4, 6), spans=True), span)
     with pytest.raises(LoadRejected, match="no space left"):
         await group.load(LoadSpec("m"), sink)

@@ -31,7 +31,7 @@ __all__ = ["postgres_url"]
 async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
     """Starts gateways over fake nodes and closes them when the test ends; fast polls, no eviction delays."""
     opened: list[Gateway] = []
-    async with ClientSession(headers=JSON, timeout=ClientTimeout(total=20)) as session:
+    async with ClientSession(headers=JSON, timeout=ClientTimeout(total=40)) as session:
 
         async def start(
             *nodes: FakeNeuron,

@@ -199,7 +199,7 @@ async def test_gateway_killed_under_load_serves_again_after_restart(neurons: Sta
                 broken[0] += 1
                 await asyncio.sleep(0.05)
 
-    async with ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=20)) as session:
+    async with ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=40)) as session:
         clients = [asyncio.create_task(client(session)) for _ in range(24)]
         await until(lambda: whole[0] >= 24)
         first.process.send_signal(signal.SIGKILL)

@@ -32,7 +32,7 @@ def is_alive(process_id: int) -> bool:
 
 
 async def until_gone(process_id: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(40):
         while is_alive(process_id):
             await asyncio.sleep(0.01)
 
@@ -45,7 +45,7 @@ async def started_job(pool: Pool) -> tuple[asyncio.Task[Done], int]:
     """A job that never ends, and the new process that runs it."""
     before = children_of(pool.process_id)
     task = asyncio.create_task(pool.run(Job("never"), in_background=True))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(40):
         while not (new := children_of(pool.process_id) - before):
             await asyncio.sleep(0.01)
     return task, new.pop()

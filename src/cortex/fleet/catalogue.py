@@ -50,7 +50,7 @@ class ModelSpec(Section, frozen=True):
     """Hub id, directory or file on the node; the id itself when absent."""
     quant: str | None = None
     """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
-    so, its dense weights are, at load: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
+    so, its dense weights are, at load: `q4_k`, `q5_k`, `q6_k`, `q8_0` or, on a GPU, `fp8`."""
     vram_mb: Count | None = None
     """Expected size over all devices; the node's own estimate when absent. Measured bytes replace it after a load."""
     min_devices: Count = 1

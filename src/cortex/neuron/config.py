@@ -122,7 +122,7 @@ class ModelOptions(Section, frozen=True):
     """`torch`, the built-in engine, or its old name `candle`."""
     quant: str | None = None
     """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
-    so, its dense weights are, at load: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
+    so, its dense weights are, at load: `q4_k`, `q5_k`, `q6_k`, `q8_0` or, on a GPU, `fp8`."""
     context_tokens: Count | None = None
     """Maximum sequence length; the model's own limit when absent."""
     kv_dtype: KVDtype = "auto"

@@ -111,7 +111,7 @@ async def test_key_sees_only_its_own_requests_without_nodes(neurons: StartNeuron
             await client.post("/v1/chat/completions", {"model": "a", "messages": []}, **bearer(key))
         await client.post("/v1/chat/completions", {"model": "a", "messages": []}, Authorization="Bearer ck-nobody")
         await live.content.readuntil(b"\n\n")
-        frame = await asyncio.wait_for(live.content.readuntil(b"\n\n"), 20)
+        frame = await asyncio.wait_for(live.content.readuntil(b"\n\n"), 40)
     event, data = frame.strip().split(b"\n")
     assert (event, msgspec.json.decode(data[6:])["key"]) == (b"event: request", "anna"), "the first is not shown to her"
     _, page = await client.get("/fleet/activity", **bearer(anna))

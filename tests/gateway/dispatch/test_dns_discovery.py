@@ -118,4 +118,4 @@ async def test_node_joins_a_running_gateway_and_leaves_it(
             await until(lambda: not gateway.dispatcher.fleet.nodes)
             assert (await client.chat("a"))[0] == 404
     finally:
-        await asyncio.wait_for(gateway.close(), 20)
+        await asyncio.wait_for(gateway.close(), 40)

@@ -42,7 +42,7 @@ async def test_node_that_needs_another_key_is_down_and_says_why(
     monkeypatch.setenv("NODE_KEY", sent or "")
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, key=NODE_KEY)
     client = await start_gateway(beast, node_key_env="NODE_KEY")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(40):
         while not (found := (await client.get("/fleet/status"))[1]["nodes"][0]["problem"]):
             await asyncio.sleep(0.05)
     assert problem in found

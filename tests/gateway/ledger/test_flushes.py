@@ -94,11 +94,11 @@ async def test_unexpected_failure_of_a_flush_is_retried_with_the_same_usage(tmp_
     await ledger.start()
     store.is_away = True
     settle(admit(KeyedMeter(ledger), key), 5, 5)
-    await asyncio.wait_for(restarted.wait(), 20)
+    await asyncio.wait_for(restarted.wait(), 40)
     settle(admit(KeyedMeter(ledger), key), 5, 5)
     store.is_away = False
     reader = open_store(f"{tmp_path}/spend.db")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(40):
         while reader.exchange({}, {key.section.id: 0})[key.section.id].total != 20:
             await asyncio.sleep(0.01)
     reader.close()
@@ -114,7 +114,7 @@ async def test_close_writes_the_usage_that_a_failed_flush_kept(tmp_path: object)
     await ledger.start()
     store.is_away = True
     settle(admit(KeyedMeter(ledger), key), 5, 5)
-    await asyncio.wait_for(restarted.wait(), 20)
+    await asyncio.wait_for(restarted.wait(), 40)
     store.is_away = False
     await ledger.close()
     reader = open_store(f"{tmp_path}/spend.db")

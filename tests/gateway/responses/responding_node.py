@@ -79,7 +79,7 @@ async def send(client: Client, method: str, path: str, **headers: str) -> tuple[
 
 async def found(client: Client, path: str, status: str = "completed") -> dict[str, Any]:
     """The response at `path`, once it is there and has the status."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 40
     while (got := await client.get(path))[0] != 200 or got[1]["status"] != status:
         assert time.monotonic() < deadline, got
         await asyncio.sleep(0.01)

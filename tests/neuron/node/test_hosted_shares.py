@@ -31,7 +31,7 @@ from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Resident
 from cortex.wire.node import LoadRequest
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 NODES = ("first", "second")
 PREPARE = PrepareShare(LoadRequest(model_id="m", tensor_parallel=2, nodes=NODES), "digest")
 MEETING = Meeting("127.0.0.1", 1, 2, "secret", "127.0.0.1")

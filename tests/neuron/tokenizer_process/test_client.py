@@ -71,7 +71,7 @@ def process_of(tokenizer: TokenizerClient) -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(40):
         while not condition():
             await asyncio.sleep(0.01)
 

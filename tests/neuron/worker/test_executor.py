@@ -34,7 +34,7 @@ from cortex.neuron.worker.protocol import (
     Unloaded,
 )
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 Batch = list[Command | FollowStep | Compiled]
 Prepare = Callable[[faulty_engine.FaultyEngine], bool]

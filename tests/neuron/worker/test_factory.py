@@ -26,7 +26,7 @@ from cortex.telemetry import logs
 from ...processes import alive
 
 CPU = DeviceAddress("cpu", 0)
-WAIT_S = 30.0
+WAIT_S = 60.0
 """How long tests wait for an event; reached only on failure."""
 
 

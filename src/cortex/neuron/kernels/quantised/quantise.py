@@ -9,9 +9,8 @@ from torch import Tensor
 
 from cortex.neuron.kernels.quantised.layout import Layout
 
-_EXTRA_STEPS = (0, 1, -1)
-"""The range of a group is divided into the layout's steps and this many more. Fewer steps than codes leave room at the
-ends; more steps cut off the outermost numbers, so that the others are finer. Each is then fitted to its codes."""
+_FITTED_BITS = 6
+"""Scales are fitted to their codes up to this many bits: more gain nothing."""
 _TINY = 1e-30
 
 
@@ -43,23 +42,33 @@ def quantised(numbers: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     Scales are rounded to bfloat16 before codes are chosen, so that the codes make up for it.
     """
     groups = numbers.float().view(len(numbers), -1, layout.group)
-    best: _Fit | None = None
-    for extra in _EXTRA_STEPS:
-        first = _fit(groups, layout, *_spread(groups, layout, extra))
-        for fit in (first, _fit(groups, layout, *_fitted(groups, layout, first))):
-            best = fit if best is None else best.better(fit)
-    assert best is not None
+    # The range of a group is divided into the layout's steps, and into one more or less. Fewer steps than codes leave
+    # room at the ends; more steps cut off the outermost numbers, so that the others are finer.
+    best = _fit(groups, layout, 0).better(_fit(groups, layout, 1 if layout.bits < _FITTED_BITS else -1))
     return best.code.to(torch.uint8).flatten(1), best.scale, best.minimum
 
 
-def _fit(groups: Tensor, layout: Layout, scale: Tensor, minimum: Tensor) -> _Fit:
-    """The best codes for these scales and minimums, as they are stored."""
+def _fit(groups: Tensor, layout: Layout, extra: int) -> _Fit:
+    """The scales and codes for the layout's steps and `extra` more, fitted to each other."""
+    scale, minimum = _stored(layout, *_spread(groups, layout, extra))
+    code = _codes(groups, layout, scale, minimum)
+    if layout.bits <= _FITTED_BITS:
+        scale, minimum = _stored(layout, *_fitted(groups, layout, code, scale))
+        code = _codes(groups, layout, scale, minimum)
+    error = torch.addcmul(minimum[..., None] - groups, code, scale[..., None]).square_().sum(-1)
+    return _Fit(code, scale, minimum, error)
+
+
+def _stored(layout: Layout, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minimums as they are stored."""
     scale = _rounded(scale)
     scale = torch.where(scale.abs() < _TINY, torch.ones_like(scale), scale)
-    minimum = _rounded(minimum) if layout.zero is None else scale * -layout.zero
-    code = ((groups - minimum[..., None]) / scale[..., None]).round_().clamp_(0, (1 << layout.bits) - 1)
-    error = (code * scale[..., None] + minimum[..., None] - groups).square_().sum(-1)
-    return _Fit(code, scale, minimum, error)
+    return scale, _rounded(minimum) if layout.zero is None else scale * -layout.zero
+
+
+def _codes(groups: Tensor, layout: Layout, scale: Tensor, minimum: Tensor) -> Tensor:
+    """The best codes for these scales and minimums."""
+    return (groups - minimum[..., None]).div_(scale[..., None]).round_().clamp_(0, (1 << layout.bits) - 1)
 
 
 def _spread(groups: Tensor, layout: Layout, extra: int) -> tuple[Tensor, Tensor]:
@@ -75,16 +84,16 @@ def _spread(groups: Tensor, layout: Layout, extra: int) -> tuple[Tensor, Tensor]
     return scale, (low + high - scale * steps) / 2
 
 
-def _fitted(groups: Tensor, layout: Layout, fit: _Fit) -> tuple[Tensor, Tensor]:
+def _fitted(groups: Tensor, layout: Layout, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The scale and minimum of each group with the least squared error for the codes that it has."""
     if layout.zero is not None:
-        code = fit.code - layout.zero
+        code = codes - layout.zero
         scale = (code * groups).sum(-1) / code.square().sum(-1).clamp_min(1.0)
         return scale, scale * -layout.zero
-    size, code_sum, total = layout.group, fit.code.sum(-1), groups.sum(-1)
-    spread = size * fit.code.square().sum(-1) - code_sum.square()  # an integer; 0 if all codes are equal
-    slope = (size * (fit.code * groups).sum(-1) - code_sum * total) / spread.clamp_min(1.0)
-    scale = torch.where(spread > 0, slope, fit.scale)
+    size, code_sum, total = layout.group, codes.sum(-1), groups.sum(-1)
+    spread = size * codes.square().sum(-1) - code_sum.square()  # an integer; 0 if all codes are equal
+    slope = (size * (codes * groups).sum(-1) - code_sum * total) / spread.clamp_min(1.0)
+    scale = torch.where(spread > 0, slope, scale)
     return scale, (total - scale * code_sum) / size
 
 

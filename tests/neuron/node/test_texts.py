@@ -113,7 +113,9 @@ async def test_reads_again_after_an_error_that_no_caller_saw(texts: Texts, opene
     await asyncio.sleep(0)
     opened[0].error = TextFileMalformed("broken")
     caller.cancel()
-    await asyncio.sleep(0.01)
+    async with asyncio.timeout(30):
+        while "close" not in opened[0].calls:
+            await asyncio.sleep(0)
     await texts.get("m", HERE)
     assert [source.calls for source in opened] == [["read", "close"], ["read"]]
 

@@ -285,7 +285,7 @@ async def test_cleanup_of_a_failed_load_survives_its_cancellation(
     group: WorkerGroup, supervisors: list[FakeSupervisor], sink: RecordingSink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisors[2].load_error = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
-    freed = asyncio.Event()
+    freeing, may_free, freed = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def ignore_cancellation(spec: LoadSpec, sink: ModelSink) -> Resident:
         with contextlib.suppress(asyncio.CancelledError):
@@ -293,15 +293,18 @@ async def test_cleanup_of_a_failed_load_survives_its_cancellation(
         return Resident(1, INFO, measured_bytes=20, process_bytes=20)
 
     async def unload(resident: Resident) -> Reclaimed:
-        await asyncio.sleep(0.01)
+        freeing.set()
+        await may_free.wait()
         freed.set()
         return Reclaimed(20, 20)
 
     monkeypatch.setattr(supervisors[0], "load", ignore_cancellation)
     monkeypatch.setattr(supervisors[0], "unload", unload)
     load = asyncio.create_task(group.load(LoadSpec("m"), sink))
-    await asyncio.sleep(0.005)
+    await freeing.wait()
     load.cancel()
+    await asyncio.sleep(0)
+    may_free.set()
     with pytest.raises(asyncio.CancelledError):
         await load
     assert freed.is_set()

@@ -40,7 +40,8 @@ def fit_over_nodes(
     reasons = "; ".join((own.reason, *(f"{each.node}: {each.reason}" for each in parts)))
     if worst.verdict not in _FITTING:
         reason = own.reason if worst is own else f"{worst.node}: {worst.reason}"
-        return msgspec.structs.replace(own, verdict=worst.verdict, reason=reason, victims=(), devices=(), parts=parts)
+        facts = {"verdict": worst.verdict, "reason": reason, "held_by": worst.held_by}
+        return msgspec.structs.replace(own, **facts, victims=(), devices=(), parts=parts)
     return msgspec.structs.replace(own, verdict=worst.verdict, reason=reasons, parts=parts)
 
 
@@ -51,7 +52,7 @@ def _unfit(spec: ModelSpec, name: str, node: Node | None) -> Assessment | None:
     elif not node.healthy:
         verdict, reason = Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
     elif node.draining:
-        verdict, reason = Verdict.DRAINING, "drained by the operator" if node.drained else "shutting down"
+        verdict, reason = Verdict.DRAINING, node.why_draining
     elif not node.has_lifecycle or spec.harness not in node.harnesses:
         verdict, reason = Verdict.WRONG_HARNESS, "takes no parts of models"
     else:

@@ -159,6 +159,10 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     raised_needs: dict[str, int] = {}
     """By model: the minimum bytes that it needs here, raised after a load ran out of memory."""
 
+    @property
+    def why_draining(self) -> str:
+        return "drained by the operator: run `cortex undrain`" if self.drained else "shutting down"
+
     def nodes_of(self, spec: ModelSpec) -> tuple[str, ...]:
         """The nodes that share a model which this one serves: by the catalogue, or as this one is configured. Empty:
         it has all of it."""

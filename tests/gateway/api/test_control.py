@@ -39,6 +39,9 @@ async def test_models_are_merged_from_catalogue_nodes_and_aliases(
     assert set(entries) == {"org/big", "org/small", "extra", "gpt-4o"}, "a pattern is not a name to send"
     assert (listed["object"], listed["has_more"]) == ("list", False)
     assert (listed["first_id"], listed["last_id"]) == (listed["data"][0]["id"], listed["data"][-1]["id"])
+    _, page = await client.get(f"/v1/models?limit=2&after_id={listed['first_id']}")
+    assert (page["data"], page["has_more"]) == (listed["data"][1:3], True)
+    assert (await client.get("/v1/models?limit=none"))[0] == 400
     big = entries["org/big"]
     assert big["loaded"] is True
     assert big["locations"] == [{"node": "beast", "status": "ready", "vram_mb": 10 * 1024}]

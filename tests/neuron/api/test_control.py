@@ -126,6 +126,8 @@ async def test_anthropic_client_gets_its_form_of_an_unknown_model(api: Any) -> N
 async def test_listed_model_has_its_context_as_other_servers_name_it(api: Any) -> None:
     _, listed = await api.get("/v1/models")
     assert listed["data"][0]["max_model_len"] == api.node.context_tokens
+    _, page = await api.get(f"/v1/models?after_id={listed['last_id']}")
+    assert (page["data"], page["has_more"]) == ([], False)
 
 
 async def test_errors_on_anthropic_paths_have_the_anthropic_form(api: Any) -> None:

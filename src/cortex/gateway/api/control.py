@@ -42,6 +42,7 @@ from cortex.wire.errors import (
     RouteNotFound,
     shorten,
 )
+from cortex.wire.model_list import model_list
 
 MAX_LISTED_AT_ONCE = 200
 """Models on nodes up to which the list of models is made on the loop's thread, within milliseconds."""
@@ -192,7 +193,8 @@ class Control:
         fleet, feasible_on = self._dispatcher.fleet, self._dispatcher.feasibility().nodes
 
         def make() -> Response:
-            return json_response(models.listing(fleet, feasible_on, self._created, may_use, for_operator=for_operator))
+            listed = models.listing(fleet, feasible_on, self._created, may_use, for_operator=for_operator)
+            return json_response(model_list(listed, partial(query, exchange.request)))
 
         if sum(len(node.residencies) for node in fleet.nodes) <= MAX_LISTED_AT_ONCE:
             exchange.respond(*make())

@@ -27,8 +27,8 @@ _ABSENT = (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)
 
 def listing(
     fleet: Fleet, feasible_on: FeasibleOn, created: int, may_use: MayUse, *, for_operator: bool = True
-) -> dict[str, Any]:
-    """The body of `GET /v1/models`: the models that the client may use. One page, in alphabetical order."""
+) -> list[dict[str, Any]]:
+    """The models that the client may use, in alphabetical order."""
     data = [
         entry(fleet, spec, feasible_on, created, for_operator=for_operator)
         for spec in offered(fleet)
@@ -40,13 +40,7 @@ def listing(
         if not is_pattern(name) and may_use(target if isinstance(target, str) else target.model)
     ]
     data.sort(key=lambda item: str(item["id"]).lower())
-    return {
-        "object": "list",
-        "data": data,
-        "has_more": False,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-    }
+    return data
 
 
 def offered(fleet: Fleet) -> list[ModelSpec]:

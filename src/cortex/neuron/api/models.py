@@ -12,6 +12,7 @@ from aiohttp import web
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
 from cortex.wire.errors import UnsupportedModality
+from cortex.wire.model_list import model_list
 from cortex.wire.node import ModelState, ModelStatus
 
 
@@ -28,17 +29,8 @@ class ModelRoutes:
             web.post("/v1/embeddings", self.embeddings),
         ]
 
-    async def list(self, _: web.Request) -> web.Response:
-        entries = [self._body(status) for status in self.backend.models()]
-        return responses.json(
-            {
-                "object": "list",
-                "data": entries,
-                "has_more": False,
-                "first_id": entries[0]["id"] if entries else None,
-                "last_id": entries[-1]["id"] if entries else None,
-            }
-        )
+    async def list(self, request: web.Request) -> web.Response:
+        return responses.json(model_list([self._body(status) for status in self.backend.models()], request.query.get))
 
     async def entry(self, request: web.Request) -> web.Response:
         return responses.json(self._body(self.backend.model(request.match_info["id"])))

@@ -8,9 +8,10 @@ from .catalogue import ModelSpec
 from .decision import Assessment, Origin, Verdict
 from .fitting import fit
 from .memory import Need
-from .topology import Fleet, Node
+from .topology import Fleet, ModelOnNode, Node
 
 _FITTING = (Verdict.FITS, Verdict.FITS_AFTER_EVICTION)
+_MAX_PASSES = 8
 _WORST_FIRST = {verdict: -rank for rank, verdict in enumerate(Verdict)}
 
 
@@ -30,10 +31,15 @@ def fit_over_nodes(
         limited = msgspec.structs.replace(node, max_devices_per_model=min(node.max_devices_per_model, count))
         return fit(part, limited, fleet, now, need=need, origin=origin, spans=True, leaving=leaving)
 
-    # Twice: a victim that spans nodes too makes room on all of them, also on those that were assessed before.
-    for name in (lead.name, *peers) * 2:
-        node = fleet.node(name)
-        found[name] = _unfit(spec, name, node) or assess(node or lead)
+    # Again while that changes victims: one that spans nodes too makes room on all of them, also where others were chosen.
+    evictions: list[tuple[ModelOnNode, ...]] = []
+    for _ in range(_MAX_PASSES):
+        for name in (lead.name, *peers):
+            node = fleet.node(name)
+            found[name] = _unfit(spec, name, node) or assess(node or lead)
+        before, evictions = evictions, [each.evictions for each in found.values()]
+        if evictions == before or not any(evictions):
+            break
     own, *others = found.values()
     parts = tuple(others)
     worst = min((own, *parts), key=lambda each: _WORST_FIRST[each.verdict])

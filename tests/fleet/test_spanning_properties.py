@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.placement import place
-from cortex.fleet.topology import Device, Fleet, ModelOnNode, Node, Residency
+from cortex.fleet.topology import DeviceState, Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node import ModelLoad, ModelShare, ModelState, ModelStatus
 
 NOW = 10_000.0
@@ -31,7 +31,7 @@ class Drawing:
     def node(self, name: str) -> Node:
         sizes = [self.random.choice((24, 40)) * MIB for _ in range(self.random.randint(1, 2))]
         devices = tuple(
-            Device(index=index, kind="cuda", name="card", total_bytes=size, free_bytes=size)
+            DeviceState(index=index, kind="cuda", name="card", total_bytes=size, free_bytes=size)
             for index, size in enumerate(sizes)
         )
         return Node(name=name, devices=devices, healthy=True, max_devices_per_model=len(sizes))

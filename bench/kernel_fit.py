@@ -32,6 +32,11 @@ from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.kernels.delta.chunks import delta_chunks
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.kernels.delta.step import delta_step
+from cortex.neuron.kernels.float8 import product as float8_product_module
+from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout
+from cortex.neuron.kernels.float8.matrix import empty_float8_matrix
+from cortex.neuron.kernels.float8.product import float8_product, one_row_float8_product, widened_product
+from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import contract_grouped, expand_grouped, tiling
 from cortex.neuron.kernels.moe.routing import PairLists
@@ -52,6 +57,7 @@ FITTED = (
     "delta.chunks",
     "quantised.product",
     "quantised.experts",
+    "float8.product",
 )
 KIND = torch.bfloat16
 
@@ -153,6 +159,21 @@ def packed(layout: Layout, rows: int) -> None:
         small_batch_product(x, matrix, out, None, out)
 
 
+def float8(layout: Float8Layout, rows: int) -> None:
+    """On FP8 tensor cores where the target has them, as the kernels find out by themselves."""
+    matrix = empty_float8_matrix(layout, 4096, 4096, torch.device("cpu"))
+    x, out = empty(rows, 4096), empty(rows, 4096)
+    if rows == 1:
+        one_row_float8_product(x, matrix, out, None, empty(4096), 1e-6, None)
+        one_row_float8_product(x, matrix, empty(1, 2048), None, empty(4096), 1e-6, None, gated=True)
+    elif float8_product_module.has_float8_products(x.device):
+        rounded = float8_rows(x, grouped=layout.block > 0, norm_weight=empty(4096), eps=1e-6)
+        float8_product(rounded, matrix, None, out)
+        float8_rows(empty(rows, 8192), grouped=layout.block > 0, gated=True)
+    else:
+        widened_product(x, matrix, out, None, out)
+
+
 def packed_experts(tokens: int) -> None:
     device = torch.device("cpu")
     gate_up, down = empty_matrix(Q4, 128 * 1536, 2048, device), empty_matrix(Q6, 128 * 2048, 768, device)
@@ -187,6 +208,9 @@ def cases() -> Iterator[tuple[str, Any]]:
     for layout in (Q2, Q3, Q4, Q5, Q6, Q8):
         for rows in (1, 16, 64):
             yield f"{layout.bits} bits, {rows} rows", lambda s=(layout, rows): packed(*s)
+    for blocks in (FLOAT8_BLOCKS, FLOAT8_ROWS):
+        for rows in (1, 16, 64):
+            yield f"fp8, scales by {blocks.block or 'row'}, {rows} rows", lambda s=(blocks, rows): float8(*s)
     for tokens in (16, 512):
         yield f"packed experts, {tokens} tokens", lambda count=tokens: packed_experts(count)
     yield "gated delta net 128", lambda: gated_delta(128)
@@ -208,6 +232,10 @@ def main() -> int:
         compile_instead = mock.patch.object(JITFunction, "run", lambda *args, **given: compiler(*args, **given))
         patches.enter_context(compile_instead)
         patches.enter_context(mock.patch.object(jit, "overlaps", return_value=capability >= 90))
+        for owner in (jit, float8_product_module):
+            patches.enter_context(mock.patch.object(owner, "has_kernels", return_value=True))
+        has_float8 = mock.patch.object(float8_product_module, "has_float8_products", return_value=capability >= 89)
+        patches.enter_context(has_float8)
         for name in FITTED:
             module = importlib.import_module(f"cortex.neuron.kernels.{name}")
             patches.enter_context(mock.patch.object(module, "shared_memory", return_value=shared))

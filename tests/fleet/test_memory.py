@@ -87,6 +87,11 @@ def test_reservation_before_the_unload_ends_makes_the_balance_negative(model: Ma
         ("q4", "q4_k", None, True),
         ("q4_k", "q8_0", None, False),
         ("q8", "q4_k", "q4", False),
+        ("q6k", "q6_k", None, True),
+        ("int8", "q8_0", None, True),
+        ("UD-Q4_K_XL", "q4_k", None, True),
+        ("bf16", None, None, True),
+        ("FP16", None, None, True),
     ],
 )
 def test_estimate_of_another_quantisation_is_not_taken_for_the_wanted_one(
@@ -171,8 +176,22 @@ def test_measured_size_wins_over_estimates(model: Make, node: Make, fleet: Make,
     assert need(sized, warm, elsewhere, measured=8) == 9
 
 
+@pytest.mark.parametrize(("quant", "is_kept"), [("q8_0", True), ("int8", True), ("q4", False), (None, True)])
+def test_measured_size_of_another_quantisation_is_not_kept_for_the_wanted_one(
+    model: Make, node: Make, fleet: Make, spec: Make, quant: str | None, is_kept: bool
+) -> None:
+    """The catalogue may have changed since the model was loaded."""
+    held = model("m", 9)
+    status = msgspec.structs.replace(held.status, quant="q8_0", requested_quant="q8_0")
+    wanted = msgspec.structs.replace(spec("m", None), quant=quant)
+    snapshot = fleet(node("n", [24], msgspec.structs.replace(held, status=status)), specs=[wanted])
+    assert measurements(snapshot) == ({("m", quant, None): 9 * GIB} if is_kept else {})
+
+
 def test_measurements_outlive_the_unload(model: Make, node: Make, fleet: Make, spec: Make) -> None:
-    snapshot = fleet(node("n", [24], model("m", 9)), specs=[spec("m", 7, quant="q8_0")])
+    held = model("m", 9)
+    held = msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, quant="q8_0"))
+    snapshot = fleet(node("n", [24], held), specs=[spec("m", 7, quant="q8_0")])
     remembered = measurements(snapshot)
     assert remembered == {("m", "q8_0", None): 9 * GIB}
     later = msgspec.structs.replace(fleet(node("n", [24]), specs=[spec("m", 7, quant="q8_0")]), measured=remembered)

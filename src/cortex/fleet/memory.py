@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,7 @@ from .catalogue import ModelSpec
 from .topology import ON_DEVICE, Device, Fleet, Node
 
 Basis = Literal["measured", "estimated", "reserved"]
+_DENSE_BITS = ("16", "32")
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,9 +153,7 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     else:
         # The minimum includes memory that is not taken at load, so it can exceed the measured size.
         need = Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes)
-    # Without `nodes` in the catalogue, a node that is configured to lead the model takes its part of it.
-    nodes = spec.nodes or (held.status.nodes if held is not None else ())
-    return need.part_of(max(1, len(nodes)))
+    return need.part_of(max(1, len(node.nodes_of(spec))))
 
 
 def _whole(status: ModelStatus, num_bytes: int | None) -> int | None:
@@ -162,14 +162,15 @@ def _whole(status: ModelStatus, num_bytes: int | None) -> int | None:
 
 
 def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
-    """The measured sizes that the fleet knows, updated with what nodes report."""
+    """The measured sizes that the fleet knows, updated with what nodes report. A model may still be in memory in
+    another quantisation than the catalogue wants now."""
     found = dict(fleet.measured)
     for node in fleet.nodes:
         for held in node.residencies.values():
-            if held.status.measured_bytes is not None:
+            if (whole_bytes := _whole(held.status, held.status.measured_bytes)) is not None:
                 spec = fleet.catalogue.spec(held.model_id)
-                whole_bytes = held.status.measured_bytes * max(1, len(held.status.nodes))
-                found[(spec.id, spec.quant, spec.context)] = whole_bytes
+                if spec.quant is None or _is_as_wanted(spec.quant, held.status):
+                    found[(spec.id, spec.quant, spec.context)] = whole_bytes
     return found
 
 
@@ -178,22 +179,25 @@ def sized_for(spec: ModelSpec, status: ModelStatus) -> ModelStatus | None:
 
     Before its first load there, a node knows a model as its files are: dense weights are smaller once quantised.
     """
-    if spec.quant is None or status.measured_bytes is not None or status.requested_quant == spec.quant:
+    if spec.quant is None or status.measured_bytes is not None or _is_as_wanted(spec.quant, status):
         return status
-    wanted, stored = spec.quant.lower(), status.quant
-    if stored is not None and (wanted.startswith(stored) or stored.startswith(wanted)):
-        return status
-    same = [size for size in status.quantised if _bits(size.quant) == _bits(wanted)]
+    same = [size for size in status.quantised if _bits(size.quant) == _bits(spec.quant)]
     if not same:
         return None
-    size = next((each for each in same if each.quant == wanted), same[0])
+    size = next((each for each in same if each.quant == spec.quant.lower()), same[0])
     sizes = {"estimate_bytes": size.estimate_bytes, "least_bytes": size.least_bytes}
     return msgspec.structs.replace(status, quant=size.quant, quantised=(), **sizes)
 
 
+def _is_as_wanted(quant: str, status: ModelStatus) -> bool:
+    if status.quant is None:
+        return status.requested_quant == quant or _bits(quant) in _DENSE_BITS
+    return status.requested_quant == quant or _bits(quant) == _bits(status.quant)
+
+
 def _bits(quant: str) -> str:
-    """The first digit of any spelling: `q4`, `Q4_K_M`, `int4`."""
-    return next(filter(str.isdigit, quant), "")
+    """The bits that any spelling names: `q4`, `UD-Q4_K_XL`, `int4`. They decide the size, whatever the mixture."""
+    return next(iter(re.findall(r"\d+", quant)), "")
 
 
 def _estimate_elsewhere(spec: ModelSpec, fleet: Fleet) -> int | None:

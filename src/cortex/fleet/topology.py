@@ -26,7 +26,7 @@ from cortex.wire.node import (
     PullStatus,
 )
 
-from .catalogue import Catalogue
+from .catalogue import Catalogue, ModelSpec
 from .rules import EvictionRules, PlacementRules
 
 ON_DEVICE = frozenset(
@@ -158,6 +158,12 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of models that other nodes serve."""
     raised_needs: dict[str, int] = {}
     """By model: the minimum bytes that it needs here, raised after a load ran out of memory."""
+
+    def nodes_of(self, spec: ModelSpec) -> tuple[str, ...]:
+        """The nodes that share a model which this one serves: by the catalogue, or as this one is configured. Empty:
+        it has all of it."""
+        held = self.residencies.get(spec.id)
+        return spec.nodes or (held.status.nodes if held is not None else ())
 
     @property
     def is_idle(self) -> bool:

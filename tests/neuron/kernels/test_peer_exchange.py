@@ -62,6 +62,14 @@ def test_processes_exchange_their_parts() -> None:
         assert torch.equal(results[rank][2 * call + 1], torch.cat(parts, dim=-1))
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_wait_for_a_lost_rank_ends() -> None:
+    buffers = [torch.zeros(BUFFER_BYTES, dtype=torch.uint8) for _ in range(2)]
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    with pytest.raises(Exception, match="another rank did not send its part in time"):
+        peer_sum(torch.ones(4), addresses, 0, wait_limit_s=1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", SUM_DTYPES)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

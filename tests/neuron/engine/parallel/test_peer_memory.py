@@ -19,7 +19,7 @@ import traceback
 from dataclasses import replace
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -34,9 +34,10 @@ from cortex.neuron.engine.parallel.peer_memory import PeerMemory
 from cortex.neuron.engine.parallel.ranks import Follower, load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES, MAX_BYTES, NUM_FLAGS
-from cortex.neuron.kernels.peer_exchange import peer_sum_reference
+from cortex.neuron.kernels.peer_exchange import peer_sum, peer_sum_reference
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import UNLIMITED_BYTES
+from cortex.neuron.worker.faults import FaultKind, classify
 
 from ...rank_threads import run, tokens_of
 from ...small_llama import write_small_llama
@@ -48,6 +49,7 @@ NUM_REPLAYS = 2
 TIMEOUT_S = 300.0
 POLL_S = 1.0
 DUMP_AFTER_S = 40.0
+LOST_AFTER_S = 2
 DEVICE = torch.device("cuda:0")
 SPEC = LoadSpec("", dtype="bfloat16", max_num_seqs=2, context_tokens=256, memory_bytes=64 << 20)
 SHAPES = ((1, 4096, torch.bfloat16), (8, 8192, torch.float32))
@@ -68,7 +70,7 @@ def requests(max_tokens: int = 6) -> list[EngineRequest]:
 
 
 class Ranks:
-    """Runs `target` with (stage, directory, plans of each rank) in processes; returns what each of them returned."""
+    """Runs `target` with (stage, directory, plans of each rank) in processes, which are killed at the end of `with`."""
 
     def __init__(self, target: Any, directory: Path, *arguments: Any) -> None:
         context = torch.multiprocessing.get_context("spawn")
@@ -94,32 +96,35 @@ class Ranks:
         for process in self._processes:
             process.start()
 
-    def results(self) -> list[Any]:
-        found: dict[int, Any] = {}
-        deadline_s = time.monotonic() + TIMEOUT_S
-        try:
-            while len(found) < NUM_RANKS:
-                with contextlib.suppress(queue.Empty):
-                    rank, result = self._results.get(timeout=POLL_S)
-                    found[rank] = result
-                    assert not isinstance(result, str), result
-                    continue
-                assert self.exit_codes == [None] * NUM_RANKS, f"a rank died: exit codes {self.exit_codes}"
-                assert time.monotonic() < deadline_s, f"only ranks {sorted(found)} ended within {TIMEOUT_S:.0f} s"
-        finally:
-            self.kill()
-        return [found[rank] for rank in range(NUM_RANKS)]
+    def __enter__(self) -> Self:
+        return self
 
-    def kill(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Returns when all ranks have ended."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join(TIMEOUT_S)
 
-    @property
-    def exit_codes(self) -> list[int | None]:
-        return [process.exitcode for process in self._processes]
+    def results(self) -> list[Any]:
+        """What each of them returned."""
+        found: dict[int, Any] = {}
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while len(found) < NUM_RANKS:
+            with contextlib.suppress(queue.Empty):
+                rank, result = self._results.get(timeout=POLL_S)
+                found[rank] = result
+                assert not isinstance(result, str), result
+                continue
+            codes = [process.exitcode for rank, process in enumerate(self._processes) if rank not in found]
+            assert codes == [None] * len(codes), f"a rank died: exit codes {codes}"
+            assert time.monotonic() < deadline_s, f"only ranks {sorted(found)} ended within {TIMEOUT_S:.0f} s"
+        return [found[rank] for rank in range(NUM_RANKS)]
+
+    def exit_code(self, rank: int) -> int | None:
+        """Waits until a rank has ended by itself; None if it does not."""
+        self._processes[rank].join(TIMEOUT_S)
+        return self._processes[rank].exitcode
 
 
 class Stage:
@@ -145,7 +150,7 @@ def _run(target: Any, stage: Stage, parent: int, directory: str, plans: Any, res
         results.put((stage.rank, target(stage, directory, plans, *arguments)))
     except BaseException:  # noqa: BLE001 - shown by the test
         results.put((stage.rank, traceback.format_exc()))
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # raises if the device is lost, and the process ends
     signal.pause()  # until it is killed: other ranks may still use its memory
 
 
@@ -164,8 +169,8 @@ def load_kernels(rank: int) -> None:
 
 
 def exchange(stage: Stage, directory: str, plans: Any) -> list[list[float]]:
-    """The largest error of each call: a sum, a gather and a broadcast, called, captured, and replayed. The first rank
-    leaves a message behind that the other one never answers."""
+    """The largest error of each call: a sum, a gather and a broadcast, called, captured, and replayed. At the end the
+    first rank sends a message that the other one never answers."""
     del plans
     rank = stage.rank
     load_kernels(rank)
@@ -206,17 +211,22 @@ def exchange(stage: Stage, directory: str, plans: Any) -> list[list[float]]:
     errors.append([(group.all_reduce(large) - NUM_RANKS).abs().max().item()])  # through the library
     stage("sent a large message through the library")
     if rank == 0:
-        group.all_reduce(torch.ones(4, device=DEVICE))
         stage("waits on the device for a rank that sends nothing")
+        addresses = group._peers._addresses  # type: ignore[union-attr]
+        peer_sum(torch.ones(4, device=DEVICE), addresses, rank, wait_limit_s=LOST_AFTER_S)
+        with pytest.raises(RuntimeError) as lost:
+            torch.cuda.synchronize()
+        assert classify(lost.value) is FaultKind.DEVICE
+        stage(f"got an error: {str(lost.value).splitlines()[0]}")
     return errors
 
 
 def test_processes_share_memory(tmp_path: Path) -> None:
-    """At the end one waits on the device for good; it can be killed, and the device is free again."""
-    ranks = Ranks(exchange, tmp_path)
-    for errors in ranks.results():
-        assert not any(error for call in errors for error in call), errors
-    assert ranks.exit_codes == [-signal.SIGKILL] * NUM_RANKS
+    """The rank that loses the other one ends by itself, and the device still works."""
+    with Ranks(exchange, tmp_path) as ranks:
+        for errors in ranks.results():
+            assert not any(error for call in errors for error in call), errors
+        assert ranks.exit_code(0)
     assert torch.ones(4, device=DEVICE).sum().item() == 4
 
 
@@ -286,7 +296,8 @@ def serve(stage: Stage, directory: str, plans: Any, path: str) -> tuple[int, lis
 def test_divided_model_replays_graphs_with_its_messages(tmp_path: Path) -> None:
     path = write_small_llama(tmp_path)
     (tmp_path / "ranks").mkdir()
-    (leading, (whole, divided, woken)), (following, _) = Ranks(serve, tmp_path / "ranks", str(path)).results()
+    with Ranks(serve, tmp_path / "ranks", str(path)) as ranks:
+        (leading, (whole, divided, woken)), (following, _) = ranks.results()
     assert leading == following == 2  # sizes 1 and 2
     assert divided == woken
     assert divided["greedy"][:3] == whole["greedy"][:3]  # later ones may differ by rounding

@@ -215,8 +215,8 @@ class TorchGroup:
         return [min(column) for column in zip(*(map(int, text.split(",")) for text in texts), strict=True)]
 
     def close(self) -> None:
-        """Ends the connections; calls of other ranks that wait for this one fail, or hang on a device until their
-        process is killed. No graph with calls of this group may exist any more."""
+        """Ends the connections; calls of other ranks that wait for this one fail, those on a device after
+        `WAIT_LIMIT_S` of `peer_exchange`. No graph with calls of this group may exist any more."""
         if self._peers is not None:
             self._peers = None
             torch.cuda.ipc_collect()

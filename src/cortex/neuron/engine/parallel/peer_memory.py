@@ -32,7 +32,8 @@ def may_share(spec: RankSpec, device_kind: str, environment: Mapping[str, str]) 
 
 class PeerMemory:
     """The buffers of all ranks as this one sees them. Its calls take their place in the current stream and can be part
-    of a CUDA graph. A call that another rank never makes does not end: the process must be killed then."""
+    of a CUDA graph. A call that another rank does not make in time ends as an error of the device, after which this
+    process can use it no more."""
 
     num_bytes = BUFFER_BYTES
     """What one rank allocates."""

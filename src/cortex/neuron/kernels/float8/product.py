@@ -91,16 +91,28 @@ def one_row_tiles(outputs: int, inputs: int) -> OneRowTiles:
 
 
 def small_batch_tiles(
-    rows: int, outputs: int, inputs: int, processors: int, shared: SharedMemory, *, is_blocked: bool
+    rows: int,
+    outputs: int,
+    inputs: int,
+    processors: int,
+    shared: SharedMemory,
+    *,
+    is_blocked: bool,
+    item_bytes: int = 1,
 ) -> Tiles:
-    """The fastest of a sweep on Hopper, with as many stages as the device's shared memory holds."""
+    """The fastest of a sweep on Hopper, with as many stages as the device's shared memory holds.
+
+    `item_bytes`: of a number of the rows. If it is more than one, the matrix is widened, through shared memory.
+    """
     columns = GROUP if is_blocked or outputs > 4096 or inputs % (2 * GROUP) else 2 * GROUP
     programs, split, steps = -(-outputs // COUNTED_ROWS), 1, inputs // columns
     wanted = processors * 7 // 4 if is_blocked or rows <= 32 else processors * 9 // 10
     while programs * split < wanted and split < 8 and steps // split > 4 and steps % (2 * split) == 0:
         split *= 2
     stages = 4 if columns > GROUP or (rows > 32 and not (is_blocked and split > 1)) else 6
-    while stages > 2 and not shared.holds(stages * columns * (COUNTED_ROWS + max(16, triton.next_power_of_2(rows)))):
+    column_bytes = COUNTED_ROWS + max(16, triton.next_power_of_2(rows)) * item_bytes
+    widened_bytes = columns * COUNTED_ROWS * item_bytes if item_bytes > 1 else 0
+    while stages > 2 and not shared.holds(stages * columns * column_bytes + widened_bytes):
         stages -= 1
     return Tiles(columns, stages, split)
 
@@ -242,7 +254,9 @@ def _small_batch(
     is_native = x_scales is not None
     processors, shared = num_processors(x.device), shared_memory(x.device)
     is_blocked = matrix.layout.block > 0 or not is_native  # what is widened takes registers
-    tiles = small_batch_tiles(rows, outputs, inputs, processors, shared, is_blocked=is_blocked)
+    tiles = small_batch_tiles(
+        rows, outputs, inputs, processors, shared, is_blocked=is_blocked, item_bytes=x.element_size()
+    )
     partial = out
     if tiles.split > 1:
         partial = torch.empty(tiles.split * rows * outputs, dtype=torch.float32, device=x.device)

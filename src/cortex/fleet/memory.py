@@ -11,7 +11,7 @@ import msgspec
 from cortex.wire.node import ModelStatus
 
 from .catalogue import ModelSpec
-from .topology import ON_DEVICE, Device, Fleet, Node
+from .topology import ON_DEVICE, DeviceState, Fleet, Node
 
 Basis = Literal["measured", "estimated", "reserved"]
 _DENSE_BITS = ("16", "32")
@@ -25,7 +25,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     basis: Basis
 
 
-class DeviceLedger(Device, frozen=True, kw_only=True):
+class DeviceLedger(DeviceState, frozen=True, kw_only=True):
     """A device, and what each model holds there."""
 
     holdings: tuple[Holding, ...]

@@ -105,9 +105,9 @@ def test_unknown_or_ambiguous_key_is_not_removed(invoke: Invoke, tmp_path: Path)
 
 def test_usage_shows_the_contents_of_the_ledger(invoke: Invoke, tmp_path: Path) -> None:
     config = tmp_path / "cortex.toml"
-    config.write_text('[ledger]\ndatabase = "books.db"\n')
+    config.write_text('[ledger]\ndatabase = "ledger.db"\n')
     assert invoke("usage", "--config", str(config)).code is ExitCode.NOT_FOUND
-    store = open_store(str(tmp_path / "books.db"))
+    store = open_store(str(tmp_path / "ledger.db"))
     slot = Slot.at(time.time(), key_id="abcdefgh", key_name="anna", model="small", node="beast")
     store.exchange({slot: Counts(requests=2, usage=Usage(prompt_tokens=1000, completion_tokens=234))}, {})
     store.close()

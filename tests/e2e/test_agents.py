@@ -215,33 +215,33 @@ def test_responses_with_tools_in_a_loop(chat: openai.OpenAI, model: str) -> None
         assert again.output_text == "The tool said: sunny"
 
 
-def test_a_thought_is_kept_to_its_budget(messages: anthropic.Anthropic) -> None:
+def test_reasoning_ends_at_its_budget(messages: anthropic.Anthropic) -> None:
     """The template of this model opens the thought, which the random model would hardly ever close."""
-    answer = messages.messages.create(
+    response = messages.messages.create(
         model="xml-calls",
         messages=QUESTION,
         max_tokens=60,
         thinking={"type": "enabled", "budget_tokens": 20},
         extra_body={"temperature": 0},
     )
-    thought, said = answer.content
+    thought, said = response.content
     assert (thought.type, said.type) == ("thinking", "text")
     assert isinstance(thought, ThinkingBlock)
     assert len(thought.thinking) <= 20
-    assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 60)
+    assert (response.stop_reason, response.usage.output_tokens) == ("max_tokens", 60)
 
 
 def test_embeddings_come_from_a_server_that_makes_them(chat: openai.OpenAI) -> None:
     made = chat.embeddings.create(model="org/embedder", input=["a", "b"])
     assert [item.embedding for item in made.data] == [[0.5, 0.0], [0.5, 1.0]]
-    with pytest.raises(openai.BadRequestError) as refusal:
+    with pytest.raises(openai.BadRequestError) as rejection:
         chat.embeddings.create(model=NATIVE[0], input="a")
-    assert refusal.value.code == "unsupported_modality"
+    assert rejection.value.code == "unsupported_modality"
 
 
 def test_aliases_lead_to_models_wherever_they_are(chat: openai.OpenAI, messages: anthropic.Anthropic) -> None:
-    answer = messages.messages.create(model="claude-sonnet-9", messages=QUESTION, max_tokens=8)
-    said = answer.content[-1]
+    response = messages.messages.create(model="claude-sonnet-9", messages=QUESTION, max_tokens=8)
+    said = response.content[-1]
     assert isinstance(said, TextBlock)
     assert said.text == "Hello."
     assert chat.chat.completions.create(model="weather", messages=QUESTION, max_tokens=2).model == NATIVE[0]

@@ -33,7 +33,7 @@ PROMPT: anthropic.types.TextBlockParam = {"type": "text", "text": "You are terse
 
 @pytest.fixture(scope="module")
 def keeping_url(up: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A second gateway in front of the same node, told to leave prompts alone."""
+    """A second gateway in front of the same node that leaves prompts alone."""
     port, metrics_port = free_port(), free_port()
     config = tmp_path_factory.mktemp("keeping") / "cortex.toml"
     config.write_text(
@@ -74,20 +74,20 @@ def count(url: str, *system: anthropic.types.TextBlockParam) -> int:
     client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=120)
     messages: list[anthropic.types.MessageParam] = [{"role": "user", "content": "Hello"}]
     counted = client.messages.count_tokens(model=SMOLLM2.id, messages=messages, system=system).input_tokens
-    answer = client.messages.create(model=SMOLLM2.id, messages=messages, system=system, max_tokens=1)
-    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == counted
+    response = client.messages.create(model=SMOLLM2.id, messages=messages, system=system, max_tokens=1)
+    assert response.usage.input_tokens + (response.usage.cache_read_input_tokens or 0) == counted
     return counted
 
 
-def test_the_line_never_reaches_the_model_by_default(up: Run) -> None:
+def test_billing_line_does_not_reach_the_model_by_default(up: Run) -> None:
     assert count(up.url, LINE, PROMPT) == count(up.url, PROMPT)
 
 
-def test_its_removal_can_be_switched_off_at_the_gateway(up: Run, keeping_url: str) -> None:
+def test_billing_line_reaches_the_model_if_the_gateway_keeps_it(up: Run, keeping_url: str) -> None:
     assert count(keeping_url, LINE, PROMPT) > count(keeping_url, PROMPT) + 10
     assert count(keeping_url, PROMPT) == count(up.url, PROMPT)
 
 
-def test_a_client_that_comes_straight_to_the_node_is_treated_alike(up: Run) -> None:
+def test_node_without_a_gateway_removes_the_billing_line_too(up: Run) -> None:
     node_url = f"http://127.0.0.1:{up.neuron_port}"
     assert count(node_url, LINE, PROMPT) == count(up.url, PROMPT)

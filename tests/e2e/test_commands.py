@@ -58,14 +58,14 @@ def test_models_lists_the_model_as_ready(up: Run) -> None:
     assert re.search(rf"{re.escape(SMOLLM2.id)} +ready +local .* 8,192 ", cortex(up, "models").stdout)
 
 
-def test_a_question_on_the_command_line_is_answered(up: Run) -> None:
-    answer = cortex(up, "chat", SMOLLM2.id, "What is the capital of France?", "-t", "0", "-n", "16")
-    assert "Paris" in answer.stdout, answer.stderr
+def test_chat_responds_to_a_prompt_on_the_command_line(up: Run) -> None:
+    response = cortex(up, "chat", SMOLLM2.id, "What is the capital of France?", "-t", "0", "-n", "16")
+    assert "Paris" in response.stdout, response.stderr
 
 
-def test_a_question_from_a_pipe_is_answered(up: Run) -> None:
-    answer = cortex(up, "chat", "-t", "0", "-n", "16", stdin="What is the capital of France?")
-    assert "Paris" in answer.stdout, answer.stderr
+def test_chat_responds_to_a_prompt_from_a_pipe(up: Run) -> None:
+    response = cortex(up, "chat", "-t", "0", "-n", "16", stdin="What is the capital of France?")
+    assert "Paris" in response.stdout, response.stderr
 
 
 def test_explain_says_it_is_ready(up: Run) -> None:
@@ -90,18 +90,18 @@ def test_model_is_pinned_unpinned_unloaded_and_loaded_by_commands_and_by_a_reque
     assert cortex(up, "unload", SMOLLM2.id, "--yes").returncode == 0
     kinds = [job["kind"] for job in json.loads(cortex(up, "jobs", "--json").stdout)]
     assert kinds[:4] == ["unload", "pin", "load", "unload"]
-    answer = cortex(up, "chat", SMOLLM2.id, "What is the capital of France?", "-t", "0", "-n", "16")
-    assert "Paris" in answer.stdout, "a request must bring the model back by itself: " + answer.stderr
+    response = cortex(up, "chat", SMOLLM2.id, "What is the capital of France?", "-t", "0", "-n", "16")
+    assert "Paris" in response.stdout, "a request must bring the model back by itself: " + response.stderr
     latest = json.loads(cortex(up, "logs", "--json", "-n", "1").stdout)[0]
     assert (latest["model"], latest["status"]) == (SMOLLM2.id, 200)
     assert 0 < latest["completion_tokens"] <= 16
 
 
-def test_an_unknown_model_has_its_own_exit_code_and_a_near_miss(up: Run) -> None:
-    refused = cortex(up, "load", "smollm2-135m-instrukt")
-    assert refused.returncode == 5
-    assert SMOLLM2.id in refused.stderr
-    assert "Traceback" not in refused.stderr
+def test_unknown_model_has_its_own_exit_code_and_suggests_the_nearest_name(up: Run) -> None:
+    rejected = cortex(up, "load", "smollm2-135m-instrukt")
+    assert rejected.returncode == 5
+    assert SMOLLM2.id in rejected.stderr
+    assert "Traceback" not in rejected.stderr
 
 
 def test_doctor_finds_the_gateway_and_nothing_to_do(up: Run) -> None:
@@ -169,7 +169,7 @@ def chat(up: Run) -> Iterator[Terminal]:
     terminal.close()
 
 
-def test_an_interactive_chat_streams_remembers_and_leaves(chat: Terminal) -> None:
+def test_interactive_chat_streams_keeps_its_history_and_exits(chat: Terminal) -> None:
     chat.wait_for("> ")
     chat.type("What is the capital of France?\n")
     chat.wait_for("Paris")
@@ -182,7 +182,7 @@ def test_an_interactive_chat_streams_remembers_and_leaves(chat: Terminal) -> Non
     assert chat.wait_end() == 0
 
 
-def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(chat: Terminal) -> None:
+def test_ctrl_c_stops_the_response_and_the_chat_continues(chat: Terminal) -> None:
     chat.wait_for("> ")
     chat.type("Write a very long story about the sea, with many chapters.\n")
     chat.wait_for(r"many chapters\.\r\n")  # the terminal's echo of the question

@@ -1,4 +1,4 @@
-"""A gateway with keys: the SDKs' own errors for a wrong key, and the books after a right one."""
+"""A gateway with keys: the SDKs' own errors for a wrong key, and the usage records after a right one."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ WRONG_KEYS = {
 
 
 @pytest.mark.parametrize("key", WRONG_KEYS.values(), ids=WRONG_KEYS)
-def test_a_key_of_the_wrong_shape_is_an_authentication_error_for_both_clients(keyed: Run, key: str) -> None:
-    with pytest.raises(openai.AuthenticationError) as refusal:
+def test_malformed_key_is_an_authentication_error_for_both_clients(keyed: Run, key: str) -> None:
+    with pytest.raises(openai.AuthenticationError) as rejection:
         ask_openai(keyed, key)
-    assert refusal.value.code == "invalid_api_key"
-    with pytest.raises(anthropic.AuthenticationError) as told:
+    assert rejection.value.code == "invalid_api_key"
+    with pytest.raises(anthropic.AuthenticationError) as rejected:
         ask_anthropic(keyed, key)
-    assert told.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+    assert rejected.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 
 
-def test_the_right_key_is_served_and_booked(keyed: Run, config: Path) -> None:
+def test_request_with_the_right_key_is_served_and_recorded(keyed: Run, config: Path) -> None:
     assert ask_openai(keyed, KEY.text).choices
     assert ask_anthropic(keyed, KEY.text).content
     command = [sys.executable, "-m", "cortex.cli.cortex", "usage", "--config", str(config), "--json"]

@@ -29,10 +29,10 @@ def ask(client: openai.OpenAI, **options: Any) -> Any:
 
 
 def test_the_model_knows_the_capital_of_france(client: openai.OpenAI) -> None:
-    answer = ask(client)
-    assert "Paris" in answer.choices[0].message.content
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.model == SMOLLM2.id
+    response = ask(client)
+    assert "Paris" in response.choices[0].message.content
+    assert response.choices[0].finish_reason == "stop"
+    assert response.model == SMOLLM2.id
 
 
 def test_usage_is_counted(client: openai.OpenAI) -> None:
@@ -42,7 +42,7 @@ def test_usage_is_counted(client: openai.OpenAI) -> None:
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
-def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+def test_stream_has_the_text_of_the_whole_response(client: openai.OpenAI) -> None:
     whole = ask(client)
     chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -53,29 +53,29 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_the_system_prompt_changes_the_answer(client: openai.OpenAI) -> None:
+def test_system_prompt_changes_the_response(client: openai.OpenAI) -> None:
     pirate = [{"role": "system", "content": "You always answer in French."}, *QUESTION]
     assert ask(client, messages=pirate).choices[0].message.content != ask(client).choices[0].message.content
 
 
-def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI) -> None:
-    answer = ask(client, stop=["France"])
-    assert "France" not in answer.choices[0].message.content
-    assert answer.choices[0].finish_reason == "stop"
+def test_response_ends_before_a_stop_string(client: openai.OpenAI) -> None:
+    response = ask(client, stop=["France"])
+    assert "France" not in response.choices[0].message.content
+    assert response.choices[0].finish_reason == "stop"
 
 
 def test_the_token_limit_is_honoured(client: openai.OpenAI) -> None:
-    answer = ask(client, max_tokens=3)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.completion_tokens == 3
+    response = ask(client, max_tokens=3)
+    assert response.choices[0].finish_reason == "length"
+    assert response.usage.completion_tokens == 3
 
 
-def test_the_same_seed_draws_the_same_answer(client: openai.OpenAI) -> None:
-    answers = {ask(client, temperature=1, seed=7, max_tokens=12).choices[0].message.content for _ in range(2)}
-    assert len(answers) == 1
+def test_same_seed_draws_the_same_response(client: openai.OpenAI) -> None:
+    responses = {ask(client, temperature=1, seed=7, max_tokens=12).choices[0].message.content for _ in range(2)}
+    assert len(responses) == 1
 
 
-def test_the_responses_api_answers_too(client: openai.OpenAI) -> None:
+def test_responses_api_responds(client: openai.OpenAI) -> None:
     response = client.responses.create(
         model=SMOLLM2.id, input="What is the capital of France?", temperature=0, max_output_tokens=24
     )
@@ -106,23 +106,23 @@ def test_several_streams_at_once_do_not_mix(client: openai.OpenAI) -> None:
     assert "Paris" in together["France"]
 
 
-def test_a_wrong_model_is_a_404_that_names_the_right_one(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as refusal:
+def test_unknown_model_is_a_404_that_names_the_right_one(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as rejection:
         ask(client, model="smollm2-135m-instrukt")
-    assert refusal.value.code == "model_not_found"
-    assert SMOLLM2.id in refusal.value.message
+    assert rejection.value.code == "model_not_found"
+    assert SMOLLM2.id in rejection.value.message
 
 
-def test_a_key_of_any_shape_is_fine_while_no_keys_are_configured(up: Run) -> None:
+def test_any_key_is_accepted_while_none_are_configured(up: Run) -> None:
     client = openai.OpenAI(base_url=f"{up.url}/v1", api_key="not a key at all !", max_retries=0, timeout=120)
     assert ask(client, max_tokens=1).choices
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_both_counts(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as refusal:
+def test_prompt_longer_than_the_context_is_rejected_with_both_counts(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as rejection:
         ask(client, messages=[{"role": "user", "content": "word " * 20_000}])
-    assert refusal.value.code == "context_length_exceeded"
-    assert "8192" in refusal.value.message.replace(",", "")
+    assert rejection.value.code == "context_length_exceeded"
+    assert "8192" in rejection.value.message.replace(",", "")
 
 
 def test_the_listed_model_is_loaded(client: openai.OpenAI) -> None:

@@ -69,7 +69,7 @@ def test_the_printed_curl_line_works_as_it_is(up: Run) -> None:
     assert json.loads(result.stdout)["choices"][0]["message"]["content"]
 
 
-def test_the_three_ports_answer(up: Run) -> None:
+def test_all_three_ports_respond(up: Run) -> None:
     entry = next(model for model in get(f"{up.url}/v1/models")["data"] if model["id"] == SMOLLM2.id)
     assert entry["loaded"] is True
     assert get(f"http://127.0.0.1:{up.neuron_port}/health")["status"] == "ok"
@@ -91,7 +91,7 @@ def test_second_start_needs_no_network_and_ctrl_c_mid_response_leaves_no_process
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         assert client.recv(1)
-        assert run.stop(signal.SIGINT) == 0  # long before the answer would have ended
+        assert run.stop(signal.SIGINT) == 0  # long before the response would have ended
     run.assert_nothing_left()
 
 
@@ -116,7 +116,7 @@ def test_killing_the_supervisor_leaves_no_process(start: Start) -> None:
 
 
 @pytest.mark.parametrize("name", ["gateway", "neuron"])
-def test_a_program_that_dies_ends_everything_with_a_line(start: Start, name: str) -> None:
+def test_up_ends_with_one_line_if_a_program_dies(start: Start, name: str) -> None:
     run = start()
     run.wait_ready()
     victim = next(line for line in run.processes() if f"-m cortex.{name}" in line)

@@ -9,7 +9,7 @@ import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import Device, Fleet, Node, Residency
+from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
 from cortex.wire.node import ModelLoad, ModelState, ModelStatus
 
 GIB = 1024**3
@@ -66,7 +66,7 @@ def _node(
             if index in held.status.devices and held.state in ("ready", "unloading", "recovering")
         )
         devices.append(
-            Device(
+            DeviceState(
                 index=index,
                 kind="cuda",
                 name=f"card {size:g}G",

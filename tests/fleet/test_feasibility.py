@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.placement import Feasibility, place
-from cortex.fleet.topology import Device, Fleet, Node, Residency
+from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
 from cortex.wire.node import ModelState, ModelStatus
 
 GB = 1 << 30
@@ -29,7 +29,9 @@ def node(name: str, total_gb: int, **states: tuple[ModelState, int]) -> Node:
         for model, (state, size) in states.items()
     }
     used = sum(size for state, size in states.values() if state is ModelState.READY)
-    device = Device(index=0, kind="cuda", name="card", total_bytes=total_gb * GB, free_bytes=(total_gb - used) * GB)
+    device = DeviceState(
+        index=0, kind="cuda", name="card", total_bytes=total_gb * GB, free_bytes=(total_gb - used) * GB
+    )
     return Node(name=name, devices=(device,), residencies=residencies, healthy=True)
 
 

@@ -14,7 +14,7 @@ from cortex.fleet.explain import as_json, rejection, rows, text
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import place
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import Device, Fleet, MemoryReservation, Node, Residency
+from cortex.fleet.topology import DeviceState, Fleet, MemoryReservation, Node, Residency
 from cortex.wire.node import ModelLoad, ModelState, ModelStatus
 
 NOW = 10_000.0
@@ -91,9 +91,9 @@ class Drawing:
             ceiling_bytes=self.mostly(None, 20 * MIB, 60 * MIB),
         )
 
-    def device(self, index: int, total: int, left: int) -> Device:
+    def device(self, index: int, total: int, left: int) -> DeviceState:
         foreign = min(self.mostly(0, 2, 8) * MIB, left)
-        return Device(
+        return DeviceState(
             index=index,
             kind="cuda",
             name="card",
@@ -215,7 +215,7 @@ RANK = {"route": 0, "join": 1, "wake": 2, "load": 2, "wait": 3, "reject": 4}
 @settings(max_examples=200, deadline=None)
 @given(fleets, wanted)
 def test_additional_empty_node_never_makes_a_decision_worse(fleet: Fleet, name: str) -> None:
-    device = Device(index=0, kind="cuda", name="card", total_bytes=80 * MIB, free_bytes=80 * MIB)
+    device = DeviceState(index=0, kind="cuda", name="card", total_bytes=80 * MIB, free_bytes=80 * MIB)
     extra = Node(name="extra", devices=(device,), healthy=True)
     assert RANK[place(name, fleet.with_node(extra), NOW).action] <= RANK[place(name, fleet, NOW).action]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.queueing import Plan, Waiting, plan, turns
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import Device, Fleet, Node, Residency
+from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
 from cortex.wire.node import ModelState, ModelStatus
 
 GIB = 1024**3
@@ -120,7 +120,7 @@ class Simulation:
             )
             residencies = {self.resident: Residency(status=status, seen_at=self.now, in_flight=len(self.ends))}
         free = 24 * GIB if self.resident is None else 4 * GIB
-        device = Device(index=0, kind="cuda", name="card", total_bytes=24 * GIB, free_bytes=free)
+        device = DeviceState(index=0, kind="cuda", name="card", total_bytes=24 * GIB, free_bytes=free)
         host = Node(name="n", devices=(device,), residencies=residencies, healthy=True)
         specs = tuple(ModelSpec(id=name, vram_mb=20 * 1024) for name in "abc")
         return Fleet(nodes=(host,), catalogue=Catalogue(models=specs), rules=RULES)

@@ -203,7 +203,7 @@ def test_cache_use_does_not_count_as_a_request(model: Make, node: Make, fleet: M
     assert assessment.reason == "ready, requests in progress: 1"
 
 
-def test_background_request_for_a_model_that_is_too_large_is_not_told_to_wait(
+def test_background_request_for_a_model_that_is_too_large_does_not_wait(
     model: Make, node: Make, fleet: Make, spec: Make
 ) -> None:
     snapshot = fleet(node("n", [24], model("old", 20)), specs=[spec("m", 40)])

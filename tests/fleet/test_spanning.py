@@ -10,10 +10,11 @@ import pytest
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.decision import Verdict
-from cortex.fleet.explain import as_json, outcome
+from cortex.fleet.explain import as_json, outcome, rejection
 from cortex.fleet.memory import ledger, measurements
 from cortex.fleet.placement import place
-from cortex.fleet.topology import ModelOnNode, Node, Residency
+from cortex.fleet.topology import MemoryReservation, ModelOnNode, Node, Residency
+from cortex.wire.errors import Overloaded
 from cortex.wire.node import ModelShare, ModelState
 
 NOW = 10_000.0
@@ -54,7 +55,7 @@ def test_needs_its_part_on_every_node_and_is_served_by_the_first(node: Make, fle
     ("change", "verdict", "reason"),
     [
         ({"healthy": False, "problem": "connection refused"}, Verdict.UNHEALTHY, "benjy: connection refused"),
-        ({"draining": True, "drained": True}, Verdict.DRAINING, "benjy: drained by the operator"),
+        ({"draining": True, "drained": True}, Verdict.DRAINING, "benjy: drained by the operator: run `cortex undrain`"),
         ({"name": "renamed"}, Verdict.UNHEALTHY, "benjy: the fleet has no such node; add it under [[neurons]]"),
         ({"has_lifecycle": False}, Verdict.WRONG_HARNESS, "benjy: takes no parts of models"),
     ],
@@ -72,6 +73,14 @@ def test_is_not_loaded_where_its_part_exceeds_the_smallest_node(node: Make, flee
     decision = place("big", fleet(node("beast", [80]), node("benjy", [12]), specs=[spanning(30)]), NOW)
     assert decision.assessments[0].verdict is Verdict.TOO_SMALL
     assert decision.assessments[0].reason.startswith("benjy: needs 15.0 GiB per device, the largest has 12.0 GiB")
+
+
+def test_rejection_has_the_numbers_and_the_code_of_the_node_that_decides(model: Make, node: Make, fleet: Make) -> None:
+    snapshot = fleet(node("beast", [24]), node("benjy", [24], model("b", 20)), specs=[spanning(30)])
+    error = rejection(place("big", snapshot, NOW, origin="background"))
+    assert isinstance(error, Overloaded), "another request may evict b"
+    assert "benjy: only models that cannot be evicted" in error.message
+    assert "(need 15.0 GiB, have 4.0 GiB)" in error.message
 
 
 def test_evicts_on_every_node(model: Make, node: Make, fleet: Make) -> None:
@@ -162,6 +171,29 @@ def test_evicts_a_model_on_the_same_nodes_once_for_both_parts(model: Make, node:
     decision = place("other", fleet(beast, benjy, specs=[spanning(30), other]), NOW)
     assert decision.evictions == (ModelOnNode("beast", "big"),)
     assert outcome(decision) == "load other on beast (device 0) and a part on benjy after unloading big."
+
+
+def test_evicts_nothing_on_its_lead_that_the_eviction_of_a_part_makes_unnecessary(
+    model: Make, node: Make, fleet: Make
+) -> None:
+    """On the lead a smaller model would do; the one that must leave the second node makes room there, too."""
+    beast = node("beast", [24, 24], leading(model("big", 15)), model("small", 12, devices=(1,)))
+    benjy = with_share(node("benjy", [24]), 15)
+    other = ModelSpec(id="other", vram_mb=30 * 1024, nodes=NODES)
+    decision = place("other", fleet(beast, benjy, specs=[spanning(30), other]), NOW)
+    assert decision.evictions == (ModelOnNode("beast", "big"),)
+
+
+@pytest.mark.parametrize("nodes", [(), NODES])
+def test_waits_for_a_load_over_the_same_devices(model: Make, node: Make, fleet: Make, nodes: tuple[str, ...]) -> None:
+    """`nodes` of the model that loads: in the catalogue, or only in the configuration of its lead."""
+    reserved = (MemoryReservation(model_id="big", devices=(0,), num_bytes=GIB),)
+    loading = leading(model("big", estimate=1, state=ModelState.LOADING))
+    beast = node("beast", [80], loading, reservations=reserved)
+    benjy = node("benjy", [80], reservations=reserved)
+    specs = [ModelSpec(id="big", nodes=nodes), ModelSpec(id="other", vram_mb=1024, nodes=NODES)]
+    lead = place("other", fleet(beast, benjy, specs=specs), NOW, only_on="beast").assessments[0]
+    assert [each.verdict for each in (lead, *lead.parts)] == [Verdict.BLOCKED] * 2
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,22 @@ from __future__ import annotations
 
 import msgspec
 
-from cortex.fleet.topology import Device, Fleet, MemoryReservation, ModelOnNode, Node, after_missed_poll, after_poll
-from cortex.wire.node import Device as WireDevice
-from cortex.wire.node import DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
+from cortex.fleet.topology import (
+    DeviceState,
+    Fleet,
+    MemoryReservation,
+    ModelOnNode,
+    Node,
+    after_missed_poll,
+    after_poll,
+)
+from cortex.wire.node import Device, DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
 
 DISCOVERY = Discovery(
     host="beast",
     os="linux",
     version="1",
-    devices=(WireDevice(index=0, kind="cuda", name="card", total_bytes=1000),),
+    devices=(Device(index=0, kind="cuda", name="card", total_bytes=1000),),
 )
 
 
@@ -29,7 +36,7 @@ def test_first_poll_fills_devices_and_models() -> None:
     )
     assert node.healthy
     assert node.devices == (
-        Device(index=0, kind="cuda", name="card", total_bytes=1000, free_bytes=600, foreign_bytes=100),
+        DeviceState(index=0, kind="cuda", name="card", total_bytes=1000, free_bytes=600, foreign_bytes=100),
     )
     assert (node.residencies["m"].last_used, node.residencies["m"].state_since) == (95.0, 91.0)
 

@@ -51,7 +51,7 @@ class FakeFleet:
         self.loads: list[tuple[str, str]] = []
         self.load_requests: list[LoadRequest] = []
         self.unloads: list[tuple[str, str, str]] = []
-        self.parks: list[bool] = []
+        self.sleeps: list[bool] = []
         """Of each of `unloads`, whether the model may sleep."""
         self.asleep: dict[tuple[str, str], float] = {}
         """Since when."""
@@ -76,7 +76,7 @@ class FakeFleet:
 
     def unload(self, node: str, request: UnloadRequest, cause: Cause, parts: tuple[str, ...]) -> None:
         self.unloads.append((node, request.model_id, cause))
-        self.parks.append(request.sleep)
+        self.sleeps.append(request.sleep)
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self.recycled.append((node, devices))

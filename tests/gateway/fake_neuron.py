@@ -87,7 +87,7 @@ class FakeNeuron:
     stream_gate: asyncio.Event = field(default_factory=opened_gate)
     """For an `answer` that waits in the middle of its stream."""
     can_sleep: bool = True
-    parks: bool = False
+    has_host_memory: bool = False
     """Whether it has host memory for sleeping models."""
     load_faults: list[tuple[int, str, str]] = field(default_factory=list)
     """(status, code, message) for the next loads, in order."""
@@ -239,8 +239,8 @@ class FakeNeuron:
         wanted = msgspec.json.decode(await request.read(), type=UnloadRequest)
         self.unload_requests.append(wanted)
         await self.unload_gate.wait()
-        is_parked = wanted.sleep and self.parks and self.states.get(wanted.model_id) is not None
-        self.states[wanted.model_id] = ModelState.ASLEEP if is_parked else ModelState.COLD
+        falls_asleep = wanted.sleep and self.has_host_memory and self.states.get(wanted.model_id) is not None
+        self.states[wanted.model_id] = ModelState.ASLEEP if falls_asleep else ModelState.COLD
         return _json(self.status(wanted.model_id))
 
     async def _pull(self, request: web.Request) -> web.Response:

@@ -30,7 +30,7 @@ class LoopWatch:
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopWatch]:
     """Watches the callbacks of the loop that runs in this thread."""
-    watch, thread, run = LoopWatch(), threading.get_ident(), asyncio.Handle._run
+    watch, thread, run = LoopWatch(), threading.get_ident(), asyncio.Handle._run  # noqa: SLF001 - asyncio has no hook
 
     def measured(handle: asyncio.Handle) -> None:
         began_s = time.thread_time()

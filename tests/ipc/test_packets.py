@@ -6,7 +6,7 @@ import pytest
 
 from cortex.ipc.channel import ChannelError
 from cortex.ipc.packets import MAX_PACKET_BYTES, PacketSocket
-from cortex.neuron.worker.protocol import DeviceAddress, Fork, ForkServerCommand, Kill
+from cortex.neuron.worker.protocol import DeviceAddress, ForkServerCommand, ForkWorker, KillWorker
 
 Pair = tuple[socket.socket, PacketSocket[ForkServerCommand]]
 
@@ -26,17 +26,17 @@ def test_message_arrives_with_its_descriptor_and_the_next_one_without(pair: Pair
     ours, receiver = pair
     sender = PacketSocket[ForkServerCommand](ours, ForkServerCommand)
     reading, writing = os.pipe()
-    sender.send(Fork(1, DeviceAddress("cuda", 2, "GPU-1")), writing)
-    sender.send(Kill(1))
+    sender.send(ForkWorker(1, DeviceAddress("cuda", 2, "GPU-1")), writing)
+    sender.send(KillWorker(1))
     os.close(writing)
     received = receiver.receive()
     assert received is not None
     message, descriptor = received
-    assert message == Fork(1, DeviceAddress("cuda", 2, "GPU-1"))
+    assert message == ForkWorker(1, DeviceAddress("cuda", 2, "GPU-1"))
     assert descriptor is not None
     os.write(descriptor, b"x")
     assert os.read(reading, 1) == b"x"
-    assert receiver.receive() == (Kill(1), None)
+    assert receiver.receive() == (KillWorker(1), None)
     os.close(descriptor)
     os.close(reading)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cortex.ipc.child import start_child
-from cortex.ipc.pool import PoolLost, RestartedPool, WorkerLost, WorkerPool
+from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
@@ -87,7 +87,7 @@ async def test_job_in_background_yields_the_cores(pool: Pool) -> None:
 
 @pytest.mark.parametrize("job", [Job("crash"), Job("allocate", 1 << 30)], ids=["crash", "memory"])
 async def test_job_that_ends_its_worker_fails_alone(pool: Pool, job: Job) -> None:
-    with pytest.raises(WorkerLost):
+    with pytest.raises(JobLost):
         await pool.run(job)
     assert not pool.has_ended
     assert (await pool.run(Job("allocate", 1 << 20))).number == 1 << 20

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.parsing.fair_queue import Entry, FairQueue, QueueFull
+from cortex.parsing.fair_queue import Entry, FairQueue, NoPlace
 
 
 class Places:
@@ -52,11 +52,11 @@ def test_waiting_requests_are_bounded_in_all_and_for_each_client() -> None:
     places = Places(num_places=1, max_waiting=3, per_client=2)
     places.enter("a")
     waiting = [places.enter("a"), places.enter("a")]
-    with pytest.raises(QueueFull) as own:
+    with pytest.raises(NoPlace) as own:
         places.enter("a")
     assert own.value.is_own
     places.enter("b")
-    with pytest.raises(QueueFull) as full:
+    with pytest.raises(NoPlace) as full:
         places.enter("c")
     assert not full.value.is_own
     places.queue.leave(waiting[0])
@@ -75,7 +75,7 @@ def test_every_request_gets_a_place_once_and_places_are_never_exceeded(
         if enters or not entries:
             try:
                 entries.append(places.enter(client))
-            except QueueFull:
+            except NoPlace:
                 num_rejected += 1
         else:
             places.queue.leave(entries.pop(which % len(entries)))

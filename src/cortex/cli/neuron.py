@@ -150,7 +150,7 @@ def _findings(path: Path | None) -> Iterator[Finding]:
     directory = path.parent if path else Path.cwd()
     for peer in settings.peers:
         ca_file = directory / peer.ca_file.expanduser() if peer.ca_file is not None else None
-        yield from checks.Endpoint("peers", peer.name, peer.endpoint, peer.key_env, ca_file).check("this neuron")
+        yield from checks.NodeEndpoint("peers", peer.name, peer.endpoint, peer.key_env, ca_file).check("this neuron")
     yield from checks.devices(settings.cpu_devices)
     hub_cache = cache_directory(settings, os.environ)
     yield from checks.disk(hub_cache)

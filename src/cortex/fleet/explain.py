@@ -122,10 +122,13 @@ def _why(assessment: Assessment) -> str:
     """The reason, with the bytes needed and available where memory decides and the reason does not contain them."""
     if assessment.verdict not in (Verdict.BLOCKED, Verdict.CROWDED, Verdict.HELD):
         return assessment.reason
-    if not assessment.rows:
+    deciding = next(
+        (part for part in assessment.parts if f"{part.node}: {part.reason}" == assessment.reason), assessment
+    )
+    if not deciding.rows:
         return assessment.reason
-    have = max(row.available_bytes for row in assessment.rows)
-    return f"{assessment.reason} (need {gib(assessment.rows[0].need_bytes)}, have {gib(have)})"
+    have = max(row.available_bytes for row in deciding.rows)
+    return f"{assessment.reason} (need {gib(deciding.rows[0].need_bytes)}, have {gib(have)})"
 
 
 def _rows(assessment: Assessment) -> Iterator[tuple[str, ...]]:

@@ -54,7 +54,7 @@ def fit(
         count, stage_layers = max(count, held.status.num_devices), held.status.stage_layers
     by_layers = spec.pipeline_parallel > 1 or bool(stage_layers)
     num_layers = sum(stage_layers) or MOST_LAYERS
-    spans = spans or (held is not None and bool(held.status.nodes))
+    spans = spans or bool(node.nodes_of(spec))
     has_replicas = held is not None and held.status.num_devices > 1 and held.status.parallel is None
     if count > spec.min_devices:
         spec = msgspec.structs.replace(spec, min_devices=count, pipeline_parallel=1)

@@ -11,7 +11,7 @@ import msgspec
 from cortex.wire.node import ModelStatus
 
 from .catalogue import ModelSpec
-from .topology import ON_DEVICE, Device, Fleet, Node
+from .topology import ON_DEVICE, DeviceState, Fleet, Node
 
 Basis = Literal["measured", "estimated", "reserved"]
 _DENSE_BITS = ("16", "32")
@@ -25,7 +25,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     basis: Basis
 
 
-class DeviceLedger(Device, frozen=True, kw_only=True):
+class DeviceLedger(DeviceState, frozen=True, kw_only=True):
     """A device, and what each model holds there."""
 
     holdings: tuple[Holding, ...]
@@ -153,9 +153,7 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     else:
         # The minimum includes memory that is not taken at load, so it can exceed the measured size.
         need = Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes)
-    # Without `nodes` in the catalogue, a node that is configured to lead the model takes its part of it.
-    nodes = spec.nodes or (held.status.nodes if held is not None else ())
-    return need.part_of(max(1, len(nodes)))
+    return need.part_of(max(1, len(node.nodes_of(spec))))
 
 
 def _whole(status: ModelStatus, num_bytes: int | None) -> int | None:

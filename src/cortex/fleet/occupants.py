@@ -35,7 +35,7 @@ def occupants_of(
         kept: tuple[Protection, str] | None
         if (reservation := reserved.get(model_id)) is not None:
             kept = Protection.CHANGING, "load ordered"
-            indices, spans_nodes = reservation.devices, bool(known.nodes)
+            indices, spans_nodes = reservation.devices, any(each.nodes_of(known) for each in fleet.nodes)
             is_divided = spans_nodes or len(indices) > 1
         elif share is not None:
             kept = _protection_of_part(share, lead, spec, fleet, now, origin)

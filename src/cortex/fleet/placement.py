@@ -172,9 +172,9 @@ def _without_memory(
     if not node.healthy:
         return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
     if node.draining:
-        return Verdict.DRAINING, _draining(node)
+        return Verdict.DRAINING, node.why_draining
     if held is not None and (part := fleet.draining_part(node, held)) is not None:
-        return Verdict.DRAINING, f"{part.name} has a part of it, and is {_draining(part)}"
+        return Verdict.DRAINING, f"{part.name} has a part of it, and is {part.why_draining}"
     if held is not None and held.state is ModelState.READY:
         return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}{_layers(held)}"
     if held is not None and held.state in STARTING:
@@ -202,10 +202,6 @@ def _without_memory(
         if age_s < fleet.rules.retry_failed_after_s:
             return Verdict.FAILED, held.status.reason or f"failed to load {age_s:.0f} s ago"
     return None
-
-
-def _draining(node: Node) -> str:
-    return "drained by the operator: run `cortex undrain`" if node.drained else "shutting down"
 
 
 def _load(held: Residency) -> float:

@@ -51,7 +51,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         return self.backlog_s + queue_s + self.running * SHARING_S + scarcity * PREEMPTION_S
 
 
-class Choice(msgspec.Struct, frozen=True):
+class RoutingChoice(msgspec.Struct, frozen=True):
     """The replica for a request."""
 
     replica: Replica
@@ -64,7 +64,7 @@ def expected_s(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int)
     return _prefill_s(replica, num_prompt_tokens, num_cached_tokens) + replica.delay_s
 
 
-def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -> Choice:
+def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -> RoutingChoice:
     """The replica for `prompt` (any bytes that share a prefix when prompts do), recorded in `prefixes`.
 
     `replicas` is not empty.
@@ -79,7 +79,7 @@ def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -
     best = min(replicas, key=rank)
     prefill_s = _prefill_s(best, num_prompt_tokens, prefixes.num_cached_tokens(blocks, best.node))
     prefixes.record(blocks, best.node)
-    return Choice(best, prefill_s)
+    return RoutingChoice(best, prefill_s)
 
 
 def _prefill_s(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> float:

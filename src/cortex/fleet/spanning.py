@@ -8,7 +8,7 @@ from .catalogue import ModelSpec
 from .decision import Assessment, Origin, Verdict
 from .fitting import fit
 from .memory import Need
-from .topology import Fleet, ModelOnNode, Node
+from .topology import Fleet, Node
 
 _FITTING = (Verdict.FITS, Verdict.FITS_AFTER_EVICTION)
 _WORST_FIRST = {verdict: -rank for rank, verdict in enumerate(Verdict)}
@@ -21,24 +21,27 @@ def fit_over_nodes(
     held = lead.residencies.get(spec.id)
     count = max(spec.devices_per_node, 1 if held is None else held.status.num_devices)
     part = msgspec.structs.replace(spec, min_devices=count, nodes=())
-    leaving: frozenset[ModelOnNode] = frozenset()
+    found: dict[str, Assessment] = {}
 
     def assess(node: Node) -> Assessment:
-        nonlocal leaving
+        others = (each for name, each in found.items() if name != node.name)
+        leaving = frozenset(eviction for other in others for eviction in other.evictions)
         # All nodes take equally many devices.
         limited = msgspec.structs.replace(node, max_devices_per_model=min(node.max_devices_per_model, count))
-        found = fit(part, limited, fleet, now, need=need, origin=origin, spans=True, leaving=leaving)
-        # A victim that spans nodes too makes room on all of its nodes.
-        leaving |= frozenset(found.evictions)
-        return found
+        return fit(part, limited, fleet, now, need=need, origin=origin, spans=True, leaving=leaving)
 
-    own = assess(lead)
-    parts = tuple(_unfit(spec, name, fleet.node(name)) or assess(fleet.node(name) or lead) for name in peers)
+    # Twice: a victim that spans nodes too makes room on all of them, also on those that were assessed before.
+    for name in (lead.name, *peers) * 2:
+        node = fleet.node(name)
+        found[name] = _unfit(spec, name, node) or assess(node or lead)
+    own, *others = found.values()
+    parts = tuple(others)
     worst = min((own, *parts), key=lambda each: _WORST_FIRST[each.verdict])
     reasons = "; ".join((own.reason, *(f"{each.node}: {each.reason}" for each in parts)))
     if worst.verdict not in _FITTING:
         reason = own.reason if worst is own else f"{worst.node}: {worst.reason}"
-        return msgspec.structs.replace(own, verdict=worst.verdict, reason=reason, victims=(), devices=(), parts=parts)
+        facts = {"verdict": worst.verdict, "reason": reason, "held_by": worst.held_by}
+        return msgspec.structs.replace(own, **facts, victims=(), devices=(), parts=parts)
     return msgspec.structs.replace(own, verdict=worst.verdict, reason=reasons, parts=parts)
 
 
@@ -49,7 +52,7 @@ def _unfit(spec: ModelSpec, name: str, node: Node | None) -> Assessment | None:
     elif not node.healthy:
         verdict, reason = Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
     elif node.draining:
-        verdict, reason = Verdict.DRAINING, "drained by the operator" if node.drained else "shutting down"
+        verdict, reason = Verdict.DRAINING, node.why_draining
     elif not node.has_lifecycle or spec.harness not in node.harnesses:
         verdict, reason = Verdict.WRONG_HARNESS, "takes no parts of models"
     else:

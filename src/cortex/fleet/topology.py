@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from cortex.wire.node import Device as WireDevice
 from cortex.wire.node import (
+    Device,
     DeviceHealth,
     DeviceKind,
     Dialect,
@@ -26,7 +26,7 @@ from cortex.wire.node import (
     PullStatus,
 )
 
-from .catalogue import Catalogue
+from .catalogue import Catalogue, ModelSpec
 from .rules import EvictionRules, PlacementRules
 
 ON_DEVICE = frozenset(
@@ -46,7 +46,9 @@ class ModelOnNode(NamedTuple):
     model: str
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
+    """A device as its node last reported it, with what this gateway knows beyond that."""
+
     index: int
     kind: DeviceKind
     name: str
@@ -126,7 +128,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """One host, or one foreign server, as of its last report."""
 
     name: str
-    devices: tuple[Device, ...] = ()
+    devices: tuple[DeviceState, ...] = ()
     residencies: dict[str, Residency] = msgspec.field(default_factory=dict)
     """By model id, cold and failed models included."""
     ceilings: Ceilings = Ceilings()
@@ -158,6 +160,16 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of models that other nodes serve."""
     raised_needs: dict[str, int] = {}
     """By model: the minimum bytes that it needs here, raised after a load ran out of memory."""
+
+    @property
+    def why_draining(self) -> str:
+        return "drained by the operator: run `cortex undrain`" if self.drained else "shutting down"
+
+    def nodes_of(self, spec: ModelSpec) -> tuple[str, ...]:
+        """The nodes that share a model which this one serves: by the catalogue, or as this one is configured. Empty:
+        it has all of it."""
+        held = self.residencies.get(spec.id)
+        return spec.nodes or (held.status.nodes if held is not None else ())
 
     @property
     def is_idle(self) -> bool:
@@ -267,7 +279,7 @@ def after_missed_poll(node: Node, reason: str, *, limit: int) -> Node:
     return msgspec.structs.replace(node, missed_polls=count, healthy=False, problem=reason)
 
 
-def _devices(before: Node, discovery: Discovery, health: Health) -> tuple[Device, ...]:
+def _devices(before: Node, discovery: Discovery, health: Health) -> tuple[DeviceState, ...]:
     reports = {report.index: report for report in health.devices}
     known = {device.index: device for device in before.devices}
     models = (*health.models, *map(_as_model, health.shares))
@@ -285,12 +297,12 @@ def _as_model(share: ModelShare) -> ModelStatus:
 
 
 def _device(
-    device: WireDevice,
+    device: Device,
     report: DeviceHealth | None,
-    known: Device | None,
+    known: DeviceState | None,
     models: tuple[ModelStatus, ...],
     ceilings: Ceilings,
-) -> Device:
+) -> DeviceState:
     total_bytes = report.total_bytes if report else device.total_bytes
     free_bytes = report.free_bytes if report else device.total_bytes
     allocating = ON_DEVICE - {ModelState.DOWNLOADING}
@@ -300,7 +312,7 @@ def _device(
     else:
         ours = sum(_bytes_on(device.index, status) for status in here)
         foreign_bytes = max(0, total_bytes - free_bytes - ours)
-    return Device(
+    return DeviceState(
         index=device.index,
         kind=device.kind,
         name=device.name,

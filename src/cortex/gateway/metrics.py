@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from cortex.fleet.topology import Device, Fleet, ModelOnNode, Node, Residency
+from cortex.fleet.topology import DeviceState, Fleet, ModelOnNode, Node, Residency
 from cortex.wire.events import Usage
 from cortex.wire.node import ModelState
 
@@ -81,7 +81,7 @@ def _not_cold(node: Node) -> Iterator[Residency]:
     return (held for held in node.residencies.values() if held.state is not ModelState.COLD)
 
 
-def _device_gauges(node: str, device: Device) -> Iterator[GaugeSample]:
+def _device_gauges(node: str, device: DeviceState) -> Iterator[GaugeSample]:
     labels = {"node": node, "device": str(device.index)}
     yield GaugeSample("cortex_device_memory_total_bytes", device.total_bytes, **labels)
     yield GaugeSample("cortex_device_memory_free_bytes", device.free_bytes, **labels)
@@ -153,7 +153,7 @@ class Traffic:
         self.speed = Distribution(SPEED_BUCKETS)
 
 
-class Spend:
+class KeyTokens:
     """The tokens one key has used on one model."""
 
     __slots__ = ("cached", "completion", "prompt")
@@ -176,7 +176,7 @@ class _RequestMetrics(Collector):
         self.overhead = Distribution(OVERHEAD_BUCKETS)
         self.traffic: defaultdict[tuple[str, str], Traffic] = defaultdict(Traffic)
         """By node and model."""
-        self.spend: defaultdict[tuple[str, str], Spend] = defaultdict(Spend)
+        self.spend: defaultdict[tuple[str, str], KeyTokens] = defaultdict(KeyTokens)
 
     def describe(self) -> list[Metric]:
         return list(self.collect())
@@ -282,7 +282,7 @@ class Metrics:
         """The counters of one model on one node, for the caller to update."""
         return self._request_metrics.traffic[node, model]
 
-    def spend(self, model: str, key: str) -> Spend:
+    def spend(self, model: str, key: str) -> KeyTokens:
         """The counters of one key on one model, for the caller to update."""
         return self._request_metrics.spend[model, key]
 

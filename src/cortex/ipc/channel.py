@@ -35,7 +35,7 @@ _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ChannelMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of messages between processes. Encoded by position: both sides are always the same version."""
 
 

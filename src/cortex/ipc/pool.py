@@ -27,7 +27,7 @@ class PoolLost(Exception):
     """The process that workers are forked from has ended. Start another pool."""
 
 
-class WorkerLost(Exception):
+class JobLost(Exception):
     """The worker ended during the job and the pool did not: the job crashed it or took too much memory."""
 
 
@@ -63,7 +63,7 @@ class WorkerPool(Generic[Reply]):
         return self._is_lost or self._process.returncode is not None
 
     async def run(self, request: msgspec.Struct, payload: bytes = b"", *, in_background: bool = False) -> Reply:
-        """Runs one job; `payload` is as for `LoopChannel.send`. Raises PoolLost, WorkerLost or Unsendable. Cancelling
+        """Runs one job; `payload` is as for `LoopChannel.send`. Raises PoolLost, JobLost or Unsendable. Cancelling
         this call kills the worker."""
         worker = self._take_idle(in_background=in_background)
         connection = None
@@ -73,7 +73,7 @@ class WorkerPool(Generic[Reply]):
             if connection is not None:
                 await worker.attach(connection)
             reply = await worker.run(request, payload)
-        except WorkerLost:
+        except JobLost:
             self._kill(worker)  # raises PoolLost instead, if that is the reason
             raise
         except BaseException:
@@ -227,7 +227,7 @@ class _Worker(Generic[Reply]):
 
     async def run(self, request: msgspec.Struct, payload: bytes) -> Reply:
         if self.is_lost:
-            raise WorkerLost("the worker ended before its job")
+            raise JobLost("the worker ended before its job")
         self._reply = asyncio.get_running_loop().create_future()
         try:
             self._channel.send(request, payload)
@@ -245,4 +245,4 @@ class _Worker(Generic[Reply]):
     def _closed(self, reason: str) -> None:
         self.is_lost = True
         if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(WorkerLost(f"the worker ended during its job: {reason}"))
+            self._reply.set_exception(JobLost(f"the worker ended during its job: {reason}"))

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from cortex.ipc.channel import BlockingChannel, ChannelError, Message, Unsendable
+from cortex.ipc.channel import BlockingChannel, ChannelError, ChannelMessage, Unsendable
 from cortex.ipc.child import die_with_parent
 from cortex.ipc.packets import PacketSocket
 
@@ -32,7 +32,7 @@ RequestT = TypeVar("RequestT")
 _BACKGROUND_NICENESS = 10
 
 
-class Fork(Message, frozen=True):
+class Fork(ChannelMessage, frozen=True):
     """Fork a worker; its connection comes with this packet, as a file descriptor."""
 
     worker: int
@@ -40,7 +40,7 @@ class Fork(Message, frozen=True):
     """Whether it yields the cores to all other work of the host."""
 
 
-class Kill(Message, frozen=True):
+class Kill(ChannelMessage, frozen=True):
     worker: int
 
 

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 
-class QueueFull(Exception):
+class NoPlace(Exception):
     """No further request may wait: of anybody, or (`is_own`) of this client."""
 
     def __init__(self, num_waiting: int, *, is_own: bool) -> None:
@@ -37,14 +37,14 @@ class FairQueue:
         return sum(map(len, self._waiting.values()))
 
     def enter(self, client: str, start: Callable[[], None]) -> Entry:
-        """Calls `start` now or when there is a place. Raises QueueFull."""
+        """Calls `start` now or when there is a place. Raises NoPlace."""
         entry = Entry(client, start)
         if not self._may_start(client):
             own = self._waiting.get(client, ())
             if len(own) >= self._max_waiting_per_client:
-                raise QueueFull(len(own), is_own=True)
+                raise NoPlace(len(own), is_own=True)
             if self.num_waiting >= self._max_waiting:
-                raise QueueFull(self.num_waiting, is_own=False)
+                raise NoPlace(self.num_waiting, is_own=False)
         self._waiting.setdefault(client, deque()).append(entry)
         self._fill()
         return entry

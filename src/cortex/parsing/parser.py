@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from cortex.ipc.channel import Unsendable
-from cortex.ipc.pool import PoolLost, RestartedPool, WorkerLost, WorkerPool
+from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
 from cortex.parsing import protocol
 from cortex.parsing.conversations import Completed, Completion, Joined, References, join
 from cortex.parsing.cost import LARGE_BYTES, is_edited_elsewhere, is_parsed_elsewhere
-from cortex.parsing.fair_queue import FairQueue, QueueFull
+from cortex.parsing.fair_queue import FairQueue, NoPlace
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.protocol import Job, Reply, Result
 from cortex.parsing.relayed import RelayedBody, envelope_of
@@ -131,7 +131,7 @@ class BodyParser:
             raise PreparationLimitExceeded(
                 f"Parsing this request took longer than {_TIMEOUT_S:g} s; send a smaller or simpler body."
             ) from None
-        except WorkerLost as error:
+        except JobLost as error:
             raise PreparationLimitExceeded(
                 "Parsing this request took too much memory; send a body with fewer arrays and objects."
             ) from error
@@ -154,7 +154,7 @@ class BodyParser:
 
         try:
             entry = self._queue.enter(client, start)
-        except QueueFull as full:
+        except NoPlace as full:
             problem = f"{full.num_waiting} large requests are waiting to be parsed; try again."
             raise (
                 RateLimitExceeded(f"Of yours, {problem}", retry_after_s=5)

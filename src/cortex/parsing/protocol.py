@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from cortex.ipc.channel import Message
+from cortex.ipc.channel import ChannelMessage
 from cortex.parsing import conversations, relayed
 from cortex.parsing.conversations import Completion, Joined, StoredSize
 from cortex.parsing.envelope import Facts
-from cortex.parsing.relayed import Span
+from cortex.parsing.relayed import ByteRange
 from cortex.wire import openai_chat
 from cortex.wire.anthropic_messages import strip_billing_header
 from cortex.wire.body import parse
@@ -20,7 +20,7 @@ from cortex.wire.rejection import Rejected
 from cortex.wire.requests import GenerateRequest
 
 
-class ParseRequest(Message, frozen=True):
+class ParseRequest(ChannelMessage, frozen=True):
     """An inference request."""
 
     dialect: Dialect
@@ -29,7 +29,7 @@ class ParseRequest(Message, frozen=True):
     body: bytes
 
 
-class TranslateRequest(Message, frozen=True):
+class TranslateRequest(ChannelMessage, frozen=True):
     """An inference request for `model` of a server that speaks only OpenAI chat."""
 
     dialect: Dialect
@@ -37,14 +37,14 @@ class TranslateRequest(Message, frozen=True):
     body: bytes
 
 
-class RenameModel(Message, frozen=True):
+class RenameModel(ChannelMessage, frozen=True):
     """A body in which `model` takes the place of the model's name; all else stays as it is."""
 
     model: str
     body: bytes
 
 
-class ReadRelayed(Message, frozen=True):
+class ReadRelayed(ChannelMessage, frozen=True):
     """A body that is relayed, of which only the envelope is read."""
 
     dialect: Dialect
@@ -54,20 +54,20 @@ class ReadRelayed(Message, frozen=True):
     body: bytes
 
 
-class ParseTokenize(Message, frozen=True):
+class ParseTokenize(ChannelMessage, frozen=True):
     """A request for the tokens of a text or of a conversation."""
 
     body: bytes
 
 
-class FindReferences(Message, frozen=True):
+class FindReferences(ChannelMessage, frozen=True):
     """A request of the Responses API."""
 
     generates: bool
     body: bytes
 
 
-class CompleteConversation(Message, frozen=True):
+class CompleteConversation(ChannelMessage, frozen=True):
     """A request of the Responses API, joined with stored responses."""
 
     completion: Completion
@@ -77,7 +77,7 @@ class CompleteConversation(Message, frozen=True):
     body: bytes
 
 
-class ListItems(Message, frozen=True):
+class ListItems(ChannelMessage, frozen=True):
     """A chain of stored responses, whose input items are listed."""
 
     limit: int
@@ -87,45 +87,45 @@ class ListItems(Message, frozen=True):
     body: bytes
 
 
-class Parsed(Message, frozen=True):
+class Parsed(ChannelMessage, frozen=True):
     head: bytes
     """The head of the request as JSON."""
     body: bytes
     """The whole request, packed or translated."""
 
 
-class Renamed(Message, frozen=True):
+class Renamed(ChannelMessage, frozen=True):
     body: bytes
 
 
-class ReadRelayedBody(Message, frozen=True):
+class ReadRelayedBody(ChannelMessage, frozen=True):
     facts: Facts
-    spans: tuple[Span, ...]
+    spans: tuple[ByteRange, ...]
     """Where the conversation is in the body."""
     is_stripped: bool
     changed: bytes | None
     """The body, if it is not the client's."""
 
 
-class ParsedText(Message, frozen=True):
+class ParsedText(ChannelMessage, frozen=True):
     model: str
     text: str
 
 
-class FoundReferences(Message, frozen=True):
+class FoundReferences(ChannelMessage, frozen=True):
     are_any: bool
     response_ids: tuple[str, ...]
 
 
-class CompletedBody(Message, frozen=True):
+class CompletedBody(ChannelMessage, frozen=True):
     facts: Facts
-    spans: tuple[Span, ...]
+    spans: tuple[ByteRange, ...]
     """As in `ReadRelayedBody`."""
     stored_input: bytes | None
     body: bytes
 
 
-class ListedItems(Message, frozen=True):
+class ListedItems(ChannelMessage, frozen=True):
     body: bytes
 
 

@@ -13,7 +13,7 @@ from cortex.wire.body import without_lone_surrogates
 from cortex.wire.errors import MalformedJSON
 from cortex.wire.node import Dialect
 
-Span = tuple[int, int]
+ByteRange = tuple[int, int]
 
 
 class RelayedBody(NamedTuple):
@@ -40,17 +40,17 @@ def _read(received: bytes, dialect: Dialect, generates: bool, strip_billing: boo
     return RelayedBody(body, envelopes.read(body, dialect, generates=generates), body is not received)
 
 
-def spans(relayed: RelayedBody) -> tuple[Span, ...]:
+def spans(relayed: RelayedBody) -> tuple[ByteRange, ...]:
     """Where the values of the conversation are in the body, or where the same bytes are before that."""
     return tuple(_span(relayed.body, bytes(value)) for value in relayed.envelope.conversation)
 
 
-def _span(body: bytes, value: bytes) -> Span:
+def _span(body: bytes, value: bytes) -> ByteRange:
     start = body.find(value) if value else 0
     return start, start + len(value)
 
 
-def envelope_of(body: bytes, facts: Facts, spans: tuple[Span, ...]) -> Envelope:
+def envelope_of(body: bytes, facts: Facts, spans: tuple[ByteRange, ...]) -> Envelope:
     """The envelope of `body`, from what another process found in it. Copies nothing."""
     view = memoryview(body)
     return Envelope(facts, tuple(Raw(view[start:end]) if end > start else ABSENT for start, end in spans))

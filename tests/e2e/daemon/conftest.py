@@ -27,7 +27,7 @@ from ...ports import free_port
 SOURCE = Path(__file__).parents[3] / "src"
 READY_TIMEOUT_S = 180.0
 MEMORY_MB = 1024
-"""What the demo model may take: without bfloat16 its weights alone are 600 MB, and eight long answers need 200 more."""
+"""What the demo model may take: without bfloat16 its weights take 600 MB, and eight long responses 200 more."""
 DEMO, TINY = "demo", "tiny"
 
 
@@ -50,15 +50,15 @@ class Daemon:
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 return response.status, json.load(response)
-        except urllib.error.HTTPError as refusal:
-            return refusal.code, json.load(refusal)
+        except urllib.error.HTTPError as rejection:
+            return rejection.code, json.load(rejection)
 
     def model(self, model_id: str) -> dict[str, Any]:
         status, model = self.call(f"/models/{model_id}")
         assert status == 200, model
         return dict(model)
 
-    def answer(self, model_id: str = DEMO) -> tuple[int, Any]:
+    def complete(self, model_id: str = DEMO) -> tuple[int, Any]:
         body = {"model": model_id, "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
         return self.call("/v1/completions", body)
 

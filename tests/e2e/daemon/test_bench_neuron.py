@@ -1,4 +1,4 @@
-"""The benchmark of a whole neuron, on a model so small that it takes seconds: what it needs is there, and it tells."""
+"""The benchmark of a whole neuron, on a model so small that it takes seconds: it runs and prints its results."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def test_every_scenario_is_measured_from_files_it_wrote_itself(tmp_path: Path) -
         "--settle-s",
         "0",
     ]
-    told = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, str(ROOT / "bench/neuron.py"), *options, "--scenarios", ",".join(SCENARIOS)],
-        # On a CPU nothing sleeps unless it is told that it may.
+        # On a CPU nothing sleeps unless `sleep_mb` is set.
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "NEURON_LIMITS__SLEEP_MB": "64"},
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
     )
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert finished.returncode == 0, finished.stdout + finished.stderr
     results = json.loads((tmp_path / "report.json").read_text())["results"]
     assert list(results) == SCENARIOS
     assert all(figure > 0 for figures in results.values() for figure in figures.values()), results

@@ -159,5 +159,5 @@ def test_damaged_file_is_rejected_by_tensor_and_reason_and_a_good_one_loads_afte
     path.write_bytes(good)
     assert daemon.call("/models/load", load, timeout_s=120)[0] == 200
     daemon.wait_ready(load["model_id"])
-    assert daemon.answer(load["model_id"])[0] == 200
+    assert daemon.complete(load["model_id"])[0] == 200
     assert daemon.call("/models/unload", load, timeout_s=120)[0] == 200

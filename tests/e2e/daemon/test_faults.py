@@ -37,7 +37,7 @@ def daemon(start_daemon: StartDaemon, wide_model: Path) -> Daemon:
 
 
 def kill_mid_stream(daemon: Daemon, name: str = "neuron-worker") -> dict[str, Any]:
-    """Kills the process of that name once an answer has begun; what the stream says last."""
+    """Kills the process of that name once a response has begun; what the stream says last."""
     host, _, port = daemon.url.removeprefix("http://").partition(":")
     victim = daemon.process_called(name)
     connection = http.client.HTTPConnection(host, int(port), timeout=120)
@@ -54,15 +54,15 @@ def kill_mid_stream(daemon: Daemon, name: str = "neuron-worker") -> dict[str, An
     return events[-1]
 
 
-def answer_again(daemon: Daemon) -> Any:
+def next_response(daemon: Daemon) -> Any:
     """The choices of the next response; every rejection before it says that the model is recovering."""
     told_s = time.monotonic()
-    while (answer := daemon.answer(WIDE))[0] != 200:
-        status, refusal = answer
-        assert (status, refusal["error"]["code"]) == (503, "recovering")
+    while (response := daemon.complete(WIDE))[0] != 200:
+        status, rejection = response
+        assert (status, rejection["error"]["code"]) == (503, "recovering")
         assert time.monotonic() - told_s < 60.0
         time.sleep(0.05)
-    return answer[1]["choices"]
+    return response[1]["choices"]
 
 
 def assert_one_worker(daemon: Daemon) -> None:
@@ -72,18 +72,18 @@ def assert_one_worker(daemon: Daemon) -> None:
     assert (names.count("neuron-worker"), names.count("python")) == (1, 1)
 
 
-def test_killed_mid_stream_time_after_time_it_answers_again_each_time(daemon: Daemon) -> None:
-    status, first = daemon.answer(WIDE)
+def test_model_responds_again_each_time_its_worker_is_killed_in_a_stream(daemon: Daemon) -> None:
+    status, first = daemon.complete(WIDE)
     assert status == 200
     for _ in range(KILLS):
         assert kill_mid_stream(daemon)["error"]["code"] == "recovering"
-        assert answer_again(daemon) == first["choices"]
+        assert next_response(daemon) == first["choices"]
     assert_one_worker(daemon)
 
 
-def test_killed_along_with_the_process_it_was_forked_from_it_answers_again(daemon: Daemon) -> None:
+def test_model_responds_again_after_its_worker_and_the_fork_server_were_killed(daemon: Daemon) -> None:
     assert kill_mid_stream(daemon, "python")["error"]["code"] == "recovering"
-    answer_again(daemon)  # the engine is imported anew
+    next_response(daemon)  # the engine is imported again
     assert_one_worker(daemon)
 
 
@@ -194,16 +194,16 @@ HOSTILE: dict[str, Callable[[Path, Path, Path], Path]] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_model_is_refused_and_leaves_nothing_behind(
+def test_hostile_model_is_rejected_and_leaves_nothing_behind(
     daemon: Daemon, tmp_path: Path, demo_model: Path, tiny_model: Path, kind: str
 ) -> None:
     source = HOSTILE[kind](tmp_path, demo_model, tiny_model)
     name = f"hostile-{kind.replace(' ', '-')}"
     daemon.wait_ready(WIDE)
     processes, before_bytes = daemon.descendants(), daemon.held_bytes()
-    status, refusal = daemon.call("/models/load", {"model_id": name, "source": str(source)})
-    assert (status, refusal["error"]["code"]) == (502, "load_failed"), refusal
-    assert "Traceback" not in refusal["error"]["message"]
+    status, rejection = daemon.call("/models/load", {"model_id": name, "source": str(source)})
+    assert (status, rejection["error"]["code"]) == (502, "load_failed"), rejection
+    assert "Traceback" not in rejection["error"]["message"]
     model = daemon.model(name)
     assert (model["state"], model["measured_bytes"]) == ("failed", None)
     assert model["reason"]
@@ -211,4 +211,4 @@ def test_a_hostile_model_is_refused_and_leaves_nothing_behind(
     assert daemon.held_bytes() - before_bytes < 64 * MEBIBYTE
     status, _ = daemon.call("/models/unload", {"model_id": name})
     assert (status, daemon.model(name)["state"]) == (200, "cold")
-    assert daemon.answer(WIDE)[0] == 200
+    assert daemon.complete(WIDE)[0] == 200

@@ -96,7 +96,7 @@ class Fleet:
         return Conversation(self.port, path, json.dumps(body).encode())
 
     def usage(self) -> dict[str, int]:
-        """What the books hold, as `cortex usage` prints it."""
+        """The usage records, as `cortex usage` prints them."""
         command = [sys.executable, "-m", "cortex.cli.cortex", "usage", "--json"]
         shown = subprocess.run(
             [*command, "--config", str(self.folder / "cortex.toml")],
@@ -216,8 +216,8 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
 
 def test_one_trace_and_one_id_from_the_client_to_the_engine(fleet: Fleet, collector: Collector) -> None:
-    answer = fleet.ask(CHAT, messages=[{"role": "user", "content": "hi"}], max_tokens=4)
-    assert b"\r\nx-request-id: e2e/1\r\n" in answer.read()
+    response = fleet.ask(CHAT, messages=[{"role": "user", "content": "hi"}], max_tokens=4)
+    assert b"\r\nx-request-id: e2e/1\r\n" in response.read()
 
     def trace() -> list[ReceivedSpan]:
         return [span for span in collector.spans if span.trace_id == TRACE_ID]
@@ -298,7 +298,7 @@ def test_client_disconnected_from_the_gateway_frees_the_engine_before_half_its_w
     until(lambda: fleet.in_flight() == 0)
 
 
-def test_who_leaves_in_the_middle_pays_what_the_node_had_done_and_the_books_outlive_a_kill(fleet: Fleet) -> None:
+def test_disconnected_client_is_charged_for_what_was_computed_and_usage_survives_a_kill(fleet: Fleet) -> None:
     fields = {"prompt": "Once upon a time there was", "ignore_eos": True}
     whole = json.loads(fleet.ask("/v1/completions", **fields).read().partition(b"\r\n\r\n")[2])
     until(lambda: fleet.usage()["requests"] == fleet.num_asked)
@@ -316,7 +316,9 @@ def test_who_leaves_in_the_middle_pays_what_the_node_had_done_and_the_books_outl
     assert fleet.usage() == after
 
 
-def test_a_node_killed_before_its_first_token_is_replaced_and_one_killed_after_it_is_told(fleet: Fleet) -> None:
+def test_request_moves_if_its_node_is_killed_before_the_first_token_and_fails_with_an_event_after_it(
+    fleet: Fleet,
+) -> None:
     until(lambda: busy(fleet) == 0)
     asked = fleet.ask("/v1/completions", prompt=LONG_PROMPT + "!", max_tokens=2, stream=True)
 
@@ -329,9 +331,9 @@ def test_a_node_killed_before_its_first_token_is_replaced_and_one_killed_after_i
     first.process.send_signal(signal.SIGSTOP)  # it holds the request and says nothing
     asked.read_until(b": keepalive")
     first.process.send_signal(signal.SIGKILL)
-    answer = asked.read()
-    assert b"data: [DONE]" in answer, answer
-    assert b"error" not in answer
+    response = asked.read()
+    assert b"data: [DONE]" in response, response
+    assert b"error" not in response
 
     streams = [
         fleet.ask(CHAT, messages=[{"role": "user", "content": "Tell me a story."}], max_tokens=1500, stream=True),
@@ -347,5 +349,5 @@ def test_a_node_killed_before_its_first_token_is_replaced_and_one_killed_after_i
     assert b"event: error\ndata: " in messages
     assert b"message_stop" not in messages
     until(lambda: not any(node["up"] for node in fleet.get("/fleet/status")["nodes"]))
-    refused = fleet.ask(CHAT, messages=[{"role": "user", "content": "hi"}]).read()
-    assert refused.startswith(b"HTTP/1.1 50"), refused
+    rejected = fleet.ask(CHAT, messages=[{"role": "user", "content": "hi"}]).read()
+    assert rejected.startswith(b"HTTP/1.1 50"), rejected

@@ -29,7 +29,7 @@ DRAIN_S = 1.0
 TIMEOUT_S = 60.0
 """Only reached on failure."""
 CHUNK_TOKENS = 32
-LONG_ANSWER_TOKENS = 1500
+LONG_RESPONSE_TOKENS = 1500
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def daemon(start_daemon: StartDaemon) -> Daemon:
 
 @pytest.fixture(scope="module")
 def narrow(start_daemon: StartDaemon) -> Daemon:
-    """A daemon that answers one request at a time."""
+    """A daemon that serves one request at a time."""
     return start_daemon(
         f"drain_s = {DRAIN_S}", "[limits]", "max_num_seqs = 1", f"prefill_chunk_tokens = {CHUNK_TOKENS}"
     )
@@ -52,7 +52,7 @@ def completion(max_tokens: int, prompt: str = "Once upon a time", **more: Any) -
 async def stream(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The events of an answer as they come."""
+    """The events of a response as they come."""
     async with session.post(f"{url}/v1/completions", json=body) as response:
         assert response.status == 200, await response.text()
         async for line in response.content:
@@ -64,8 +64,8 @@ async def whole(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
     return [event async for event in stream(session, url, body)]
 
 
-async def last(answer: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
-    return [event async for event in answer][-1]
+async def last(response: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    return [event async for event in response][-1]
 
 
 async def until(condition: Callable[[], Any], timeout_s: float) -> None:
@@ -75,14 +75,14 @@ async def until(condition: Callable[[], Any], timeout_s: float) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_sixty_four_streams_end_well_while_models_come_and_go(daemon: Daemon) -> None:
+async def test_64_streams_are_complete_while_models_are_loaded_and_unloaded(daemon: Daemon) -> None:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as session:
         began_s = time.monotonic()
         bodies = [completion(8, f"{number} is a number") for number in range(STREAMS)]
-        answers = asyncio.gather(*(whole(session, daemon.url, body) for body in bodies))
+        responses = asyncio.gather(*(whole(session, daemon.url, body) for body in bodies))
         cycles, read_s = 0, []
-        while not answers.done():
+        while not responses.done():
             for order in ("load", "unload"):
                 async with session.post(f"{daemon.url}/models/{order}", json={"model_id": TINY}) as response:
                     assert response.status == 200, await response.text()
@@ -92,17 +92,17 @@ async def test_sixty_four_streams_end_well_while_models_come_and_go(daemon: Daem
                 read_s.append(time.monotonic() - asked_s)
             cycles += 1
         all_s = time.monotonic() - began_s
-        for events in await answers:
+        for events in await responses:
             assert events[-1]["choices"][0]["finish_reason"] == "length"
     assert cycles >= 1
-    # A read that waited for the engine would take as long as an answer.
+    # A read that waited for the engine would take as long as a response.
     assert statistics.median(read_s) < all_s / 10
     assert daemon.model(DEMO)["load"]["running"] == 0
     assert daemon.model(TINY)["state"] == "cold"
 
 
 async def leave(url: str, body: dict[str, Any], *, after: Callable[[], Any] | int) -> None:
-    """Begins an answer and hangs up: after so many events, or once the condition holds."""
+    """Begins a response and disconnects `after` that many events, or once the condition holds."""
     async with aiohttp.ClientSession() as session:
 
         async def read() -> None:
@@ -138,8 +138,8 @@ async def test_disconnected_client_frees_its_slot_and_pages_before_half_its_work
     narrow: Daemon, phase: str
 ) -> None:
     if phase == "decode":
-        await leave(narrow.url, completion(LONG_ANSWER_TOKENS), after=3)
-        whole_steps = LONG_ANSWER_TOKENS
+        await leave(narrow.url, completion(LONG_RESPONSE_TOKENS), after=3)
+        whole_steps = LONG_RESPONSE_TOKENS
     else:
         await leave(narrow.url, completion(4, LONG_PROMPT), after=lambda: load_of(narrow)[0] == 1)
         whole_steps = WORDS // CHUNK_TOKENS
@@ -150,7 +150,7 @@ async def test_disconnected_client_frees_its_slot_and_pages_before_half_its_work
 
 async def test_disconnected_client_leaves_the_queue_while_another_is_served(narrow: Daemon) -> None:
     async with aiohttp.ClientSession() as session:
-        first = stream(session, narrow.url, completion(LONG_ANSWER_TOKENS))
+        first = stream(session, narrow.url, completion(LONG_RESPONSE_TOKENS))
         await anext(first)
         await leave(narrow.url, completion(4), after=lambda: load_of(narrow)[1] == 1)
         await until(lambda: load_of(narrow)[:2] == (1, 0), TIMEOUT_S)
@@ -158,22 +158,22 @@ async def test_disconnected_client_leaves_the_queue_while_another_is_served(narr
     await until(lambda: is_free(narrow), TIMEOUT_S)
 
 
-async def test_a_client_that_leaves_during_a_load_does_not_stop_it(narrow: Daemon) -> None:
+async def test_disconnected_client_does_not_stop_a_load(narrow: Daemon) -> None:
     narrow.call("/models/unload", {"model_id": DEMO})
     await leave(narrow.url, completion(4), after=lambda: narrow.model(DEMO)["state"] == "loading")
     await until(lambda: narrow.model(DEMO)["state"] == "ready", TIMEOUT_S)
     await until(lambda: is_free(narrow), TIMEOUT_S)
-    assert narrow.answer()[0] == 200
+    assert narrow.complete()[0] == 200
 
 
 async def test_sigterm_under_load_ends_streams_after_the_drain_and_leaves_no_process(daemon: Daemon) -> None:
     family = [daemon.process.pid, *daemon.descendants()]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        answers = [stream(session, daemon.url, completion(LONG_ANSWER_TOKENS)) for _ in range(8)]
-        # Each has begun: what ends before its first byte is told by the status, and no stream.
-        await asyncio.gather(*(anext(answer) for answer in answers))
+        responses = [stream(session, daemon.url, completion(LONG_RESPONSE_TOKENS)) for _ in range(8)]
+        # Each has begun: a response that ends before its first byte is no stream, but a status.
+        await asyncio.gather(*(anext(response) for response in responses))
         daemon.process.send_signal(signal.SIGTERM)
-        ended = await asyncio.gather(*(last(answer) for answer in answers))
+        ended = await asyncio.gather(*(last(response) for response in responses))
         assert await asyncio.to_thread(daemon.process.wait, TIMEOUT_S) == 0
     # None of them was complete: the drain is bounded.
     assert [event["error"]["code"] for event in ended] == ["shutting_down"] * 8

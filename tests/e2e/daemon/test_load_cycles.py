@@ -14,8 +14,8 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[3]
 
 
-def test_two_models_that_take_turns_leave_the_memory_where_it_was(wide_model: Path, tiny_model: Path) -> None:
-    told = subprocess.run(
+def test_memory_is_the_same_after_two_models_took_turns(wide_model: Path, tiny_model: Path) -> None:
+    finished = subprocess.run(
         [sys.executable, str(ROOT / "bench/load_cycles.py"), "--cycles", "8", str(wide_model), str(tiny_model)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
@@ -23,4 +23,4 @@ def test_two_models_that_take_turns_leave_the_memory_where_it_was(wide_model: Pa
         timeout=180,
         check=False,
     )
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert finished.returncode == 0, finished.stdout + finished.stderr

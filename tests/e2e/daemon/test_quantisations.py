@@ -70,7 +70,7 @@ def load(daemon: Daemon, model: str, **options: Any) -> dict[str, Any]:
     status, loaded = daemon.call("/models/load", {"model_id": model, **options}, timeout_s=120)
     assert status == 200, loaded
     daemon.wait_ready(model)
-    assert daemon.answer(model)[0] == 200
+    assert daemon.complete(model)[0] == 200
     return daemon.model(model)
 
 

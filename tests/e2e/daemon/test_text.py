@@ -114,9 +114,9 @@ def reading(daemon: Daemon) -> Iterator[Reads]:
 
 def count(daemon: Daemon, model: str, text: str) -> int:
     body = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
-    status, answer = daemon.call("/v1/messages/count_tokens", body)
-    assert status == 200, answer
-    return int(answer["input_tokens"])
+    status, response = daemon.call("/v1/messages/count_tokens", body)
+    assert status == 200, response
+    return int(response["input_tokens"])
 
 
 def worst_shares(daemon: Daemon, text: str, least_tokens: int) -> Iterator[float]:
@@ -140,7 +140,7 @@ def test_reads_do_not_wait_for_a_long_prompt_that_is_tokenised(daemon: Daemon) -
     assert min(worst_shares(daemon, prompt, 120_000)) < SHARE
 
 
-def test_no_tokenizer_is_built_in_the_process_that_answers(daemon: Daemon) -> None:
+def test_no_tokenizer_is_built_in_the_http_process(daemon: Daemon) -> None:
     def holds_the_library(process_id: int) -> bool:
         return "tokenizers.abi3.so" in Path(f"/proc/{process_id}/maps").read_text()
 
@@ -151,13 +151,13 @@ def test_no_tokenizer_is_built_in_the_process_that_answers(daemon: Daemon) -> No
     assert not holds_the_library(daemon.process.pid)
 
 
-def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(daemon: Daemon) -> None:
+def test_prompt_that_cannot_fit_is_rejected_before_it_is_tokenised(daemon: Daemon) -> None:
     assert daemon.call("/models/load", {"model_id": TINY})[0] == 200
     body = {"model": TINY, "messages": [{"role": "user", "content": "word " * 1_000_000}]}
-    status, refusal = daemon.call("/v1/chat/completions", body)
-    assert (status, refusal["error"]["code"]) == (400, "context_length_exceeded")
-    assert "This model's maximum context length is" in refusal["error"]["message"]
-    assert refusal["error"]["prompt_tokens"] > 1_000_000
+    status, rejection = daemon.call("/v1/chat/completions", body)
+    assert (status, rejection["error"]["code"]) == (400, "context_length_exceeded")
+    assert "This model's maximum context length is" in rejection["error"]["message"]
+    assert rejection["error"]["prompt_tokens"] > 1_000_000
 
 
 def test_reads_do_not_wait_for_a_body_of_millions_of_arrays(daemon: Daemon) -> None:

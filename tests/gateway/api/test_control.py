@@ -213,7 +213,7 @@ async def test_operator_load_and_unload_respond_when_done(neurons: StartNeuron, 
 async def test_sleeping_model_is_reported_on_every_route_and_wakes_for_a_request(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
-    beast = await neurons("beast", sizes={"a": 2 * GB}, states={"a": READY}, parks=True)
+    beast = await neurons("beast", sizes={"a": 2 * GB}, states={"a": READY}, has_host_memory=True)
     client = await start_gateway(beast)
     status, body = await client.post("/fleet/models/a/unload", {"sleep": True})
     assert (status, body["nodes"]) == (200, ["beast"])
@@ -237,7 +237,7 @@ async def test_sleeping_model_is_reported_on_every_route_and_wakes_for_a_request
 
 
 async def test_unload_accepts_the_former_name_of_sleep(neurons: StartNeuron, start_gateway: StartGateway) -> None:
-    beast = await neurons("beast", sizes={"a": 2 * GB}, states={"a": READY}, parks=True)
+    beast = await neurons("beast", sizes={"a": 2 * GB}, states={"a": READY}, has_host_memory=True)
     client = await start_gateway(beast)
     status, _ = await client.post("/fleet/models/a/unload", {"park": True, "sleep": True})
     assert status == 400
@@ -249,8 +249,10 @@ async def test_unload_accepts_the_former_name_of_sleep(neurons: StartNeuron, sta
 async def test_evicted_model_sleeps_if_the_node_has_host_memory_else_unloads(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
-    for parks, left in ((True, ModelState.ASLEEP), (False, ModelState.COLD)):
-        beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB}, states={"a": READY}, parks=parks)
+    for has_host_memory, left in ((True, ModelState.ASLEEP), (False, ModelState.COLD)):
+        beast = await neurons(
+            "beast", sizes={"a": 20 * GB, "b": 20 * GB}, states={"a": READY}, has_host_memory=has_host_memory
+        )
         client = await start_gateway(beast)
         body = {"model": "b", "messages": [{"role": "user", "content": "x"}]}
         assert (await client.post("/v1/chat/completions", body))[0] == 200

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
+import pytest
+
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
@@ -62,6 +67,19 @@ def sharing_fleet(**sizes: int) -> FakeFleet:
     fake.ready["n"]["a"] = 900.0
     fake.poll()
     return fake
+
+
+@pytest.mark.parametrize("nodes", [(), ("n", "m")])
+def test_ceiling_of_a_node_limits_its_part_of_a_model_that_spans_nodes(nodes: tuple[str, ...]) -> None:
+    """`nodes` of the model: in the catalogue, or only in the configuration of its lead."""
+    catalogue = Catalogue(models=(ModelSpec(id="a", nodes=nodes),))
+    fake = FakeFleet({"n": {"a": 6 * GB}, "m": {}}, catalogue=catalogue, spans={"a": ("n", "m")})
+    settings = fake.settings("n", "m")
+    limited = tuple(msgspec.structs.replace(each, memory_mb=8 * GB >> 20) for each in settings.neurons)
+    fake.dispatcher.reconfigure(replace(settings, neurons=limited))
+    fake.poll()
+    fake.ask("a")
+    assert fake.load_requests[0].max_bytes == 16 * GB, "over both nodes"
 
 
 def test_models_that_span_the_same_nodes_replace_each_other() -> None:

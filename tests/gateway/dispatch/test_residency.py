@@ -104,7 +104,7 @@ def test_evicted_model_sleeps_and_wakes_for_a_request() -> None:
     fake.poll()
     for newcomer, victim in (("b", "a"), ("a", "b"), ("b", "a")):
         got = fake.ask(newcomer)
-        assert (fake.unloads[-1], fake.parks[-1]) == (("n", victim, "evicted"), True)
+        assert (fake.unloads[-1], fake.sleeps[-1]) == (("n", victim, "evicted"), True)
         fake.finish_unload(asleep=True)
         assert fake.loads[-1] == ("n", newcomer), "a sleeping model holds no device memory"
         fake.finish_load()
@@ -138,11 +138,11 @@ def test_ttl_puts_to_sleep_then_unloads_after_as_long_again() -> None:
     fake.now += 59
     fake.poll()
     fake.dispatcher.tick()
-    assert fake.parks == [True]
+    assert fake.sleeps == [True]
     fake.now += 2
     fake.poll()
     fake.dispatcher.tick()
-    assert (fake.unloads, fake.parks) == ([("n", "a", "ttl")] * 2, [True, False])
+    assert (fake.unloads, fake.sleeps) == ([("n", "a", "ttl")] * 2, [True, False])
     fake.finish_unload()
     assert fake.status("n", "a").state is ModelState.COLD
 
@@ -154,7 +154,7 @@ def test_operator_puts_to_sleep_then_unloads() -> None:
     assert fake.operator.unload("a", sleep=True) == ("n",)
     fake.finish_unload(asleep=True)
     assert fake.operator.unload("a") == ("n",)
-    assert fake.parks == [True, False]
+    assert fake.sleeps == [True, False]
 
 
 def test_workers_with_sleeping_models_are_not_recycled() -> None:

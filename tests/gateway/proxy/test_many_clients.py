@@ -75,10 +75,14 @@ async def test_counters_return_to_zero_when_a_third_of_500_streams_disconnect(
         async with many_clients.post(client.url + "/v1/chat/completions", json=body) as response:
             return (await response.read()).endswith(b"data: [DONE]\n\n")
 
+    left_while_loading = asyncio.Event()
+
     async def leave(model: str, after_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(after_s):
                 await stay(model)
+        if model == "b" and any(node.load_requests for node in nodes):
+            left_while_loading.set()
         return True
 
     def one(number: int) -> Coroutine[Any, Any, bool]:
@@ -86,8 +90,7 @@ async def test_counters_return_to_zero_when_a_third_of_500_streams_disconnect(
         return leave(model, chance.uniform(0.0, 3.0)) if number % 3 == 0 else stay(model)
 
     everybody = asyncio.gather(*(one(number) for number in range(500)))
-    await until(lambda: any(node.load_requests for node in nodes))
-    await asyncio.sleep(0.5)
+    await until(left_while_loading.is_set)
     gate.set()
     assert all(await everybody)
     await assert_idle(client, *nodes)

@@ -127,7 +127,7 @@ async def test_open_gateway_shows_everything(neurons: StartNeuron, start_gateway
 FAILED = {"code": "load_failed", "message": "no weights in /models/secret on beast"}
 
 
-async def test_node_is_told_to_hide_details_from_all_but_operators(
+async def test_asks_the_node_to_hide_details_from_all_but_operators(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})

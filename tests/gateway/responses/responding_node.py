@@ -26,7 +26,7 @@ CALL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 
 
 def events_of(request: Any) -> list[AnyEvent]:
-    """What the fake model says: it calls a tool once, then tells how many messages it was sent."""
+    """What the fake model says: it calls a tool once, then reports how many messages it was sent."""
     start = Start(id="x", model="a", created=1, prompt_tokens=7)
     last = request.messages[-1]
     finish = Finish(reason="stop", usage=Usage(prompt_tokens=7, completion_tokens=3))

@@ -124,7 +124,7 @@ def test_rejects_keys_that_can_be_guessed_or_not_sent(key: str) -> None:
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:13131", "[::]:13131", "10.0.0.1:13131", "beast.internal:13131"])
-def test_listens_beyond_loopback_only_with_a_key_or_when_told(listen: str) -> None:
+def test_listens_beyond_loopback_only_with_a_key_or_if_insecure(listen: str) -> None:
     config = NeuronConfig(listen=Listen(listen))
     with pytest.raises(SettingsError, match="--insecure"):
         Front(config, None, insecure=False)

@@ -41,7 +41,7 @@ async def test_loads_and_unloads(api: Any) -> None:
     assert (status, body["state"]) == (200, "cold")
 
 
-async def test_parked_model_is_reported_and_counted_as_asleep(api: Any) -> None:
+async def test_sleeping_model_is_reported_and_counted_as_asleep(api: Any) -> None:
     for _ in range(2):
         status, body, _ = await api.post("/models/unload", {"model_id": "org/tiny", "sleep": True})
         assert (status, body["state"], body["host_bytes"]) == (200, "asleep", 5)

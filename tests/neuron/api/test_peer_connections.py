@@ -55,7 +55,7 @@ async def test_wrong_missing_and_unset_keys_are_reported_as_such(
             await CONNECTOR.connect(peer(api.url, **options))
 
 
-async def test_node_that_does_not_listen_or_knows_no_shares_is_told_apart(api: Any) -> None:
+async def test_distinguishes_a_node_that_does_not_listen_from_one_without_shares(api: Any) -> None:
     with pytest.raises(PeerUnreachable, match="127"):
         await CONNECTOR.connect(peer("http://127.0.0.1:1"))
     with pytest.raises(PeerRejected, match="check `endpoint`"):

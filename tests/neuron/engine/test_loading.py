@@ -97,11 +97,11 @@ def test_context_is_the_requested_one_or_the_models_own(checkpoint: Path, asked:
 
 
 def test_progress_is_monotonic_and_ends_with_all_bytes(checkpoint: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    engine = load(checkpoint, lambda stage, done, total: told.append((stage, done, total)))
-    stages = [stage for stage, _, _ in told]
+    progress: list[tuple[str, int, int]] = []
+    engine = load(checkpoint, lambda stage, done, total: progress.append((stage, done, total)))
+    stages = [stage for stage, _, _ in progress]
     assert sorted(set(stages), key=stages.index) == ["resolve", "read", "place", "warm"]
-    read = [(done, total) for stage, done, total in told if stage == "read"]
+    read = [(done, total) for stage, done, total in progress if stage == "read"]
     assert [done for done, _ in read] == sorted(done for done, _ in read)
     assert read[-1][0] == read[-1][1] > 0
     engine.close()

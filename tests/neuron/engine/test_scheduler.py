@@ -221,7 +221,7 @@ def test_preempts_the_youngest_sequence_when_pages_run_out() -> None:
     assert len(young.tokens) == PAGE - 1 + 9
     rows_of_young = [new for plan in plans for new in plan.new_rows if new[1].id == "young"]
     assert [len(drawn) for _, _, drawn in rows_of_young] == sorted(len(drawn) for _, _, drawn in rows_of_young)
-    assert len(rows_of_young[-1][2]) > 0, "its new row is told what it had drawn"
+    assert len(rows_of_young[-1][2]) > 0, "its new row gets what it had drawn"
     assert scheduler.pool.num_held == 0
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.placement import place
-from cortex.fleet.topology import Device, Fleet, Node, Residency
+from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
 from cortex.gateway.config import load as load_gateway
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.config import load as load_neuron
@@ -33,8 +33,7 @@ from cortex.neuron.weights.hub.selection import Selection, select
 from cortex.neuron.weights.hub.source import HubSource, parse_source
 from cortex.neuron.weights.hub.transport import Transport
 from cortex.settings import loads
-from cortex.wire.node import Device as WireDevice
-from cortex.wire.node import ModelState, ModelStatus
+from cortex.wire.node import Device, ModelState, ModelStatus
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -103,7 +102,7 @@ def footprint(model: KnownModel, repository: str, card_bytes: int, tmp_path: Pat
     """What the model takes of a card, by the node's own forecast. Of a GGUF only the size of the file is known: its
     weights stay quantised on a GPU."""
     config = LISTINGS[repository]["config"]
-    device = WireDevice(index=0, kind="cuda", name="card", total_bytes=card_bytes)
+    device = Device(index=0, kind="cuda", name="card", total_bytes=card_bytes)
     forecast = Forecast(NeuronConfig())
     if repository.endswith("-GGUF"):
         architecture = read_architecture(config)
@@ -136,7 +135,7 @@ def test_model_of_the_example_catalogue_resolves_on_the_hub(start_hub: Any, mode
 def test_example_catalogue_fits_the_fleet_that_it_names_without_an_eviction(start_hub: Any, tmp_path: Path) -> None:
     specs = catalogue()
     cards = {
-        name: Device(index=0, kind="cuda", name="card", total_bytes=size, free_bytes=size)
+        name: DeviceState(index=0, kind="cuda", name="card", total_bytes=size, free_bytes=size)
         for name, size in CARDS.items()
     }
     held: dict[str, dict[str, Residency]] = {name: {} for name in CARDS}
@@ -156,7 +155,7 @@ def test_example_catalogue_fits_the_fleet_that_it_names_without_an_eviction(star
                 least_bytes=need.least_bytes,
             )
             used = sum(each.num_bytes or 0 for each in held[name].values())
-            there = Device(
+            there = DeviceState(
                 index=0,
                 kind="cuda",
                 name=card.name,

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from cortex.neuron.node.lifecycle import Lifecycle, transition
 from cortex.neuron.node.lifecycle_events import (
-    CancelLoad,
     DownloadStarted,
     Effect,
     EnsureAsleep,
@@ -27,6 +26,7 @@ from cortex.neuron.node.lifecycle_events import (
     StartLoad,
     StartUnload,
     StartWake,
+    StopLoad,
     UnloadEnded,
     UnloadInstead,
 )
@@ -92,7 +92,7 @@ def test_unload_during_a_load_cancels_it_and_notifies_both_callers() -> None:
     life, effects = play(EnsureReady(), EnsureGone(), LoadEnded(1, BAD_FILES))
     assert life.state is ModelState.COLD
     assert isinstance(effects[1], NotifyFailed)
-    assert effects[2:] == [CancelLoad(), NotifyGone()]
+    assert effects[2:] == [StopLoad(), NotifyGone()]
 
 
 def test_unloads_a_model_whose_load_was_cancelled_too_late() -> None:
@@ -152,7 +152,7 @@ def test_falls_asleep_and_wakes_once_for_many_callers() -> None:
         ("asleep", [EnsureAsleep()], ModelState.ASLEEP, [NotifyAsleep()]),
         ("cold", [EnsureAsleep()], ModelState.COLD, [NotifyGone()]),
         ("failed", [EnsureAsleep()], ModelState.COLD, [NotifyGone()]),
-        ("loading", [EnsureAsleep(), LoadEnded(1, BAD_FILES)], ModelState.COLD, [CancelLoad(), NotifyGone()]),
+        ("loading", [EnsureAsleep(), LoadEnded(1, BAD_FILES)], ModelState.COLD, [StopLoad(), NotifyGone()]),
         ("ready", [EnsureAsleep(9), EnsureAsleep(1)], ModelState.UNLOADING, [ShortenDrain(1)]),
         # no room for the weights: unloaded instead
         ("ready", [EnsureAsleep(), UnloadEnded(2)], ModelState.COLD, [NotifyGone()]),
@@ -264,7 +264,7 @@ class World:
                     )
                     self.work, self.is_cancelled = effect, False
                     self.to_sleep = isinstance(effect, StartUnload) and effect.to_sleep
-                case CancelLoad():
+                case StopLoad():
                     assert isinstance(self.work, StartLoad)
                     self.is_cancelled = True
                 case UnloadInstead():

@@ -15,7 +15,7 @@ from cortex.neuron.engine.request import EngineInfo
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings
+from cortex.neuron.node.memory_ceilings import Ceilings, MemoryCeilings, ModelHolding
 from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.factory import ENGINE
 from cortex.neuron.worker.model_host import Resident
@@ -37,7 +37,9 @@ def ceilings(
     configured = Ceilings(
         None if node_mb is None else node_mb * MEBIBYTE, tuple((index, mb * MEBIBYTE) for index, mb in devices)
     )
-    held = [Holding(name, indices, (mb * MEBIBYTE // len(indices),) * len(indices)) for name, indices, mb in holdings]
+    held = [
+        ModelHolding(name, indices, (mb * MEBIBYTE // len(indices),) * len(indices)) for name, indices, mb in holdings
+    ]
     return MemoryCeilings(configured, lambda: held)
 
 

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.engine.memory.host import HostMemory
-from cortex.neuron.node.sleep_budget import Room, SleepBudget, SleepingModel, can_sleep, make_room, sleep_budget_bytes
+from cortex.neuron.node.sleep_budget import (
+    SleepBudget,
+    SleepingModel,
+    SleepRoom,
+    can_sleep,
+    make_room,
+    sleep_budget_bytes,
+)
 from cortex.wire.node import Device
 
 
@@ -21,19 +28,19 @@ A, B, C = sleeping("a", 40, 10.0), sleeping("b", 30, 99.0), sleeping("c", 20, 50
 @pytest.mark.parametrize(
     ("need", "budget", "sleeping_models", "room"),
     [
-        (10, 0, [], Room(fits=False)),
-        (10, 10, [], Room(fits=True)),
-        (10, 100, [A, B, C], Room(fits=True)),
-        (11, 100, [A, B, C], Room(fits=True, to_unload=("b",))),
-        (50, 100, [A, B, C], Room(fits=True, to_unload=("b", "c"))),
-        (100, 100, [A, B, C], Room(fits=True, to_unload=("b", "c", "a"))),
-        (101, 100, [A, B, C], Room(fits=False)),
-        (71, 100, [sleeping("waking", 30, 999.0, can_be_unloaded=False), B], Room(fits=False)),
-        (70, 100, [sleeping("waking", 30, 999.0, can_be_unloaded=False), B], Room(fits=True, to_unload=("b",))),
+        (10, 0, [], SleepRoom(fits=False)),
+        (10, 10, [], SleepRoom(fits=True)),
+        (10, 100, [A, B, C], SleepRoom(fits=True)),
+        (11, 100, [A, B, C], SleepRoom(fits=True, to_unload=("b",))),
+        (50, 100, [A, B, C], SleepRoom(fits=True, to_unload=("b", "c"))),
+        (100, 100, [A, B, C], SleepRoom(fits=True, to_unload=("b", "c", "a"))),
+        (101, 100, [A, B, C], SleepRoom(fits=False)),
+        (71, 100, [sleeping("waking", 30, 999.0, can_be_unloaded=False), B], SleepRoom(fits=False)),
+        (70, 100, [sleeping("waking", 30, 999.0, can_be_unloaded=False), B], SleepRoom(fits=True, to_unload=("b",))),
     ],
 )
 def test_unloads_the_longest_idle_first_and_only_as_many_as_needed(
-    need: int, budget: int, sleeping_models: list[SleepingModel], room: Room
+    need: int, budget: int, sleeping_models: list[SleepingModel], room: SleepRoom
 ) -> None:
     assert make_room(need, budget, sleeping_models) == room
 

@@ -30,18 +30,18 @@ class End:
 
     def __init__(self) -> None:
         self.other: End = self
-        self._received: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.received: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        while (message := await self._received.get()) is not None:
+        while (message := await self.received.get()) is not None:
             yield message
 
     async def send(self, message: bytes) -> None:
-        self.other._received.put_nowait(message)
+        self.other.received.put_nowait(message)
 
     async def close(self) -> None:
         for end in (self, self.other):
-            end._received.put_nowait(None)
+            end.received.put_nowait(None)
 
 
 class Nodes:

@@ -28,11 +28,13 @@ class Source:
         self.calls: list[str] = []
         self.rules: list[PromptRules] = []
         self.error: Exception | None = None
+        self.has_read = asyncio.Event()
         self.may_end = asyncio.Event()
 
     async def read(self) -> TextModel:
         self.calls.append("read")
         await asyncio.sleep(0)
+        self.has_read.set()
         if self.error is not None:
             raise self.error
         return cast(TextModel, SimpleNamespace())  # `Texts` uses nothing of it
@@ -113,7 +115,7 @@ async def test_reads_again_after_an_error_that_no_caller_saw(texts: Texts, opene
     await asyncio.sleep(0)
     opened[0].error = TextFileMalformed("broken")
     caller.cancel()
-    await asyncio.sleep(0.01)
+    await opened[0].has_read.wait()
     await texts.get("m", HERE)
     assert [source.calls for source in opened] == [["read", "close"], ["read"]]
 

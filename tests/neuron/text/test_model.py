@@ -218,9 +218,9 @@ def test_sampling_defaults_come_from_the_model(
 @pytest.mark.parametrize("family", ["qwen3", "hermes", "chatml", None])
 def test_capabilities_are_known_without_a_tokenizer(tmp_path: Path, backend: Any, family: str | None) -> None:
     path = write_model(tmp_path, backend, family, config={"vision_config": {}})
-    told = load_text(path).capabilities
+    loaded = load_text(path).capabilities
     (path / "tokenizer.json").write_text("{")
-    assert survey_text(path).capabilities == told
+    assert survey_text(path).capabilities == loaded
 
 
 def test_gguf_and_directory_give_the_same_text_model(gguf_metadata: dict[str, Any], make_model: Any) -> None:

@@ -19,7 +19,7 @@ from cortex.ipc.channel import encode_frame
 from cortex.ipc.packets import PacketSocket
 from cortex.neuron.worker.factory import WorkerFactory, WorkerHandle
 from cortex.neuron.worker.fork_server import ForkServer
-from cortex.neuron.worker.protocol import DeviceAddress, Exit, Exited, Fork, ForkServerEvent, Warm
+from cortex.neuron.worker.protocol import DeviceAddress, Exit, Exited, ForkServerEvent, ForkWorker, Warm
 from cortex.neuron.worker.worker import EXIT_FAULTED
 from cortex.telemetry import logs
 
@@ -167,7 +167,7 @@ def test_failed_fork_is_reported_and_the_fork_server_continues(monkeypatch: pyte
     with ours, theirs:
         channel, other = socket.socketpair()
         with channel:
-            daemon.send(Fork(7, CPU), channel.fileno())
+            daemon.send(ForkWorker(7, CPU), channel.fileno())
         ours.shutdown(socket.SHUT_WR)
         ForkServer(theirs, "faulty_engine:load").run()
         assert daemon.receive() == (Warm(), None)

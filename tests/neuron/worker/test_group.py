@@ -13,7 +13,7 @@ from cortex.neuron.engine.request import EngineInfo, EngineRequest, LoadSpec, Me
 from cortex.neuron.worker.device_claims import DeviceClaims
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.group import Span, WorkerGroup
+from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident
 from cortex.neuron.worker.process import WorkerLost
@@ -160,7 +160,7 @@ async def test_load_without_a_directory_for_the_ranks_releases_devices_and_other
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     claims = DeviceClaims()
     share = FakeShare(7, calls)
-    span = Span((0, 1, 2, 3), 4, Meeting("127.0.0.1", 1, 2, "secret", "127.0.0.1"), (share,))
+    span = RanksOnNode((0, 1, 2, 3), 4, Meeting("127.0.0.1", 1, 2, "secret", "127.0.0.1"), (share,))
     group = WorkerGroup(supervisors, (), claims.new("m", (1, 4, 6), spans=True), span)
     with pytest.raises(LoadRejected, match="no space left"):
         await group.load(LoadSpec("m"), sink)
@@ -285,7 +285,7 @@ async def test_cleanup_of_a_failed_load_survives_its_cancellation(
     group: WorkerGroup, supervisors: list[FakeSupervisor], sink: RecordingSink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisors[2].load_error = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
-    freed = asyncio.Event()
+    freeing, may_free, freed = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def ignore_cancellation(spec: LoadSpec, sink: ModelSink) -> Resident:
         with contextlib.suppress(asyncio.CancelledError):
@@ -293,15 +293,18 @@ async def test_cleanup_of_a_failed_load_survives_its_cancellation(
         return Resident(1, INFO, measured_bytes=20, process_bytes=20)
 
     async def unload(resident: Resident) -> Reclaimed:
-        await asyncio.sleep(0.01)
+        freeing.set()
+        await may_free.wait()
         freed.set()
         return Reclaimed(20, 20)
 
     monkeypatch.setattr(supervisors[0], "load", ignore_cancellation)
     monkeypatch.setattr(supervisors[0], "unload", unload)
     load = asyncio.create_task(group.load(LoadSpec("m"), sink))
-    await asyncio.sleep(0.005)
+    await freeing.wait()
     load.cancel()
+    await asyncio.sleep(0)
+    may_free.set()
     with pytest.raises(asyncio.CancelledError):
         await load
     assert freed.is_set()

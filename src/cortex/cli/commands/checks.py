@@ -78,7 +78,7 @@ def gateway(client: GatewayClient) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class NodeEndpoint:
     """A node as another program reaches it."""
 
     topic: str

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from cortex.cli.commands.checks import Endpoint, Finding, Severity
+from cortex.cli.commands.checks import Finding, NodeEndpoint, Severity
 from cortex.cli.up.plan import reachable
 from cortex.gateway.config import Config, GatewaySection, NeuronSection, load
 from cortex.gateway.configuration_files import catalogue_path, load_catalogue
@@ -150,7 +150,9 @@ def nodes(path: Path | None) -> Iterator[Finding]:
     directory = path.parent if path else Path.cwd()
     for section in _nodes(settings):
         ca_file = settings.ca_file(section, directory)
-        other = Endpoint("nodes", section.name, section.endpoint, settings.key_variable(section), ca_file, section.kind)
+        other = NodeEndpoint(
+            "nodes", section.name, section.endpoint, settings.key_variable(section), ca_file, section.kind
+        )
         yield from other.check("the gateway")
 
 

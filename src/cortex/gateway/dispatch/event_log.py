@@ -35,7 +35,7 @@ class EventLog:
     def decided(self, decision: Decision) -> None:
         """Record a decision, unless the last one for the model has the same outcome for the same reasons."""
         verdicts = tuple((each.node, each.verdict) for each in decision.assessments)
-        summary = (decision.action, decision.node, decision.victims, verdicts)
+        summary = (decision.action, decision.node, decision.evictions, verdicts)
         if self._last.get(decision.model_id) == summary:
             return
         self._last[decision.model_id] = summary

@@ -261,6 +261,8 @@ class ModelJobs:
         node, model = job.target
         spec = self._fleet_state.settings.catalogue.spec(model)
         in_stages = spec.pipeline_parallel > 1
+        lead = self._fleet_state.fleet.node(node)
+        num_nodes = max(1, len(spec.nodes if lead is None else lead.nodes_of(spec)))
         self._event_log.happened("load_started", node=node, model=model)
         self._effects.load(
             node,
@@ -278,7 +280,7 @@ class ModelJobs:
                 kv_dtype=spec.kv_dtype,
                 sampling=msgspec.convert(spec.sampling.given, SamplingDefaults),
                 deterministic=spec.deterministic,
-                max_bytes=None if job.max_bytes is None else job.max_bytes * max(1, len(spec.nodes)),
+                max_bytes=None if job.max_bytes is None else job.max_bytes * num_nodes,
             ),
             tuple(name for name, _ in job.parts),
         )

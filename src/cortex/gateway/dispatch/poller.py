@@ -21,7 +21,7 @@ REDISCOVER_EVERY = 60
 """The hardware of a node is read again after this many polls."""
 
 
-class Listener(Protocol):
+class PollListener(Protocol):
     """Receives the results of polls. Called on the loop's thread; must not raise."""
 
     def observed(self, node: str, discovery: Discovery, health: Health) -> None:
@@ -34,7 +34,7 @@ class Listener(Protocol):
 class Poller:
     """Polls `client` every `interval_s`, and at once after `poll_soon`, until stopped. Owns its task."""
 
-    def __init__(self, client: NodeClient, listener: Listener, interval_s: float, tasks: Supervisor) -> None:
+    def __init__(self, client: NodeClient, listener: PollListener, interval_s: float, tasks: Supervisor) -> None:
         self._client = client
         self._listener = listener
         self._interval_s = interval_s

@@ -13,7 +13,7 @@ from cortex.wire import sse
 _LAST_EVENT = re.compile(rb"(?:\A|\n)event: response\.(?:completed|incomplete|failed)\ndata: ([^\n]*)\n")
 
 
-class ResponseHead(msgspec.Struct, frozen=True):
+class ResponseSummary(msgspec.Struct, frozen=True):
     """What is read of a response object."""
 
     id: str
@@ -25,7 +25,7 @@ class _Event(msgspec.Struct, frozen=True):
     response: Raw
 
 
-_head_decoder = msgspec.json.Decoder(ResponseHead)
+_head_decoder = msgspec.json.Decoder(ResponseSummary)
 _event_decoder = msgspec.json.Decoder(_Event)
 _fields = msgspec.json.Decoder(dict[str, Raw])
 
@@ -34,7 +34,7 @@ def new_response_id() -> str:
     return f"resp_{uuid.uuid4().hex}"
 
 
-def head_of(response: bytes | str) -> ResponseHead:
+def head_of(response: bytes | str) -> ResponseSummary:
     """The head of a response object."""
     return _head_decoder.decode(response)
 

@@ -10,7 +10,7 @@ from cortex.http.request import Headers, Request
 from cortex.http.server.exchange import Exchange
 
 
-class Sink(Protocol):
+class DetachedSink(Protocol):
     """Gets a response without its framing."""
 
     def on_start(self, status: int) -> None:
@@ -39,7 +39,7 @@ class DetachedExchange(Exchange):
 
     __slots__ = ("_sink",)
 
-    def __init__(self, request: Request, sink: Sink) -> None:
+    def __init__(self, request: Request, sink: DetachedSink) -> None:
         super().__init__(request, _NoConnection())
         self._sink = sink
 

@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 @web.middleware
 async def end_of_head(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Notifies the connection that the head of a request has arrived. It must be the first middleware."""
-    if isinstance(request.protocol, ClientConnection):
+    if isinstance(request.protocol, ConnectionHandler):
         request.protocol.begin(request)
     return await handler(request)
 
 
-class ClientConnection(web.RequestHandler):
+class ConnectionHandler(web.RequestHandler):
     """aiohttp's handler, but its own errors are JSON too: no plain-text error leaves this program.
 
     The deadline begins with the connection, later with the first byte of a head, and further bytes do not postpone it.

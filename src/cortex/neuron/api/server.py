@@ -15,7 +15,7 @@ from aiohttp import web
 from cortex.http.connection_counts import ConnectionCounts
 from cortex.neuron.api import app
 from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
-from cortex.neuron.api.client_connection import ClientConnection
+from cortex.neuron.api.client_connection import ConnectionHandler
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.listener import Listener
 from cortex.neuron.api.log_context import common_fields
@@ -127,7 +127,7 @@ def accept(
     limits = limits or Limits()
     counts = ConnectionCounts(limits.max_connections, limits.max_connections_per_client)
     tls = certificate.context if certificate is not None else None
-    connect = partial(ClientConnection, server, limits.head_timeout_s)
+    connect = partial(ConnectionHandler, server, limits.head_timeout_s)
     return Listener(listener, connect, counts, tls, handshake_s=limits.head_timeout_s)
 
 

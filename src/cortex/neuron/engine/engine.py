@@ -19,7 +19,7 @@ from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
-from cortex.neuron.engine.sleep import SleepingModel
+from cortex.neuron.engine.sleep import ModelSleep
 from cortex.neuron.engine.step_loop import Counters, StepLoop
 from cortex.neuron.models.decoder import Decoder
 
@@ -37,7 +37,7 @@ class Engine:
     def __init__(
         self, loaded: LoadedModel, spec: LoadSpec, *, overlaps: bool | None = None, moves_weights: bool | None = None
     ) -> None:
-        """`overlaps`: see `StepLoop`; `moves_weights`: see `SleepingModel`. By default, a GPU does both."""
+        """`overlaps`: see `StepLoop`; `moves_weights`: see `ModelSleep`. By default, a GPU does both."""
         device = loaded.model.parameters.device
         is_gpu = device.type == "cuda"
         memory = loaded.memory
@@ -56,7 +56,7 @@ class Engine:
         )
         self._constraints = Constraints(Path(spec.path), loaded.model.config.vocab, device)
         self._counters = Counters()
-        self._asleep: SleepingModel | None = None
+        self._asleep: ModelSleep | None = None
         self._loop: StepLoop | None = self._new_loop()
         """None while the model is asleep."""
         self.info = EngineInfo(
@@ -164,7 +164,7 @@ class Engine:
         if self.has_work:
             raise SleepError("the model still has requests; cancel them or wait for them to end")
         response = self._self_test()
-        asleep = SleepingModel(self._loaded, response, moves_weights=self._moves_weights)
+        asleep = ModelSleep(self._loaded, response, moves_weights=self._moves_weights)
         self._fall_asleep(asleep)
         return asleep.host_bytes
 
@@ -191,7 +191,7 @@ class Engine:
         self._asleep = None
         asleep.release()
 
-    def _fall_asleep(self, asleep: SleepingModel) -> None:
+    def _fall_asleep(self, asleep: ModelSleep) -> None:
         self._end_loop()
         asleep.begin()
         self._asleep = asleep

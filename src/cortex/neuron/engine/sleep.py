@@ -11,7 +11,7 @@ from cortex.neuron.engine.memory.host_weights import HostWeights
 from cortex.neuron.engine.request import LoadSpec
 
 
-class SleepingModel:
+class ModelSleep:
     """Built while the model is awake, then `begin`, `end` and `release`. Belongs to the engine thread."""
 
     def __init__(self, loaded: LoadedModel, response: tuple[int, ...], *, moves_weights: bool) -> None:

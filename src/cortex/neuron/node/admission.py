@@ -1,6 +1,6 @@
 """Decides which requests a loaded model runs, queues or rejects. No I/O; one per loaded model.
 
-This is the only place where principals are treated fairly: the engine runs what it is sent in order of arrival. So a
+Only here are the slots of a model shared fairly: the engine runs what it is sent in order of arrival. So a
 request is sent only when the engine has a slot and KV cache for it. A free slot goes to the principal that holds the
 fewest, and anonymous requests come last. The queue is bounded; a full queue displaces the request of the principal
 with the largest share of it, or rejects the new one.

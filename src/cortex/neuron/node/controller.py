@@ -179,7 +179,7 @@ class ModelController:
                 self._start(attempt, "load", partial(self._load, attempt, delay_s))
             case events.StartWake(attempt):
                 self._start(attempt, "wake", self._wake)
-            case events.CancelLoad():
+            case events.StopLoad():
                 if self._task is not None:
                     self._task.cancel()
             case events.StartUnload(attempt, drain_s, to_sleep):

@@ -15,7 +15,7 @@ from cortex.neuron.node.memory_ceilings import Ceilings
 from cortex.neuron.worker.device_claims import DeviceClaim, DeviceClaims
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.neuron.worker.factory import WorkerFactory
-from cortex.neuron.worker.group import Span, WorkerGroup
+from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
@@ -72,7 +72,7 @@ class NodeDevices:
             return self.supervisors[indices[0]]
         return self.group(indices, self.claims.new(model_id, indices, spans=False))
 
-    def group(self, indices: Sequence[int], claim: DeviceClaim, span: Span | None = None) -> WorkerGroup:
+    def group(self, indices: Sequence[int], claim: DeviceClaim, span: RanksOnNode | None = None) -> WorkerGroup:
         """The ranks of a divided model on these devices. `span`: if it has others on other nodes."""
         ordered = sorted(indices)
         locks = [self._lock_of(index) for index in ordered]

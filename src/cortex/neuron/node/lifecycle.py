@@ -111,7 +111,7 @@ def _ensure_asleep(life: Lifecycle, wish: events.EnsureAsleep, now_s: float) -> 
 def _cancel_load(life: Lifecycle, now_s: float) -> Transition:
     """A wake is short and cannot be cancelled: once it has ended the model is unloaded."""
     effects: tuple[events.Effect, ...] = (
-        (_load_cancelled(),) if life.weights_in_host else (_load_cancelled(), events.CancelLoad())
+        (_load_cancelled(),) if life.weights_in_host else (_load_cancelled(), events.StopLoad())
     )
     return _enter(life, ModelState.UNLOADING, now_s), effects
 

@@ -108,7 +108,7 @@ class StartWake:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelLoad:
+class StopLoad:
     """Cancel the load in progress, which still ends in `LoadEnded`."""
 
 
@@ -158,7 +158,7 @@ class NotifyGone:
 Effect = (
     StartLoad
     | StartWake
-    | CancelLoad
+    | StopLoad
     | StartUnload
     | UnloadInstead
     | ShortenDrain

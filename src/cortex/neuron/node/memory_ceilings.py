@@ -13,7 +13,7 @@ from cortex.neuron.config import NeuronConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class ModelHolding:
     """A model in device memory."""
 
     model_id: str
@@ -58,7 +58,7 @@ class Ceilings:
 class MemoryCeilings:
     """Belongs to the daemon's loop."""
 
-    def __init__(self, ceilings: Ceilings, holdings: Callable[[], Iterable[Holding]]) -> None:
+    def __init__(self, ceilings: Ceilings, holdings: Callable[[], Iterable[ModelHolding]]) -> None:
         """`holdings`: the models that are in device memory now."""
         self.configured = ceilings
         self._holdings = holdings

@@ -11,7 +11,7 @@ from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
-from cortex.neuron.node.memory_ceilings import Holding, equal_parts
+from cortex.neuron.node.memory_ceilings import ModelHolding, equal_parts
 from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel
 from cortex.neuron.node.status import describe_model
 from cortex.neuron.node.texts import Texts
@@ -90,7 +90,7 @@ class Models:
         controller = self._controllers.get(model_id)
         return controller is not None and controller.life.state not in (ModelState.COLD, ModelState.FAILED)
 
-    def holdings(self) -> list[Holding]:
+    def holdings(self) -> list[ModelHolding]:
         """What the models hold of the devices. A sleeping one may hold a part still."""
         found = []
         for controller in self._controllers.values():
@@ -100,7 +100,7 @@ class Models:
             held = resident.device_bytes(len(indices))
             if controller.life.state is ModelState.ASLEEP:
                 held = equal_parts(resident.process_bytes, len(indices))
-            found.append(Holding(controller.model_id, indices, held))
+            found.append(ModelHolding(controller.model_id, indices, held))
         return found
 
     def sleeping(self) -> list[SleepingModel]:

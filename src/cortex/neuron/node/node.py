@@ -27,11 +27,11 @@ from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
-from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings, equal_parts
+from cortex.neuron.node.memory_ceilings import Ceilings, MemoryCeilings, ModelHolding, equal_parts
 from cortex.neuron.node.models import Models
 from cortex.neuron.node.prompts import Prompts
 from cortex.neuron.node.sleep_budget import SleepBudget, sleep_budget_bytes
-from cortex.neuron.node.spanning.hosted_shares import HostedShares, Place
+from cortex.neuron.node.spanning.hosted_shares import HostedShares, ShareResources
 from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
@@ -112,7 +112,7 @@ class Node:
             lambda: [*self._models.sleeping(), *self.shares.sleeping()],
             lambda model_id: self._models.controller(model_id).unload_if_asleep(),
         )
-        self.shares = HostedShares(Place(self._library, self._loader, room, self.devices, sleep_budget))
+        self.shares = HostedShares(ShareResources(self._library, self._loader, room, self.devices, sleep_budget))
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._models = Models(
             self._library,
@@ -265,10 +265,10 @@ class Node:
         if not self._models.is_in_memory(model_id):  # a caller may have loaded it again
             await self._texts.rest(model_id)
 
-    def _holdings(self) -> list[Holding]:
+    def _holdings(self) -> list[ModelHolding]:
         """What models, and the parts here of models that other nodes lead, hold of the devices."""
         shares = [
-            Holding(share.model_id, share.devices, equal_parts(share.num_bytes, len(share.devices)))
+            ModelHolding(share.model_id, share.devices, equal_parts(share.num_bytes, len(share.devices)))
             for share in self.shares.statuses()
             if share.devices
         ]

@@ -27,14 +27,14 @@ class SleepingModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SleepRoom:
     """Whether another model fits, and which sleeping models must be unloaded for it first."""
 
     fits: bool
     to_unload: tuple[str, ...] = ()
 
 
-def make_room(need_bytes: int, budget_bytes: int, sleeping: Sequence[SleepingModel]) -> Room:
+def make_room(need_bytes: int, budget_bytes: int, sleeping: Sequence[SleepingModel]) -> SleepRoom:
     """Unloads the longest idle models first, and none where `need_bytes` would not fit even then."""
     held_bytes = sum(each.host_bytes for each in sleeping)
     to_unload: list[str] = []
@@ -45,7 +45,7 @@ def make_room(need_bytes: int, budget_bytes: int, sleeping: Sequence[SleepingMod
         to_unload.append(each.model_id)
         held_bytes -= each.host_bytes
     fits = held_bytes + need_bytes <= budget_bytes
-    return Room(fits, tuple(to_unload) if fits else ())
+    return SleepRoom(fits, tuple(to_unload) if fits else ())
 
 
 def can_sleep(sleep_mb: int | None, devices: Sequence[Device]) -> bool:
@@ -86,4 +86,4 @@ class SleepBudget:
             for model_id in room.to_unload:
                 await self._unload(model_id)
             # One of them may have been woken instead of unloaded.
-            yield room.fits and make_room(need_bytes, budget, self._sleeping()) == Room(fits=True)
+            yield room.fits and make_room(need_bytes, budget, self._sleeping()) == SleepRoom(fits=True)

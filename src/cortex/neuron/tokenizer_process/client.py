@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from cortex.ipc.channel import Unsendable
-from cortex.ipc.pool import PoolLost, RestartedPool, WorkerLost, WorkerPool
+from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
 from cortex.neuron.text.errors import TextModelError
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
@@ -95,13 +95,13 @@ class TokenizerClient:
             return await self._run(job, is_long=is_long)
         except UNREADABLE as error:
             raise LoadFailed(f"the tokenizer of {self._model.name} can no longer be read: {error}") from error
-        except WorkerLost as error:
+        except JobLost as error:
             raise protocol.out_of_memory() from error
         except Unsendable as error:
             raise BodyTooLarge(f"The prompt cannot be tokenised: {error}.") from error
 
     async def _run(self, job: Job, *, is_long: bool) -> Reply:
-        """Raises the error that the tokenizer process replied with, WorkerLost, Unsendable, or Recovering when the
+        """Raises the error that the tokenizer process replied with, JobLost, Unsendable, or Recovering when the
         process died twice."""
         self._num_calls += 1
         try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cortex.ipc.channel import Message
+from cortex.ipc.channel import ChannelMessage
 from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.preparation import Prepared
@@ -31,60 +31,60 @@ _ERROR_TYPES = (
 """Errors of a model's files that keep their type; subclasses come before their bases."""
 
 
-class Describe(Message, frozen=True):
+class Describe(ChannelMessage, frozen=True):
     """Asks for the facts in the model's text files."""
 
 
-class Encode(Message, frozen=True):
+class Encode(ChannelMessage, frozen=True):
     """Asks for the tokens of a text, including control tokens in it."""
 
     text: str
     rules: PromptRules
 
 
-class Prepare(Message, frozen=True):
+class Prepare(ChannelMessage, frozen=True):
     """Asks for the prompts and the grammar of a request."""
 
     request: bytes
     rules: PromptRules
 
 
-class Count(Message, frozen=True):
+class Count(ChannelMessage, frozen=True):
     """Asks for the number of tokens in the prompt of a request."""
 
     request: bytes
     rules: PromptRules
 
 
-class Described(Message, frozen=True):
+class Described(ChannelMessage, frozen=True):
     facts: TextFacts
     fingerprint: str
     reasoning_end: tuple[int, ...]
 
 
-class Encoded(Message, frozen=True):
+class Encoded(ChannelMessage, frozen=True):
     ids: bytes
     """Token ids as packed 32-bit numbers, which decode much faster than a list."""
 
 
-class Counted(Message, frozen=True):
+class Counted(ChannelMessage, frozen=True):
     num_tokens: int
 
 
-class PackedPrompt(Message, frozen=True):
+class PackedPrompt(ChannelMessage, frozen=True):
     text: str
     ids: bytes
     turn_ends: tuple[int, ...]
     starts_in_reasoning: bool
 
 
-class PackedPrepared(Message, frozen=True):
+class PackedPrepared(ChannelMessage, frozen=True):
     prompts: tuple[PackedPrompt, ...]
     grammar: str | None
     response_grammar: str | None
 
 
-class FilesUnreadable(Message, frozen=True):
+class FilesUnreadable(ChannelMessage, frozen=True):
     """The model's text files cannot be used; `kind` names one of `_ERROR_TYPES`."""
 
     kind: str

@@ -37,7 +37,7 @@ class DownloadCorrupt(HubError):
     """The downloaded bytes do not match the size or digest from the hub."""
 
 
-class DiskFull(HubError):
+class NoDiskSpace(HubError):
     """The model does not fit on the disk of the cache."""
 
 

@@ -26,7 +26,7 @@ def _runs_between(runs: tuple[range, ...], start: int, stop: int) -> Iterator[ra
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class ByteSelection:
     """Which bytes of a larger tensor in the file belong to a tensor: groups of it, and a part of each group."""
 
     groups: tuple[range, ...]
@@ -105,7 +105,7 @@ class StoredTensor:
     num_bytes: int
     interleaved_rows: int = 0
     """Rows of one head whose rotary halves are interleaved; decoding separates them. 0: not interleaved."""
-    selection: Selection | None = None
+    selection: ByteSelection | None = None
     """For a part of a larger tensor, whose first byte is at `offset`; None: the bytes are contiguous."""
     beside: Beside | None = None
     """For a matrix whose scales are tensors of their own; None: the format is complete in itself."""
@@ -230,8 +230,8 @@ class StoredTensor:
     def _block_elements(self) -> int:
         return GGMLType[self.format].block_elements if self.format in GGMLType.__members__ else 1
 
-    def _whole_selection(self) -> Selection:
-        return self.selection or Selection((range(self.num_groups),), self.group_bytes)
+    def _whole_selection(self) -> ByteSelection:
+        return self.selection or ByteSelection((range(self.num_groups),), self.group_bytes)
 
     def _check_inside(self, stop: int, dimension: int) -> None:
         if len(self.shape) <= dimension or (dimension == 1 and len(self.shape) > 2) or stop > self.shape[dimension]:

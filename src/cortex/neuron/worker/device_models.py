@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker import memory, protocol
+from cortex.neuron.worker.device_model import DeviceModel
 from cortex.neuron.worker.faults import FaultKind, chain, explain, raise_device_fault
-from cortex.neuron.worker.loaded_model import LoadedModel
 from cortex.neuron.worker.protocol import DeviceAddress, Event
 from cortex.neuron.worker.step_link import FollowerLink, LeaderLink
 
@@ -59,7 +59,7 @@ class EngineThread:
     """This model is about to be freed."""
 
 
-class DeviceModels(dict[int, LoadedModel]):
+class DeviceModels(dict[int, DeviceModel]):
     """The loaded and sleeping models by handle. Methods raise DeviceFault; every other failure is an event."""
 
     def __init__(self, device: DeviceAddress, emit: Callable[[Event], None], thread: EngineThread) -> None:
@@ -90,13 +90,13 @@ class DeviceModels(dict[int, LoadedModel]):
         finally:
             self.cancelled_loads.discard(handle)
 
-    def _loaded(self, command: protocol.Load) -> LoadedModel:
+    def _loaded(self, command: protocol.Load) -> DeviceModel:
         """Loads a model, or one rank of it with its link to the others."""
         handle, rank = command.handle, command.spec.rank
         turns, cancelled = _LoadTurns(handle, self._emit, self._thread), lambda: handle in self.cancelled_loads
         arguments = (command.spec, self._device.torch_device, turns, cancelled)
         if rank is None:
-            return LoadedModel(handle, self.load_engine(*arguments), self._device, self._emit)
+            return DeviceModel(handle, self.load_engine(*arguments), self._device, self._emit)
         link: LeaderLink | FollowerLink
         if rank.rank:
             link = FollowerLink(rank, partial(self._thread.follow, handle), self._thread.follow_others)
@@ -106,7 +106,7 @@ class DeviceModels(dict[int, LoadedModel]):
             engine = self.load_engine(*arguments, link)
             if isinstance(link, FollowerLink):
                 self._open(link, engine)
-            return LoadedModel(handle, engine, self._device, self._emit, link)
+            return DeviceModel(handle, engine, self._device, self._emit, link)
         except BaseException:
             link.close()
             raise
@@ -170,7 +170,7 @@ class DeviceModels(dict[int, LoadedModel]):
             model.is_prepared = False
             self._emit(protocol.Woken(handle, before, self._measure()))
 
-    def close(self, model: LoadedModel) -> None:
+    def close(self, model: DeviceModel) -> None:
         """Frees everything that the model holds."""
         self.pop(model.handle, None)
         self._thread.removed(model.handle)

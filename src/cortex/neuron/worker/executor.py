@@ -18,10 +18,10 @@ from collections.abc import Callable
 from cortex.neuron.engine.memory.cores import usable_cores
 from cortex.neuron.engine.request import EngineStats, StepOutput
 from cortex.neuron.worker import memory, protocol
+from cortex.neuron.worker.device_model import DeviceModel
 from cortex.neuron.worker.device_models import DeviceModels, EngineThread, resolve_loader
 from cortex.neuron.worker.faults import FaultKind, explain, raise_device_fault
 from cortex.neuron.worker.grammar_compiler import GrammarCompiler
-from cortex.neuron.worker.loaded_model import LoadedModel
 from cortex.neuron.worker.protocol import Activity, Command, DeviceAddress, Event
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Executor:
                 idle_s = 0.0
         return self.inbox.get()
 
-    def _prepare(self, model: LoadedModel) -> None:
+    def _prepare(self, model: DeviceModel) -> None:
         self.activity = "step"
         try:
             model.is_prepared = not model.engine.prepare()
@@ -197,7 +197,7 @@ class Executor:
         if time.monotonic() - self._stats_at_s >= STATS_INTERVAL_S:
             self._publish_stats()
 
-    def _step(self, model: LoadedModel) -> None:
+    def _step(self, model: DeviceModel) -> None:
         if model.step():
             self.progress += 1
         if model.broken is not None:

@@ -13,7 +13,7 @@ import socket
 from cortex.ipc.channel import ChannelError
 from cortex.ipc.child import start_child
 from cortex.ipc.packets import PacketSocket
-from cortex.neuron.worker.protocol import DeviceAddress, Exited, Fork, Forked, ForkServerEvent, Kill, Warm
+from cortex.neuron.worker.protocol import DeviceAddress, Exited, Forked, ForkServerEvent, ForkWorker, KillWorker, Warm
 from cortex.tasks import run_once
 from cortex.wire.words import plural
 
@@ -100,14 +100,14 @@ class _ForkServerProcess:
         return cls(process, control)
 
     def fork(self, worker_number: int, device: DeviceAddress, channel: socket.socket) -> WorkerHandle:
-        self._control.send(Fork(worker_number, device), channel.fileno())
+        self._control.send(ForkWorker(worker_number, device), channel.fileno())
         handle = self._handles[worker_number] = WorkerHandle(self, worker_number)
         return handle
 
     def kill(self, worker_number: int) -> None:
         if self._is_warm:
             with contextlib.suppress(ConnectionError):  # it has just died, which `_reap` reports
-                self._control.send(Kill(worker_number))
+                self._control.send(KillWorker(worker_number))
         else:
             self._kill_process()  # before the import is over it reads no commands, and has no workers
 

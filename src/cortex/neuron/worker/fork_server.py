@@ -22,7 +22,7 @@ from cortex.ipc.packets import PacketSocket
 from cortex.neuron.worker import worker
 from cortex.neuron.worker.device_models import resolve_loader
 from cortex.neuron.worker.faults import explain
-from cortex.neuron.worker.protocol import DeviceAddress, Exited, Fork, Forked, ForkServerCommand, Kill, Warm
+from cortex.neuron.worker.protocol import DeviceAddress, Exited, Forked, ForkServerCommand, ForkWorker, KillWorker, Warm
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +72,13 @@ class ForkServer:
         if received is None:
             return False
         match received:
-            case Fork() as fork, int(channel):
+            case ForkWorker() as fork, int(channel):
                 self._fork(fork, channel)
-            case Kill(worker_number), _ if worker_number in self._workers:
+            case KillWorker(worker_number), _ if worker_number in self._workers:
                 os.kill(self._workers[worker_number][0], signal.SIGKILL)
         return True
 
-    def _fork(self, fork: Fork, channel: int) -> None:
+    def _fork(self, fork: ForkWorker, channel: int) -> None:
         parent_id = os.getpid()
         try:
             process_id = os.fork()

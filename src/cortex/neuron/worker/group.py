@@ -52,7 +52,7 @@ class Share(Member, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RanksOnNode:
     """The part of a group on one node, if its model spans several."""
 
     ranks: tuple[int, ...]
@@ -73,7 +73,7 @@ class WorkerGroup:
         supervisors: Sequence[WorkerSupervisor],
         device_locks: Sequence[str],
         claim: DeviceClaim,
-        span: Span | None = None,
+        span: RanksOnNode | None = None,
     ) -> None:
         """`supervisors`: by device index, which is the order of the ranks. `device_locks`: see `RankSpec`. `claim`: on
         these devices, held as long as the model is."""

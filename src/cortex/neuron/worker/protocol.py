@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cortex.ipc.channel import Message
+from cortex.ipc.channel import ChannelMessage
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker.faults import FaultKind
@@ -53,7 +53,7 @@ class DeviceAddress:
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": self.uuid or str(self.index)}
 
 
-class MemoryReading(Message, frozen=True):
+class MemoryReading(ChannelMessage, frozen=True):
     """A device's memory, and the part of it that this worker holds."""
 
     total_bytes: int
@@ -62,67 +62,67 @@ class MemoryReading(Message, frozen=True):
     """CUDA: the bytes that the allocator reserved. CPU: the process's anonymous memory."""
 
 
-class Load(Message, frozen=True):
+class Load(ChannelMessage, frozen=True):
     handle: int
     spec: LoadSpec
 
 
-class CancelLoad(Message, frozen=True):
+class CancelLoad(ChannelMessage, frozen=True):
     """Cancels a running or queued load; ignored when the load has ended."""
 
     handle: int
 
 
-class Submit(Message, frozen=True):
+class Submit(ChannelMessage, frozen=True):
     handle: int
     request: EngineRequest
 
 
-class Cancel(Message, frozen=True):
+class Cancel(ChannelMessage, frozen=True):
     handle: int
     request_id: str
 
 
-class Unload(Message, frozen=True):
+class Unload(ChannelMessage, frozen=True):
     """Frees the model. Requests still in it end with `RequestFailed`."""
 
     handle: int
 
 
-class Sleep(Message, frozen=True):
+class Sleep(ChannelMessage, frozen=True):
     """Frees the model's device memory and keeps its weights in host memory. Requests still in it are cancelled."""
 
     handle: int
 
 
-class Wake(Message, frozen=True):
+class Wake(ChannelMessage, frozen=True):
     """Makes a sleeping model serve again; `LoadProgress` is reported meanwhile."""
 
     handle: int
 
 
-class QueryMemory(Message, frozen=True):
+class QueryMemory(ChannelMessage, frozen=True):
     query: int
 
 
-class Exit(Message, frozen=True):
+class Exit(ChannelMessage, frozen=True):
     """Exit now, with everything that is loaded."""
 
 
-class AnnouncedStep(Message, frozen=True):
+class AnnouncedStep(ChannelMessage, frozen=True):
     """From the leader of a divided model to the other ranks: run this step too."""
 
     plan: StepPlan
 
 
-class FollowStep(Message, frozen=True):
+class FollowStep(ChannelMessage, frozen=True):
     """Within a worker: the leader of this model announced a step."""
 
     handle: int
     plan: StepPlan
 
 
-class Compiled(Message, frozen=True):
+class Compiled(ChannelMessage, frozen=True):
     """Within a worker: the grammar of a request was compiled, or (`problem`) cannot be."""
 
     handle: int
@@ -133,27 +133,27 @@ class Compiled(Message, frozen=True):
 Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | QueryMemory | Exit
 
 
-class Hello(Message, frozen=True):
+class Hello(ChannelMessage, frozen=True):
     """The first event of a worker: its channel works, its engine is being imported."""
 
     process_id: int
 
 
-class LoadProgress(Message, frozen=True):
+class LoadProgress(ChannelMessage, frozen=True):
     handle: int
     stage: str
     done_bytes: int
     total_bytes: int
 
 
-class Loaded(Message, frozen=True):
+class Loaded(ChannelMessage, frozen=True):
     handle: int
     info: EngineInfo
     before: MemoryReading
     after: MemoryReading
 
 
-class ModelLoadFailed(Message, frozen=True):
+class ModelLoadFailed(ChannelMessage, frozen=True):
     """The load failed and left nothing behind. `cancelled`: by `CancelLoad`."""
 
     handle: int
@@ -162,14 +162,14 @@ class ModelLoadFailed(Message, frozen=True):
     cancelled: bool = False
 
 
-class Outputs(Message, frozen=True):
+class Outputs(ChannelMessage, frozen=True):
     """Everything one step of one model produced."""
 
     handle: int
     outputs: tuple[StepOutput, ...]
 
 
-class RequestFailed(Message, frozen=True):
+class RequestFailed(ChannelMessage, frozen=True):
     """This request failed; the others in the model are not affected."""
 
     handle: int
@@ -178,20 +178,20 @@ class RequestFailed(Message, frozen=True):
     message: str
 
 
-class ModelBroken(Message, frozen=True):
+class ModelBroken(ChannelMessage, frozen=True):
     """The model's steps keep failing although the device works: it was closed and must be loaded again."""
 
     handle: int
     message: str
 
 
-class Unloaded(Message, frozen=True):
+class Unloaded(ChannelMessage, frozen=True):
     handle: int
     before: MemoryReading
     after: MemoryReading
 
 
-class Slept(Message, frozen=True):
+class Slept(ChannelMessage, frozen=True):
     """The model is asleep and holds `host_bytes` of host memory."""
 
     handle: int
@@ -200,20 +200,20 @@ class Slept(Message, frozen=True):
     after: MemoryReading
 
 
-class SleepFailed(Message, frozen=True):
+class SleepFailed(ChannelMessage, frozen=True):
     """The model is still awake."""
 
     handle: int
     message: str
 
 
-class Woken(Message, frozen=True):
+class Woken(ChannelMessage, frozen=True):
     handle: int
     before: MemoryReading
     after: MemoryReading
 
 
-class WakeFailed(Message, frozen=True):
+class WakeFailed(ChannelMessage, frozen=True):
     """The model is still asleep; if it is `damaged`, it was closed."""
 
     handle: int
@@ -222,12 +222,12 @@ class WakeFailed(Message, frozen=True):
     damaged: bool = False
 
 
-class Memory(Message, frozen=True):
+class Memory(ChannelMessage, frozen=True):
     query: int
     memory: MemoryReading
 
 
-class Report(Message, frozen=True):
+class Report(ChannelMessage, frozen=True):
     """The heartbeat, sent by a thread that never waits for the device.
 
     `progress` grows with every step, every executed command and every piece of a load. The watchdog compares this
@@ -239,7 +239,7 @@ class Report(Message, frozen=True):
     stats: dict[int, EngineStats]
 
 
-class Faulted(Message, frozen=True):
+class Faulted(ChannelMessage, frozen=True):
     """The device context is unusable; the worker exits after this event."""
 
     message: str
@@ -252,7 +252,7 @@ Event = Reply | Hello | LoadProgress | Outputs | RequestFailed | ModelBroken | R
 # Between the daemon and the fork server, one message per packet
 
 
-class Fork(Message, frozen=True):
+class ForkWorker(ChannelMessage, frozen=True):
     """Fork a worker for this device. Its channel comes with the packet, as a file descriptor."""
 
     worker_number: int
@@ -260,25 +260,25 @@ class Fork(Message, frozen=True):
     device: DeviceAddress
 
 
-class Kill(Message, frozen=True):
+class KillWorker(ChannelMessage, frozen=True):
     """Kill that worker; ignored when it has exited."""
 
     worker_number: int
 
 
-ForkServerCommand = Fork | Kill
+ForkServerCommand = ForkWorker | KillWorker
 
 
-class Warm(Message, frozen=True):
+class Warm(ChannelMessage, frozen=True):
     """The engine is imported: from now on a fork takes milliseconds."""
 
 
-class Forked(Message, frozen=True):
+class Forked(ChannelMessage, frozen=True):
     worker_number: int
     process_id: int
 
 
-class Exited(Message, frozen=True):
+class Exited(ChannelMessage, frozen=True):
     """The worker has exited and is reaped. `return_code` is negative for a signal."""
 
     worker_number: int

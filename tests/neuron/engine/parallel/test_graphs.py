@@ -14,6 +14,7 @@ import torch
 from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.execution import runner
 from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, NotCaptured, Outputs, max_captured_rows
+from cortex.neuron.engine.parallel import group as group_module
 from cortex.neuron.engine.parallel.group import TorchGroup, captured_bytes
 from cortex.neuron.engine.parallel.peer_memory import may_share
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, Meeting, RankSpec, SamplingParams
@@ -157,11 +158,11 @@ def test_rank_without_memory_in_the_middle_of_a_capture_ends_the_model(
     assert isinstance(pair.errors[1], GroupBroken)
 
 
-@pytest.mark.parametrize("refusing", [{0}, {1}, {0, 1}, set()])
-def test_ranks_connect_anew_if_the_library_cannot_be_captured_on_one_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing: set[int]
+@pytest.mark.parametrize("incapable", [{0}, {1}, {0, 1}, set()])
+def test_ranks_connect_again_if_the_library_cannot_be_captured_on_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, incapable: set[int]
 ) -> None:
-    monkeypatch.setattr(TorchGroup, "_can_capture", lambda group, _: group.shard.rank not in refusing)
+    monkeypatch.setattr(group_module, "can_capture", lambda group, _: group.shard.rank not in incapable)
     meeting = threading.Barrier(2)
     outcomes = ["", ""]
 
@@ -173,8 +174,8 @@ def test_ranks_connect_anew_if_the_library_cannot_be_captured_on_one_of_them(
     def total(rank: int) -> tuple[int, float]:
         spec, device = RankSpec(rank, 2, str(tmp_path)), torch.device("cpu")
         group = TorchGroup.join(spec, device, lambda: None)
-        group._is_library_captured = True
-        group._agree_on_capture(spec, device, lambda _, outcome: exchange(rank, outcome))
+        group.captures_library = True
+        group.agree_on_capture(spec, device, lambda _, outcome: exchange(rank, outcome))
         summed = group.all_reduce(torch.ones(1)).item()
         max_bytes = group.max_captured_bytes
         meeting.wait(60)
@@ -182,7 +183,7 @@ def test_ranks_connect_anew_if_the_library_cannot_be_captured_on_one_of_them(
         return max_bytes, summed
 
     with ThreadPoolExecutor(2) as threads:
-        expected = (0 if refusing else UNLIMITED_BYTES, 2.0)
+        expected = (0 if incapable else UNLIMITED_BYTES, 2.0)
         assert list(threads.map(total, range(2), timeout=120)) == [expected] * 2
 
 

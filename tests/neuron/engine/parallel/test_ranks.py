@@ -101,7 +101,7 @@ def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect
     @contextlib.contextmanager
     def turn() -> Iterator[None]:
         is_locked.set()
-        time.sleep(0.2)  # the other rank waits to be told to connect
+        time.sleep(0.2)  # the other rank waits until it may connect
         yield
         is_locked.clear()
 

@@ -33,7 +33,7 @@ SCHEMA = {
 }
 TOOLS = (Tool(name="get_weather", parameters=SCHEMA), Tool(name="stop", parameters={}))
 
-Told = list[tuple[str, ...]]
+Parts = list[tuple[str, ...]]
 
 
 def parser(syntax: ToolSyntax | None, *, thinks: bool = False, opened: bool = False) -> OutputParser:
@@ -43,11 +43,11 @@ def parser(syntax: ToolSyntax | None, *, thinks: bool = False, opened: bool = Fa
     return OutputParser(splitter, scanner or None, 0)
 
 
-def tell(pieces: list[str], syntax: ToolSyntax | None, **how: bool) -> Told:
+def parse(pieces: list[str], syntax: ToolSyntax | None, **how: bool) -> Parts:
     """The client's view at the end: joined deltas, in order. Also checks the order of blocks."""
     reading = parser(syntax, **how)
     events = [event for piece in pieces for event in reading.push(piece)] + reading.finish()
-    told: Told = []
+    parts: Parts = []
     open_call: int | None = None
     for event in events:
         match event:
@@ -55,28 +55,28 @@ def tell(pieces: list[str], syntax: ToolSyntax | None, **how: bool) -> Told:
                 assert text
                 assert open_call is None
                 kind = "text" if isinstance(event, TextDelta) else "thought"
-                if told and told[-1][0] == kind:
-                    told[-1] = (kind, told[-1][1] + text)
+                if parts and parts[-1][0] == kind:
+                    parts[-1] = (kind, parts[-1][1] + text)
                 else:
-                    told.append((kind, text))
+                    parts.append((kind, text))
             case ToolCallStart():
                 assert open_call is None
                 open_call = event.call
-                assert open_call == sum(kind in ("call", "malformed", "cut off") for kind, *_ in told)
-                told.append(("call", event.name, ""))
+                assert open_call == sum(kind in ("call", "malformed", "cut off") for kind, *_ in parts)
+                parts.append(("call", event.name, ""))
             case ToolCallDelta():
                 assert event.call == open_call
-                told[-1] = (*told[-1][:2], told[-1][2] + event.arguments)
+                parts[-1] = (*parts[-1][:2], parts[-1][2] + event.arguments)
             case ToolCallStop():
                 assert event.call == open_call
-                if not is_object(told[-1][2]):
-                    told[-1] = ("malformed", *told[-1][1:])
+                if not is_object(parts[-1][2]):
+                    parts[-1] = ("malformed", *parts[-1][1:])
                 open_call = None
     assert open_call is None
     if reading.broke_off:
-        assert told[-1][0] == "malformed", "half a call must not parse"
-        told[-1] = ("cut off", *told[-1][1:])
-    return told
+        assert parts[-1][0] == "malformed", "half a call must not parse"
+        parts[-1] = ("cut off", *parts[-1][1:])
+    return parts
 
 
 def is_object(text: str) -> bool:
@@ -104,7 +104,7 @@ LLAMA_CALL = call("get_weather", city="Zürich {")
 
 Q, H, L, P = ToolSyntax.QWEN_XML, ToolSyntax.HERMES_JSON, ToolSyntax.LLAMA_JSON, ToolSyntax.PLAIN_JSON
 
-Case = tuple[str, ToolSyntax | None, dict[str, bool], Told]
+Case = tuple[str, ToolSyntax | None, dict[str, bool], Parts]
 
 
 def only_text(text: str, syntax: ToolSyntax) -> Case:
@@ -243,13 +243,13 @@ CASES: list[Case] = [
 
 @pytest.mark.parametrize(("text", "syntax", "how", "expected"), CASES)
 def test_output_is_parsed_the_same_streaming_or_not(
-    text: str, syntax: ToolSyntax | None, how: dict[str, bool], expected: Told
+    text: str, syntax: ToolSyntax | None, how: dict[str, bool], expected: Parts
 ) -> None:
-    assert tell([text], syntax, **how) == expected
+    assert parse([text], syntax, **how) == expected
     for cut in range(len(text)):
-        assert tell([text[:cut], text[cut:]], syntax, **how) == expected
+        assert parse([text[:cut], text[cut:]], syntax, **how) == expected
     for pieces in random_splits(text, seed=len(text), count=20):
-        assert tell(pieces, syntax, **how) == expected
+        assert parse(pieces, syntax, **how) == expected
 
 
 FRAGMENTS = st.sampled_from(
@@ -281,11 +281,11 @@ def test_any_text_gives_the_same_events_for_any_split(
     pieces: list[str], syntax: ToolSyntax | None, thinks: bool, opened: bool, seed: int
 ) -> None:
     text = "".join(pieces)
-    whole = tell([text], syntax, thinks=thinks, opened=opened)
+    whole = parse([text], syntax, thinks=thinks, opened=opened)
     for split in (pieces, *random_splits(text, seed, 3)):
-        assert tell(split, syntax, thinks=thinks, opened=opened) == whole
+        assert parse(split, syntax, thinks=thinks, opened=opened) == whole
     if all(kind == "text" for kind, *_ in whole) and not (thinks or opened):
-        assert "".join(told[1] for told in whole) == text
+        assert "".join(parts[1] for parts in whole) == text
 
 
 def test_response_streams_before_its_end() -> None:
@@ -314,13 +314,13 @@ def test_response_streams_before_its_end() -> None:
 )
 def test_arguments_stream_while_they_are_written(text: str, syntax: ToolSyntax, pieces: list[str]) -> None:
     reading = parser(syntax)
-    told: list[str] = []
+    parts: list[str] = []
     for event in (event for character in text for event in reading.push(character)):
         if isinstance(event, ToolCallStart):
-            told.append(event.name)
+            parts.append(event.name)
         elif isinstance(event, ToolCallDelta):
-            told.append(event.arguments)
-    assert told[: len(pieces)] == pieces
+            parts.append(event.arguments)
+    assert parts[: len(pieces)] == pieces
 
 
 @pytest.mark.parametrize(

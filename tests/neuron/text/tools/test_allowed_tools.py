@@ -57,7 +57,7 @@ def lets_pass(matcher: Matcher, grammar: str, tokens: list[int]) -> bool:
     return True
 
 
-def told(model: TextModel, asked: GenerateRequest, text: str) -> tuple[list[str], str]:
+def parsed(model: TextModel, asked: GenerateRequest, text: str) -> tuple[list[str], str]:
     """(names of the calls, text) as a client gets them."""
     parser = model.parser(asked, model.render(asked))
     events = parser.push(text) + parser.finish()
@@ -74,7 +74,7 @@ def test_with_auto_only_allowed_tools_can_be_called(matchers: Matcher, make_mode
     for text in (forbidden, f"Let me see.\n{forbidden}", f"{allowed}\n{forbidden}"):
         assert not can_say(matchers, model, asked, text), text
     assert not can_say(matchers, model, request(parallel=False), f"{allowed}\n{allowed}")
-    assert told(model, asked, f"Let me see.\n{allowed}")[0] == ["allowed"]
+    assert parsed(model, asked, f"Let me see.\n{allowed}")[0] == ["allowed"]
 
 
 @pytest.mark.parametrize("family", CALLS)
@@ -140,9 +140,9 @@ def test_without_a_choice_no_call_can_be_written(matchers: Matcher, make_model: 
 def test_disallowed_call_without_markers_is_text(make_model: Any) -> None:
     model, asked = make_model("llama3"), request()
     assert model.grammar(asked) is None
-    assert told(model, asked, BARE.format(name="allowed")) == (["allowed"], "")
+    assert parsed(model, asked, BARE.format(name="allowed")) == (["allowed"], "")
     forbidden = BARE.format(name="forbidden")
-    assert told(model, asked, forbidden) == ([], forbidden)
+    assert parsed(model, asked, forbidden) == ([], forbidden)
 
 
 def test_prompt_names_every_tool_in_its_place(make_model: Any) -> None:

@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 
 from cortex.neuron.weights.checkpoint import open_checkpoint
-from cortex.neuron.weights.errors import DiskFull, FilesMissing, HubError, HubUnreachable, NotOnHub
+from cortex.neuron.weights.errors import FilesMissing, HubError, HubUnreachable, NoDiskSpace, NotOnHub
 
 from .hub_client import COMMIT, MODEL, WANTED, WEIGHTS, Client, StartHub
 
@@ -147,7 +147,7 @@ def test_rejects_an_endpoint_that_does_not_respond_like_a_hub(
 
 def test_rejects_a_model_larger_than_the_disk_before_downloading(start_hub: StartHub, client: Client) -> None:
     hub = start_hub(MODEL, sizes={"model.safetensors": 1 << 60})
-    with pytest.raises(DiskFull, match="HF_HUB_CACHE"):
+    with pytest.raises(NoDiskSpace, match="HF_HUB_CACHE"):
         client.resolve(hub)
     assert not hub.contents_requests()
 

@@ -113,7 +113,7 @@ def test_dense_weights_that_cannot_be_quantised_so_are_not_downloaded(ggufs: lis
         select("org/m", ["model.safetensors", *ggufs], "q2", objection=lambda _: "no recipe for it")
 
 
-def test_two_models_of_one_quantisation_are_told_apart() -> None:
+def test_distinguishes_two_models_of_one_quantisation() -> None:
     paths = ["big-Q4_K_M.gguf", "small-Q4_K_M.gguf", "small-Q8_0.gguf"]
     assert list(variants(paths)) == ["big-Q4_K_M", "small-Q4_K_M", "Q8_0"]
     assert select("org/m", paths, "small-Q4_K_M") == Selection(("small-Q4_K_M.gguf",), "small-Q4_K_M.gguf")

@@ -55,9 +55,9 @@ class TorchGroup:
         self._group = group
         self._store = store
         self._poll = poll
-        self._peers: PeerMemory | None = None
+        self.peers: PeerMemory | None = None
         self._is_nccl = not isinstance(group, _library.ProcessGroupGloo)
-        self._is_library_captured = self._is_nccl
+        self.captures_library = self._is_nccl
         """Whether calls of the library can be part of a CUDA graph."""
         self._staged = device.type == "cuda" and not self._is_nccl
         """Whether tensors go through host memory, because gloo does not support all calls on a GPU."""
@@ -108,9 +108,9 @@ class TorchGroup:
             group = cls(_connect(spec, store), store, shard, device, poll)
             group._check(spec.backend, device)
             if exchange is not None and group._is_nccl:
-                group._agree_on_capture(spec, device, exchange)
+                group.agree_on_capture(spec, device, exchange)
             if exchange is not None and may_share(spec, device.type, os.environ):
-                group._peers = PeerMemory.connect(shard, device, exchange)
+                group.peers = PeerMemory.connect(shard, device, exchange)
                 if group.uses_peers:
                     group._check("peer memory; NCCL_P2P_DISABLE=1 avoids it", device)
         except RuntimeError as error:
@@ -129,44 +129,36 @@ class TorchGroup:
                 "check the links between the devices"
             )
 
-    def _agree_on_capture(self, spec: RankSpec, device: torch.device, exchange: Exchange) -> None:
-        """Tries whether the library can be captured. If it refuses on any rank, all of them connect anew and capture
+    def agree_on_capture(self, spec: RankSpec, device: torch.device, exchange: Exchange) -> None:
+        """Tries whether the library can be captured. If it cannot on any rank, all of them connect again and capture
         nothing of it: the connection may not survive a capture that failed."""
-        outcomes = exchange("captured", "yes" if self._can_capture(device) else "no")
+        outcomes = exchange("captured", "yes" if can_capture(self, device) else "no")
         if "no" not in outcomes:
             return
         log.info("rank %d cannot capture messages as CUDA graphs; the library sends them without", outcomes.index("no"))
         self._abort()
         self._group = _connect(spec, self._store, "without graphs")
-        self._is_library_captured = False
+        self.captures_library = False
         self._check(spec.backend, device)
-
-    def _can_capture(self, device: torch.device) -> bool:
-        numbers = torch.zeros(4, device=device)
-        try:
-            CudaCapture(is_divided=True)(lambda: (self.all_reduce(numbers), numbers, numbers))
-        except NotCaptured:
-            return False
-        return True
 
     @property
     def uses_peers(self) -> bool:
-        return self._peers is not None
+        return self.peers is not None
 
     def transport(self, partial: Tensor) -> str:
         """How a sum of this tensor travels."""
-        if self._peers is not None and self._peers.can_sum(partial):
+        if self.peers is not None and self.peers.can_sum(partial):
             return PEER_MEMORY
         return "nccl" if self._is_nccl else "gloo"
 
     @property
     def num_bytes(self) -> int:
         """Device memory of this rank that the communicator holds as long as the model is loaded."""
-        return 0 if self._peers is None else self._peers.num_bytes
+        return 0 if self.peers is None else self.peers.num_bytes
 
     @property
     def max_captured_bytes(self) -> int:
-        return captured_bytes(captures_library=self._is_library_captured, uses_peers=self.uses_peers)
+        return captured_bytes(captures_library=self.captures_library, uses_peers=self.uses_peers)
 
     def wait_for_all(self, event: str) -> None:
         """Returns when every rank has reached `event`."""
@@ -177,23 +169,23 @@ class TorchGroup:
         self._store.set(f"{event}/{self.shard.rank}", b"1")
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        if self._peers is not None and self._peers.can_sum(partial):
-            return self._peers.sum(partial)
+        if self.peers is not None and self.peers.can_sum(partial):
+            return self.peers.sum(partial)
         sent = self._sent(partial)
         self._run(lambda: self._group.allreduce([sent]))
         return sent.to(partial.device)
 
     def all_gather(self, part: Tensor) -> Tensor:
-        if self._peers is not None and self._peers.can_gather(part):
-            return self._peers.gather(part)
+        if self.peers is not None and self.peers.can_gather(part):
+            return self.peers.gather(part)
         sent = self._sent(part)
         parts = [torch.empty_like(sent) for _ in range(self.shard.size)]
         self._run(lambda: self._group.allgather([parts], [sent]))
         return torch.cat(parts, dim=-1).to(part.device)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        if self._peers is not None and self._peers.can_gather(tensor):
-            return self._peers.gather(tensor.reshape(1, -1))[0, : tensor.numel()].view_as(tensor)
+        if self.peers is not None and self.peers.can_gather(tensor):
+            return self.peers.gather(tensor.reshape(1, -1))[0, : tensor.numel()].view_as(tensor)
         sent = self._sent(tensor)
         self._run(lambda: self._group.broadcast([sent], _from_first()))
         return sent.to(tensor.device)
@@ -217,8 +209,8 @@ class TorchGroup:
     def close(self) -> None:
         """Ends the connections; calls of other ranks that wait for this one fail, those on a device after
         `WAIT_LIMIT_S` of `peer_exchange`. No graph with calls of this group may exist any more."""
-        if self._peers is not None:
-            self._peers = None
+        if self.peers is not None:
+            self.peers = None
             torch.cuda.ipc_collect()
         self._abort()
         del self._group, self._store
@@ -239,6 +231,16 @@ class TorchGroup:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise GroupBroken(f"rank {self.shard.rank} lost the other ranks of its model: {error}") from error
+
+
+def can_capture(group: TorchGroup, device: torch.device) -> bool:
+    """Whether a sum of this group can be part of a CUDA graph. All ranks try at once."""
+    numbers = torch.zeros(4, device=device)
+    try:
+        CudaCapture(is_divided=True)(lambda: (group.all_reduce(numbers), numbers, numbers))
+    except NotCaptured:
+        return False
+    return True
 
 
 def poller(wait: Callable[[], None], cancelled: Callable[[], bool]) -> Callable[[], None]:

@@ -42,7 +42,8 @@ class PeerMemory:
         """`buffers`: [BUFFER_BYTES] uint8 of each rank, zeroed by its owner, at its address in this process."""
         self._shard = shard
         self._buffers = tuple(buffers)
-        self._addresses = torch.tensor([each.data_ptr() for each in buffers], device=buffers[shard.rank].device)
+        self.addresses = torch.tensor([each.data_ptr() for each in buffers], device=buffers[shard.rank].device)
+        """[ranks] int64: where each buffer begins in this process."""
 
     @classmethod
     def connect(cls, shard: Shard, device: torch.device, exchange: Exchange) -> PeerMemory | None:
@@ -75,11 +76,11 @@ class PeerMemory:
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over all ranks; may overwrite `part`."""
-        return peer_sum(part.contiguous(), self._addresses, self._shard.rank)
+        return peer_sum(part.contiguous(), self.addresses, self._shard.rank)
 
     def gather(self, part: Tensor) -> Tensor:
         """[rows, n] → [rows, ranks · n]"""
-        return peer_gather(part.contiguous(), self._addresses, self._shard.rank)
+        return peer_gather(part.contiguous(), self.addresses, self._shard.rank)
 
 
 def _mapped(offer: str, device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.vector import prepared_vector, times_vector
 
 
-class OneRowTiles(NamedTuple):
+class PackedRowTiles(NamedTuple):
     """How a product with one vector is cut into programs."""
 
     outputs: int
@@ -39,17 +39,17 @@ class OneRowTiles(NamedTuple):
     """That a thread has at most, so that the programs fit."""
 
 
-def one_row_tiles(chunks: int, bits: int) -> OneRowTiles:
+def one_row_tiles(chunks: int, bits: int) -> PackedRowTiles:
     """The fastest of a sweep on Hopper."""
     if chunks > 32:
         step = 8 if bits == 8 else 16
-        return OneRowTiles(8 if bits < 6 and chunks % 16 == 0 else 4, step, step // 8, 0, None)
+        return PackedRowTiles(8 if bits < 6 and chunks % 16 == 0 else 4, step, step // 8, 0, None)
     warps = max(1, triton.next_power_of_2(chunks) // 8)
     if bits < 6:
-        return OneRowTiles(8, 8 * warps, warps, 12 // warps, 168)
+        return PackedRowTiles(8, 8 * warps, warps, 12 // warps, 168)
     if bits < 8:
-        return OneRowTiles(4, 8 * warps, warps, 16 // warps, 128)
-    return OneRowTiles(4, 8 * warps, warps, 12 // warps, 168)
+        return PackedRowTiles(4, 8 * warps, warps, 16 // warps, 128)
+    return PackedRowTiles(4, 8 * warps, warps, 12 // warps, 168)
 
 
 def one_row_product(

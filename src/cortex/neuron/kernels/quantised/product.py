@@ -37,7 +37,7 @@ MAX_SMALL_ROWS = 64
 _SCRATCH_BYTES = 32 << 20
 
 
-class Tiles(NamedTuple):
+class PackedTiles(NamedTuple):
     """How a product is cut into programs."""
 
     outputs: int
@@ -164,14 +164,14 @@ def small_batch_product(
     )
 
 
-def small_batch_tiles(rows: int, chunks: int, outputs: int, processors: int, shared: SharedMemory) -> Tiles:
+def small_batch_tiles(rows: int, chunks: int, outputs: int, processors: int, shared: SharedMemory) -> PackedTiles:
     """The fastest of a sweep on Hopper, with as many stages as the device's shared memory holds."""
     programs, split = -(-outputs // COUNTED_ROWS), 1
     wanted = 4 * processors if rows <= 32 else 7 * processors // 4  # the parts of many rows are long to add
     while programs * split < wanted and split < 8 and chunks % (2 * split) == 0 and chunks // split > 4:
         split *= 2
     stages = 3 if rows > 32 and split == 1 else 5
-    return Tiles(COUNTED_ROWS, 1, 4, fitting_stages(COUNTED_ROWS, max(16, rows), stages, shared), split)
+    return PackedTiles(COUNTED_ROWS, 1, 4, fitting_stages(COUNTED_ROWS, max(16, rows), stages, shared), split)
 
 
 def fitting_stages(matrix_rows: int, columns: int, stages: int, shared: SharedMemory) -> int:

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 _DOWNLOAD_ERRORS: dict[type[CheckpointError], type[LoadFailed]] = {
     weight_errors.HubUnreachable: HubUnavailable,
     weight_errors.NotOnHub: SourceNotFound,
-    weight_errors.DiskFull: DiskFull,
+    weight_errors.NoDiskSpace: DiskFull,
 }
 
 

@@ -46,7 +46,7 @@ from cortex.neuron.node.spanning.protocol import (
 )
 from cortex.neuron.worker.device_claims import DeviceClaim
 from cortex.neuron.worker.faults import FaultKind, explain
-from cortex.neuron.worker.group import Span, WorkerGroup
+from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, Resident, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 from cortex.tasks import run_once
@@ -64,7 +64,7 @@ FREE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShareResources:
     """What this node has for shares."""
 
     library: Library
@@ -75,8 +75,8 @@ class Place:
 
 
 class HostedShares:
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, resources: ShareResources) -> None:
+        self._resources = resources
         self._shares: dict[_Share, Connection] = {}
         self._is_closing = False
 
@@ -98,7 +98,7 @@ class HostedShares:
             async for message in connection:
                 match decode_from_lead(message):
                     case PrepareShare() as order if share is None and not self._is_closing:
-                        share = _Share(order, connection, self._place, self._stale(order))
+                        share = _Share(order, connection, self._resources, self._stale(order))
                         self._shares[share] = connection
                     case LoadShare(spec=spec) if share is not None:
                         share.load(spec)
@@ -156,15 +156,17 @@ class HostedShares:
 class _Share:
     """One share, and the sink of its group."""
 
-    def __init__(self, order: PrepareShare, connection: Connection, place: Place, stale: list[_Share]) -> None:
+    def __init__(
+        self, order: PrepareShare, connection: Connection, resources: ShareResources, stale: list[_Share]
+    ) -> None:
         """`stale`: shares that end first."""
         self.model_id = order.request.model_id
         self.lead = _lead(order)
         self._stale = stale
         self._order = order
         self._connection = connection
-        self._place = place
-        self._loader = place.loader
+        self._resources = resources
+        self._loader = resources.loader
         self._group: WorkerGroup | None = None
         self._resident: Resident | None = None
         self._is_lost = False
@@ -248,14 +250,14 @@ class _Share:
 
     async def _run(self) -> None:
         request = self._order.request
-        if self._place.library.is_configured(request.model_id):
+        if self._resources.library.is_configured(request.model_id):
             request = msgspec.structs.replace(request, source=None)  # its files may be elsewhere than on the lead
-        answer: ShareMessage
+        reply: ShareMessage
         try:
             for share in self._stale:
                 await (share.unload() if share.is_ending else share.end())
             model = replace(
-                self._place.library.adopt(request),
+                self._resources.library.adopt(request),
                 replicas=1,
                 nodes=request.nodes,
                 tensor_parallel=request.tensor_parallel,
@@ -265,51 +267,51 @@ class _Share:
             facts = await asyncio.to_thread(_inspect, model, path)
             async with contextlib.AsyncExitStack() as room:
                 chosen = await self._room_for(model, facts, room)
-                claim = self._place.devices.claims.new(model.id, chosen.indices, spans=True)
+                claim = self._resources.devices.claims.new(model.id, chosen.indices, spans=True)
                 claim.take()
                 room.callback(self._release_unless_loaded, claim)
                 await self._connection.send(encode(SharePrepared(chosen.free_bytes, chosen.limits)))
                 given = await self._given
                 self._group = self._new_group(chosen, given, claim)
                 self._resident = await self._group.load(self._spec(model, facts, chosen, given), self)
-            answer = ShareLoaded(self._resident.info.notes)
+            reply = ShareLoaded(self._resident.info.notes)
         except CortexError as error:
             kind = FaultKind.OUT_OF_MEMORY if isinstance(error, InsufficientCapacity) else FaultKind.REQUEST
-            answer = ShareFailed(kind, error.message)
+            reply = ShareFailed(kind, error.message)
         except LoadRejected as error:
-            answer = ShareFailed(error.kind, str(error), error.cancelled)
+            reply = ShareFailed(error.kind, str(error), error.cancelled)
         except WorkerLost as error:
-            answer = ShareLost(str(error))
+            reply = ShareLost(str(error))
         except Exception as error:
             log.exception("%s: the part for %s cannot be loaded", self.model_id, self.lead)
-            answer = ShareFailed(FaultKind.REQUEST, explain(error))  # the lead waits for a reply
-        await self._connection.send(encode(answer))
+            reply = ShareFailed(FaultKind.REQUEST, explain(error))  # the lead waits for a reply
+        await self._connection.send(encode(reply))
 
     async def _reply_to(self, work: Coroutine[Any, Any, ShareMessage], before: asyncio.Task[None]) -> None:
-        answer: ShareMessage
+        reply: ShareMessage
         try:
             await asyncio.wait({before})
-            answer = await work
+            reply = await work
         except InsufficientCapacity as error:
-            answer = ShareFailed(FaultKind.OUT_OF_MEMORY, error.message)
+            reply = ShareFailed(FaultKind.OUT_OF_MEMORY, error.message)
         except SleepRejected as error:
-            answer = ShareFailed(FaultKind.REQUEST, str(error))
+            reply = ShareFailed(FaultKind.REQUEST, str(error))
         except LoadRejected as error:
-            answer = ShareFailed(error.kind, str(error))
+            reply = ShareFailed(error.kind, str(error))
         except Damaged as error:
             self._is_lost = True  # nothing of it is left
-            answer = ShareLost(str(error))
+            reply = ShareLost(str(error))
         except WorkerLost as error:
-            answer = ShareLost(str(error))
+            reply = ShareLost(str(error))
         finally:
             work.close()
-        await self._connection.send(encode(answer))
+        await self._connection.send(encode(reply))
 
     async def _fall_asleep(self) -> ShareMessage:
         """Raises SleepRejected or WorkerLost."""
         group, resident = self._loaded()
         need_bytes = resident.info.weight_bytes
-        async with self._place.sleep_budget.reserve(need_bytes) as has_room:
+        async with self._resources.sleep_budget.reserve(need_bytes) as has_room:
             if not has_room:
                 raise SleepRejected(f"no room in host memory to sleep, {need_bytes >> 20} MiB needed")
             self._resident = await group.sleep(resident)
@@ -319,7 +321,7 @@ class _Share:
         """Raises InsufficientCapacity, LoadRejected, Damaged or WorkerLost."""
         group, resident = self._loaded()
         async with contextlib.AsyncExitStack() as room:
-            await self._entered(self._place.room.for_wake(self.model_id, group, resident), room)
+            await self._entered(self._resources.room.for_wake(self.model_id, group, resident), room)
             self._resident = await wake_settled(group, resident)
         return ShareWoken()
 
@@ -343,7 +345,7 @@ class _Share:
         InsufficientCapacity."""
         if facts.digest != self._order.digest:
             raise LoadFailed(f"the files of {model.id} here are not those of the lead; the nodes need the same ones")
-        return await self._entered(self._place.room.for_load(model, facts), room)
+        return await self._entered(self._resources.room.for_load(model, facts), room)
 
     def _release_unless_loaded(self, claim: DeviceClaim) -> None:
         if self._resident is None:
@@ -355,7 +357,7 @@ class _Share:
             raise LoadFailed(f"{self.model_id} needs devices of one kind on all nodes, and has {kind} ones here")
         ranks = tuple(range(rank.rank, rank.rank + len(chosen.devices)))
         meeting = replace(rank.meeting, own_host=self._connection.local_host)
-        return self._place.devices.group(chosen.indices, claim, Span(ranks, rank.size, meeting))
+        return self._resources.devices.group(chosen.indices, claim, RanksOnNode(ranks, rank.size, meeting))
 
     def _spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices, given: LoadSpec) -> LoadSpec:
         """What the lead loads, with the files and the memory limits of this node."""

@@ -21,7 +21,7 @@ from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.spanning.protocol import Connection, PeerRejected, PeerUnreachable, SharePrepared
 from cortex.neuron.node.spanning.remote_share import RemoteShare
 from cortex.neuron.worker.device_claims import DeviceClaim
-from cortex.neuron.worker.group import Span, WorkerGroup
+from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
 from cortex.neuron.worker.process import WorkerLost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import LoadRequest
@@ -95,7 +95,7 @@ class Lead:
             raise
         size, each = _size(model), len(chosen.devices)
         ranks = (*range(each), *range(each, size, each))
-        span = Span(ranks, size, _meeting(host, *held_ports), tuple(shares), held_ports)
+        span = RanksOnNode(ranks, size, _meeting(host, *held_ports), tuple(shares), held_ports)
         return self._devices.group(chosen.indices, claim, span), chosen
 
     def _stages(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from cortex.neuron.weights.directory import read_json
-from cortex.neuron.weights.errors import Cancelled, CheckpointError, DiskFull, HubError, HubUnreachable, NotOnHub
+from cortex.neuron.weights.errors import Cancelled, CheckpointError, HubError, HubUnreachable, NoDiskSpace, NotOnHub
 from cortex.neuron.weights.hub.cache import RepositoryCache, cache_directory, hub_home
 from cortex.neuron.weights.hub.download import FileDownload
 from cortex.neuron.weights.hub.listing import Listing, RemoteFile, fetch_listing
@@ -82,7 +82,7 @@ def resolve(
         cache.remember(parsed.revision, listing.commit)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(f"the disk of {cache.root} is full; free some space and try again") from error
+            raise NoDiskSpace(f"the disk of {cache.root} is full; free some space and try again") from error
         raise HubError(f"cannot write to {cache.root}: {error.strerror}; check permissions or HF_HUB_CACHE") from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -179,7 +179,7 @@ def _check_disk(cache: RepositoryCache, files: Sequence[RemoteFile]) -> None:
     cache.root.mkdir(parents=True, exist_ok=True)
     have = shutil.disk_usage(cache.root).free
     if need + _SPARE_DISK_BYTES > have:
-        raise DiskFull(
+        raise NoDiskSpace(
             f"the download needs {need / 1e9:.1f} GB, but {have / 1e9:.1f} GB are free on the disk of {cache.root}; "
             "free some space, or set HF_HUB_CACHE to another disk"
         )

@@ -24,7 +24,7 @@ MAX_FAILED_STEPS = 3
 """Steps of one model that may fail in a row before it is broken and must be loaded again."""
 
 
-class LoadedModel:
+class DeviceModel:
     """Sends the events of its requests through `emit`. Every method raises DeviceFault when the device is unusable;
     other errors of a step end requests, or break the model."""
 

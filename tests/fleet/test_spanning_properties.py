@@ -101,8 +101,8 @@ def after(fleet: Fleet, evictions: Collection[ModelOnNode]) -> Fleet:
     return msgspec.structs.replace(fleet, nodes=tuple(nodes))
 
 
-def fits(fleet: Fleet) -> bool:
-    decision = place(NEWCOMER, fleet, NOW)
+def fits(node: str | None, fleet: Fleet) -> bool:
+    decision = place(NEWCOMER, fleet, NOW, only_on=node)
     return decision.action == "load" and not decision.evictions
 
 
@@ -113,10 +113,10 @@ def test_evicts_enough_on_all_nodes_and_no_model_more(seed: int) -> None:
     decision = place(NEWCOMER, fleet, NOW)
     if decision.action != "load":
         return
-    assert fits(after(fleet, decision.evictions))
+    assert fits(decision.node, after(fleet, decision.evictions))
     for name, model in decision.evictions:
         held = next(node.residencies[model] for node in fleet.nodes if node.name == name)
         assert not held.is_busy
         assert not held.pinned
         assert held.status.state_age_s >= fleet.rules.min_residency_s
-        assert not fits(after(fleet, [each for each in decision.evictions if each.model != model]))
+        assert not fits(decision.node, after(fleet, [each for each in decision.evictions if each.model != model]))

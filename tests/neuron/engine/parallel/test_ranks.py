@@ -128,14 +128,14 @@ def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect
 def test_rank_that_fails_while_it_connects_ends_the_wait_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = TorchGroup._check
+    all_reduce = TorchGroup.all_reduce
 
-    def check_first(group: TorchGroup, *arguments: Any) -> None:
+    def broken_after_the_first(group: TorchGroup, partial: torch.Tensor) -> torch.Tensor:
         if not group.shard.is_first:
             raise LoadError("the links are broken")
-        check(group, *arguments)
+        return all_reduce(group, partial)
 
-    monkeypatch.setattr(TorchGroup, "_check", check_first)
+    monkeypatch.setattr(TorchGroup, "all_reduce", broken_after_the_first)
     with ThreadPoolExecutor(2) as threads:
         first, second = (
             threads.submit(TorchGroup.join, RankSpec(rank, 2, str(tmp_path)), torch.device("cpu"), lambda: None)

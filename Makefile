@@ -1,6 +1,6 @@
 # What you can do in a checkout. Every target sets up what it needs; nothing is installed outside .venv.
 #
-#   make up      a real model answering on http://127.0.0.1:31313
+#   make up      a real model that responds on http://127.0.0.1:31313
 #   make test    everything that must hold before a change goes in
 
 PYTHON ?= python3

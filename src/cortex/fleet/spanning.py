@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from .catalogue import ModelSpec
 from .decision import Assessment, Origin, Verdict
 from .fitting import fit
 from .memory import Need
-from .topology import Fleet, Node
+from .topology import Fleet, ModelOnNode, Node
 
 _FITTING = (Verdict.FITS, Verdict.FITS_AFTER_EVICTION)
 _WORST_FIRST = {verdict: -rank for rank, verdict in enumerate(Verdict)}
@@ -21,21 +23,29 @@ def fit_over_nodes(
     held = lead.residencies.get(spec.id)
     count = max(spec.devices_per_node, 1 if held is None else held.status.num_devices)
     part = msgspec.structs.replace(spec, min_devices=count, nodes=())
-    found: dict[str, Assessment] = {}
 
-    def assess(node: Node) -> Assessment:
-        others = (each for name, each in found.items() if name != node.name)
-        leaving = frozenset(eviction for other in others for eviction in other.evictions)
-        # All nodes take equally many devices.
-        limited = msgspec.structs.replace(node, max_devices_per_model=min(node.max_devices_per_model, count))
-        return fit(part, limited, fleet, now, need=need, origin=origin, spans=True, leaving=leaving)
+    def assess(leaving: frozenset[ModelOnNode]) -> list[Assessment]:
+        """All nodes; `leaving`: what is evicted anyway, to which each node adds."""
+        found = []
+        for name in (lead.name, *peers):
+            node = fleet.node(name) or lead
+            # All nodes take equally many devices.
+            limited = msgspec.structs.replace(node, max_devices_per_model=min(node.max_devices_per_model, count))
+            each = _unfit(spec, name, fleet.node(name)) or fit(
+                part, limited, fleet, now, need=need, origin=origin, spans=True, leaving=leaving
+            )
+            leaving |= frozenset(each.evictions)
+            found.append(each)
+        return found
 
-    # Twice: a victim that spans nodes too makes room on all of them, also on those that were assessed before.
-    for name in (lead.name, *peers) * 2:
-        node = fleet.node(name)
-        found[name] = _unfit(spec, name, node) or assess(node or lead)
-    own, *others = found.values()
-    parts = tuple(others)
+    found = assess(frozenset())
+    # A victim that spans nodes too makes room on all of them, so that one chosen before it may be unnecessary.
+    for eviction in sorted(_evictions(found)):
+        others = _evictions(found) - {eviction}
+        without = assess(others)
+        if _evictions(without) <= others:
+            found = without
+    own, parts = found[0], tuple(found[1:])
     worst = min((own, *parts), key=lambda each: _WORST_FIRST[each.verdict])
     reasons = "; ".join((own.reason, *(f"{each.node}: {each.reason}" for each in parts)))
     if worst.verdict not in _FITTING:
@@ -43,6 +53,10 @@ def fit_over_nodes(
         facts = {"verdict": worst.verdict, "reason": reason, "held_by": worst.held_by}
         return msgspec.structs.replace(own, **facts, victims=(), devices=(), parts=parts)
     return msgspec.structs.replace(own, verdict=worst.verdict, reason=reasons, parts=parts)
+
+
+def _evictions(found: Sequence[Assessment]) -> frozenset[ModelOnNode]:
+    return frozenset(eviction for each in found for eviction in each.evictions)
 
 
 def _unfit(spec: ModelSpec, name: str, node: Node | None) -> Assessment | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +19,12 @@ from cortex.neuron.node.spanning.hosted_shares import HostedShares
 from cortex.neuron.node.spanning.protocol import (
     LoadShare,
     PrepareShare,
+    ShareEnding,
     ShareFailed,
     ShareLoaded,
     SharePrepared,
     ShareUnloaded,
+    SleepShare,
     UnloadShare,
     decode_from_peer,
     encode,
@@ -71,6 +74,7 @@ class FakeGroup:
 
     def __init__(self) -> None:
         self.load_error: Exception | None = None
+        self.sleep_error: Exception | None = None
         self.freed = asyncio.Event()
         self.killed = asyncio.Event()
 
@@ -78,6 +82,11 @@ class FakeGroup:
         if self.load_error is not None:
             raise self.load_error
         return Resident(1, INFO, measured_bytes=1, process_bytes=1)
+
+    async def sleep(self, resident: Resident) -> Resident:
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        return replace(resident, host_bytes=1)
 
     async def unload(self, resident: Resident) -> Reclaimed:
         await self.freed.wait()
@@ -96,12 +105,17 @@ class FakePlace:
         self.loader: Any = SimpleNamespace(find_local=self._find_local, spec=lambda *_: LoadSpec("m"))
         self.room: Any = SimpleNamespace(for_load=self._for_load)
         self.devices: Any = SimpleNamespace(claims=DeviceClaims(), group=lambda *_: group)
+        self.sleep_budget: Any = SimpleNamespace(reserve=self._reserve)
         self.find_error: Exception | None = None
 
     async def _find_local(self, model: KnownModel) -> str:
         if self.find_error is not None:
             raise self.find_error
         return "m"
+
+    @asynccontextmanager
+    async def _reserve(self, num_bytes: int) -> AsyncIterator[bool]:
+        yield True
 
     @asynccontextmanager
     async def _for_load(self, *_: Any) -> AsyncIterator[ChosenDevices]:
@@ -160,6 +174,39 @@ async def test_unexpected_error_during_the_load_is_reported_and_releases_the_dev
     assert isinstance(reply, ShareFailed)
     assert "no space left" in reply.message
     assert place.devices.claims.conflicts(spans=True) == {}
+
+
+async def test_unexpected_error_while_it_falls_asleep_is_reported_to_the_lead(group: FakeGroup, served: Any) -> None:
+    _, lead, _ = served
+    await loaded(lead)
+    group.sleep_error = OSError("no space left")
+    lead.say(SleepShare())
+    reply = await lead.reply()
+    assert isinstance(reply, ShareFailed)
+    assert "no space left" in reply.message
+    group.freed.set()
+
+
+async def test_drain_goes_on_where_a_share_ends_while_another_lead_is_notified(place: Any, group: FakeGroup) -> None:
+    class SlowLead(LeadEnd):
+        async def send(self, message: bytes) -> None:
+            await super().send(message)
+            if isinstance(decode_from_peer(message), ShareEnding):
+                await other.close()
+                await servings[1]
+
+    group.freed.set()
+    shares, slow, other = HostedShares(place), SlowLead(), LeadEnd()
+    servings = [asyncio.create_task(shares.serve(lead)) for lead in (slow, other)]
+    for lead in (slow, other):
+        await loaded(lead)
+    async with asyncio.timeout(WAIT_S):
+        draining = asyncio.create_task(shares.drain(WAIT_S))
+        assert isinstance(await slow.reply(), ShareEnding)
+        slow.say(UnloadShare())
+        await draining
+        await servings[0]
+    assert shares.statuses() == ()
 
 
 async def test_unload_waits_for_a_worker_that_is_busy_with_another_model(group: FakeGroup, served: Any) -> None:

@@ -18,9 +18,9 @@ import pytest
 from cortex.ipc.channel import encode_frame
 from cortex.ipc.packets import PacketSocket
 from cortex.neuron.worker.factory import WorkerFactory, WorkerHandle
-from cortex.neuron.worker.fork_server import ForkServer
+from cortex.neuron.worker.program.fork_server import ForkServer
+from cortex.neuron.worker.program.worker import EXIT_FAULTED
 from cortex.neuron.worker.protocol import DeviceAddress, Exit, Exited, ForkServerEvent, ForkWorker, Warm
-from cortex.neuron.worker.worker import EXIT_FAULTED
 from cortex.telemetry import logs
 
 from ...processes import alive
@@ -145,7 +145,7 @@ def test_fork_server_without_its_daemon_exits_before_it_imports(tmp_path: Path) 
         (tmp_path / "marked.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()")
         ended = subprocess.run(
             [
-                *(sys.executable, "-m", "cortex.neuron.worker.fork_server"),
+                *(sys.executable, "-m", "cortex.neuron.worker.program.fork_server"),
                 *("--control", str(theirs.fileno()), "--parent", str(gone.pid), "--engine", "marked:load"),
             ],
             pass_fds=(theirs.fileno(),),

@@ -25,6 +25,17 @@ def _runs_between(runs: tuple[range, ...], start: int, stop: int) -> Iterator[ra
         start, stop = start - len(run), stop - len(run)
 
 
+def _num_sharing(runs: tuple[range, ...], block: int, width: int = 0) -> int | None:
+    """How many adjacent places of all runs together share a scale, if each block of the file has one; None if a block
+    is cut. The last block may end at `width`."""
+    if not any(runs):
+        return block
+    if min(run.start for run in runs) // block == (max(run.stop for run in runs) - 1) // block:
+        return sum(map(len, runs))
+    is_cut = any(run.start % block or (run.stop % block and run.stop != width) for run in runs)
+    return None if is_cut else block
+
+
 @dataclass(frozen=True, slots=True)
 class ByteSelection:
     """Which bytes of a larger tensor in the file belong to a tensor: groups of it, and a part of each group."""
@@ -195,18 +206,17 @@ class StoredTensor:
 
     @property
     def scaled(self) -> tuple[int, int] | None:
-        """How many rows and columns share a scale, for a matrix with scales beside it whose rows are whole blocks."""
+        """How many rows and columns share a scale, for a matrix with scales beside it that cuts none of their blocks,
+        or is within one."""
         if self.beside is None or self.beside.is_transposed:
             return None
-        rows, columns = self.beside.rows, self.beside.columns
-        if any(run.start % rows or run.stop % rows for run in self.rows_in_file(0, self.num_rows)):
-            return None
-        for run in self.columns.runs if self.columns is not None else ():
-            if run.start // columns == (run.stop - 1) // columns and len(run) == self.shape[1]:
-                return rows, len(run)
-            if run.start % columns or (run.stop % columns and run.stop != self.row_shape[0]):
-                return None
-        return rows, columns
+        rows = _num_sharing(self.rows_in_file(0, self.num_rows), self.beside.rows)
+        columns = _num_sharing(self.columns_in_file(), self.beside.columns, *self.row_shape)
+        return None if rows is None or columns is None else (rows, columns)
+
+    def columns_in_file(self) -> tuple[range, ...]:
+        """Where the columns of a matrix are in the file."""
+        return self.columns.runs if self.columns is not None else (range(*self.row_shape),)
 
     def rows_in_file(self, first_row: int, num_rows: int) -> tuple[range, ...]:
         """Where some rows of a matrix without interleaved rows are in the file."""

@@ -93,7 +93,7 @@ class _ForkServerProcess:
     @classmethod
     async def start(cls, engine: str) -> _ForkServerProcess:
         process, control = await start_child(
-            "cortex.neuron.worker.fork_server",
+            "cortex.neuron.worker.program.fork_server",
             *("--engine", engine),
             environment=_short_spin_wait(),
         )

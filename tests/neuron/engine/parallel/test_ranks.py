@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import GroupBroken, LoadCancelled
+from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, LoadError
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
@@ -123,6 +123,28 @@ def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect
             group.close()
     assert steps_begun
     assert not any(steps_begun)
+
+
+def test_rank_that_fails_while_it_connects_ends_the_wait_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_reduce = TorchGroup.all_reduce
+
+    def broken_after_the_first(group: TorchGroup, partial: torch.Tensor) -> torch.Tensor:
+        if not group.shard.is_first:
+            raise LoadError("the links are broken")
+        return all_reduce(group, partial)
+
+    monkeypatch.setattr(TorchGroup, "all_reduce", broken_after_the_first)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (
+            threads.submit(TorchGroup.join, RankSpec(rank, 2, str(tmp_path)), torch.device("cpu"), lambda: None)
+            for rank in range(2)
+        )
+        with pytest.raises(LoadError, match="the links are broken"):
+            second.result(60)
+        with pytest.raises(LoadCancelled, match="another rank of the model ended its load"):
+            first.result(60)
 
 
 def test_leader_sleeps_and_wakes_after_and_before_the_others(pair: RankThreads) -> None:

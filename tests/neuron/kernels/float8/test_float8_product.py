@@ -12,6 +12,7 @@ from cortex.neuron.kernels.float8.product import (
     float8_product,
     float8_product_reference,
     has_float8_products,
+    has_library_product,
     one_row_float8_product,
     one_row_reference,
     widened_product,
@@ -128,7 +129,9 @@ def test_norm_and_activation_come_before_the_rounding(grouped: bool) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(2, 128, 256), (17, 128, 1536), (64, 256, 128)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(2, 128, 256), (17, 128, 1536), (64, 256, 128), (130, 128, 384)]
+)
 def test_product_of_rounded_rows_agrees_with_the_reference(
     layout: Float8Layout, rows: int, outputs: int, inputs: int
 ) -> None:
@@ -140,11 +143,30 @@ def test_product_of_rounded_rows_agrees_with_the_reference(
         assert_near(out, float8_product_reference(rounded, matrix, bias, residual))
 
 
+@pytest.mark.parametrize(
+    ("layout", "inputs", "capability", "cuda", "expected"),
+    [
+        (FLOAT8_BLOCKS, 1024, (9, 0), (12, 9), True),
+        (FLOAT8_BLOCKS, 1024, (9, 0), (12, 8), False),
+        (FLOAT8_BLOCKS, 1152, (9, 0), (13, 0), False),
+        (FLOAT8_BLOCKS, 1024, (8, 9), (13, 0), False),
+        (FLOAT8_BLOCKS, 1024, (10, 0), (13, 0), False),
+        (FLOAT8_ROWS, 1152, (8, 9), (12, 8), True),
+        (FLOAT8_ROWS, 1152, (12, 0), (13, 0), True),
+        (FLOAT8_ROWS, 1152, (0, 0), (0,), False),
+    ],
+)
+def test_library_multiplies_only_what_it_supports(
+    layout: Float8Layout, inputs: int, capability: tuple[int, int], cuda: tuple[int, ...], expected: bool
+) -> None:
+    assert has_library_product(layout, inputs, capability, cuda) is expected
+
+
 @pytest.mark.skipif(not has_float8_products(DEVICE), reason="needs a GPU with FP8 tensor cores")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [65, 129, 1000])
-def test_library_product_agrees_with_the_reference(layout: Float8Layout, rows: int) -> None:
-    matrix, x = random_matrix(layout, 384, 1536), random_rows(rows, 1536)
+@pytest.mark.parametrize(("rows", "inputs"), [(65, 1536), (129, 1152), (1000, 1536)])
+def test_product_with_a_large_batch_agrees_with_the_reference(layout: Float8Layout, rows: int, inputs: int) -> None:
+    matrix, x = random_matrix(layout, 384, inputs), random_rows(rows, inputs)
     bias, residual = torch.randn(384, device=DEVICE).to(KIND), torch.randn(rows, 384, device=DEVICE).to(KIND)
     rounded = float8_rows(x, grouped=layout.block > 0)
     expected = float8_product_reference(rounded, matrix, bias, residual)

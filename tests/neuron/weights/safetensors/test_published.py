@@ -221,8 +221,8 @@ def test_columns_of_a_matrix_are_those_of_the_whole_one(
 @pytest.mark.parametrize(
     ("name", "columns", "expected"),
     [
-        ("fp8 in blocks", range(128, 256), (128, 128)),
-        ("fp8 in blocks", range(64), (128, 64)),
+        ("fp8 in blocks", range(128, 256), (64, 128)),
+        ("fp8 in blocks", range(64), (64, 64)),
         ("fp8 in blocks", range(64, 192), None),
         ("fp8 in smaller blocks", range(64, 192), (32, 64)),
         ("fp8 in smaller blocks", range(32, 192), None),
@@ -234,13 +234,31 @@ def test_columns_in_fp8_keep_their_scales_where_no_block_is_cut(
 ) -> None:
     whole = opened(tmp_path, MATRICES[name]()).stored(f"{NAME}.weight")
     part = whole.with_columns(columns)
-    if expected is not None and expected[0] > OUTPUTS:
-        expected = None  # its only block of rows is not whole
     assert part.scaled == expected
     if expected is not None:
         values, scale = decode_float8(part, mapped_bytes(part))
         spread = scale.repeat_interleave(expected[1], 1)[:, : len(columns)]
         assert torch.equal(values.float() * spread, decode(part, mapped_bytes(part)))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "expected"),
+    [
+        ("fp8 in smaller blocks", (range(32, 64),), (32, 64)),
+        ("fp8 in smaller blocks", (range(16, 48),), None),
+        ("fp8 by row", (range(16, 48),), (1, INPUTS)),
+        ("fp8 by matrix", (range(16, 48),), (32, INPUTS)),
+        ("fp8 by matrix", (range(16), range(32, 64)), (48, INPUTS)),
+    ],
+)
+def test_rows_in_fp8_keep_their_scales_where_no_block_is_cut(
+    tmp_path: Path, name: str, rows: tuple[range, ...], expected: tuple[int, int] | None
+) -> None:
+    part = opened(tmp_path, MATRICES[name]()).stored(f"{NAME}.weight").with_rows(rows)
+    assert part.scaled == expected
+    if expected is not None:
+        values, scale = decode_float8(part, mapped_bytes(part))
+        assert torch.equal(values.float() * scale.repeat_interleave(expected[1], 1), decode(part, mapped_bytes(part)))
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "w4a16", "w8a8", "mxfp4"])

@@ -100,7 +100,7 @@ class CudaCapture:
     def __init__(self, *, is_divided: bool = False) -> None:
         """`is_divided`: the step has messages between ranks. Whether NCCL can capture them is for it to say."""
         self._pool: Any = None
-        self._refusals = (RuntimeError, GroupBroken) if is_divided else (torch.OutOfMemoryError,)
+        self._rejections = (RuntimeError, GroupBroken) if is_divided else (torch.OutOfMemoryError,)
 
     def __call__(self, step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
         side = torch.cuda.Stream()
@@ -113,7 +113,7 @@ class CudaCapture:
             # Other threads may use CUDA meanwhile: NCCL has one that watches its calls.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = step()
-        except self._refusals as error:
+        except self._rejections as error:
             raise NotCaptured("a step of the model cannot be captured as a CUDA graph") from error
         self._pool = self._pool or graph.pool()
         torch.cuda.synchronize()

@@ -79,7 +79,7 @@ class TorchGroup:
         `StepLink.turn`; ranks that connect wait for each other, as those in a step do. `follow` is called instead of
         `poll` once all ranks have arrived: it must not begin a step, because that would wait for the end of `turn`,
         whose holder waits for this rank. `with_peers`: uses peer memory where there is any. Raises LoadError if the
-        ranks cannot communicate.
+        ranks cannot communicate, LoadCancelled if another one is gone; nothing is connected then.
         """
         shard = Shard(spec.rank, spec.size)
         store = open_store(spec, poll)
@@ -104,6 +104,7 @@ class TorchGroup:
         exchange: Exchange | None,
     ) -> TorchGroup:
         """`exchange`: through which the ranks agree on peer memory; None: they use none."""
+        group: TorchGroup | None = None
         try:
             group = cls(_connect(spec, store), store, shard, device, poll)
             group._check(spec.backend, device)
@@ -113,9 +114,15 @@ class TorchGroup:
                 group.peers = PeerMemory.connect(shard, device, exchange)
                 if group.uses_peers:
                     group._check("peer memory; NCCL_P2P_DISABLE=1 avoids it", device)
-        except RuntimeError as error:
-            message = f"the {spec.size} ranks of the model cannot communicate ({spec.backend}): {error}"
-            raise LoadError(message) from error
+        except BaseException as error:
+            if group is not None:
+                group.close()  # a rank that waits for this one fails at once
+            if isinstance(error, GroupBroken):
+                raise LoadCancelled(f"another rank of the model ended its load: {error}") from error
+            if isinstance(error, RuntimeError):
+                message = f"the {spec.size} ranks of the model cannot communicate ({spec.backend}): {error}"
+                raise LoadError(message) from error
+            raise
         return group
 
     def _check(self, way: str, device: torch.device) -> None:

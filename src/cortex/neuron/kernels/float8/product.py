@@ -2,7 +2,8 @@
 
 One row: its numbers stay as they are, those of the matrix are widened and summed in float32; the norm before and the
 addition after are part of the pass. More rows become eight-bit numbers too (`rows.py`), and FP8 tensor cores multiply:
-in a kernel that reads each row of the matrix once for small batches, in the library's products for large ones.
+in a kernel that reads each row of the matrix once for small batches, in the library's products for large ones, and
+where it has none in the same kernel, a stretch of rows at a time.
 
 These tensor cores add with fewer bits than float32 has. With a scale for each block the sums of 128 columns are added
 in float32. Without, they add all columns, which costs far less accuracy than rounding both factors does.
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.float8.layout import GROUP
+from cortex.neuron.kernels.float8.layout import GROUP, Float8Layout
 from cortex.neuron.kernels.float8.matrix import Float8Matrix, widened
 from cortex.neuron.kernels.float8.rows import Float8Rows
 from cortex.neuron.kernels.jit import (
@@ -39,6 +40,9 @@ from cortex.neuron.kernels.silu import silu_mul_reference
 
 MAX_SMALL_ROWS = 64
 """With more rows the library is faster."""
+_LIBRARY_GROUPS = 4
+"""It reads the scales of this many blocks of columns at a time."""
+_CUDA = tuple(map(int, (torch.version.cuda or "0").split(".")))
 _SCRATCH_BYTES = 32 << 20
 
 
@@ -59,9 +63,23 @@ class Tiles(NamedTuple):
 
 
 @cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def has_float8_products(device: torch.device) -> bool:
     """Whether the tensor cores of this device multiply FP8: Ada, Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return _capability(device) >= (8, 9)
+
+
+def has_library_product(
+    layout: Float8Layout, inputs: int, capability: tuple[int, int], cuda: tuple[int, ...] = _CUDA
+) -> bool:
+    """Whether torch multiplies such a matrix: with a scale for each block only on Hopper, from CUDA 12.9 on. There it
+    gives wrong results, without an error, if a row of scales is not a multiple of `_LIBRARY_GROUPS`."""
+    if layout.block:
+        return capability[0] == 9 and cuda >= (12, 9) and inputs % (_LIBRARY_GROUPS * layout.block) == 0
+    return capability >= (8, 9)
 
 
 def one_row_tiles(outputs: int, inputs: int) -> OneRowTiles:
@@ -101,9 +119,13 @@ def small_batch_tiles(
 
 def float8_product(x: Float8Rows, matrix: Float8Matrix, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """x Wᵀ + bias + residual on FP8 tensor cores. residual: [rows, outputs], maybe columns of more → [rows, outputs]"""
-    if x.num_rows <= MAX_SMALL_ROWS:
+    has_library = has_library_product(matrix.layout, matrix.inputs, _capability(matrix.device))
+    if x.num_rows <= MAX_SMALL_ROWS or not has_library:
         out = torch.empty(x.num_rows, matrix.outputs, dtype=x.dtype, device=matrix.device)
-        _small_batch(x.codes, x.scales, x.num_rows, matrix, out, bias, residual)
+        for start in range(0, x.num_rows, MAX_SMALL_ROWS):
+            rows = slice(start, min(start + MAX_SMALL_ROWS, x.num_rows))
+            before = None if residual is None else residual[rows]
+            _small_batch(x.codes[rows], x.scales[:, rows], matrix, out[rows], bias, before)
         return out
     is_blocked = matrix.layout.block > 0
     product = torch._scaled_mm(
@@ -125,7 +147,7 @@ def widened_product(x: Tensor, matrix: Float8Matrix, out: Tensor, bias: Tensor |
         _add(F.linear(x.float(), widened(matrix)), out, bias, residual)
         return
     if len(x) <= MAX_SMALL_ROWS:
-        _small_batch(x, None, len(x), matrix, out, bias, residual)
+        _small_batch(x, None, matrix, out, bias, residual)
         return
     stretch = max(GROUP, _SCRATCH_BYTES // (2 * matrix.inputs) // GROUP * GROUP)
     product = torch.empty(len(x), matrix.outputs, dtype=x.dtype, device=x.device)
@@ -222,14 +244,13 @@ def _add(product: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | N
 def _small_batch(
     x: Tensor,
     x_scales: Tensor | None,
-    rows: int,
     matrix: Float8Matrix,
     out: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
 ) -> None:
     """x_scales: those of eight-bit rows; None: the rows are of another type, to which the matrix is widened."""
-    outputs, inputs = matrix.outputs, matrix.inputs
+    rows, outputs, inputs = len(x), matrix.outputs, matrix.inputs
     is_native = x_scales is not None
     processors, shared = num_processors(x.device), shared_memory(x.device)
     is_blocked = matrix.layout.block > 0 or not is_native  # what is widened takes registers
@@ -250,7 +271,7 @@ def _small_batch(
         partial,
         matrix.counters,
         rows,
-        0 if x_scales is None else x_scales.shape[1],
+        0 if x_scales is None else x_scales.stride(0),
         outputs,
         out.stride(0),
         0 if residual is None else residual.stride(0),
@@ -372,7 +393,7 @@ def _small_batch_kernel(
     partial,
     counters,
     rows,
-    capacity,
+    scale_stride,
     outputs,
     out_stride,
     residual_stride,
@@ -414,7 +435,7 @@ def _small_batch_kernel(
         if BLOCK > 0:  # BLOCK_IN columns, with the same scale
             scale = tl.load(scales + (block * BLOCK_OUT // BLOCK) * steps + step)
             if NATIVE:
-                scale *= tl.load(x_scales + step * capacity + row, mask=row_inside, other=0.0)[None, :]
+                scale *= tl.load(x_scales + step * scale_stride + row, mask=row_inside, other=0.0)[None, :]
             total += tl.dot(factor, value) * scale
         else:
             total = tl.dot(factor, value, total)

@@ -1,4 +1,4 @@
-"""The whole block for any number of rows, and its reference, which CPUs use."""
+"""A whole mixture-of-experts block for any number of rows, and its reference, which CPUs use."""
 
 from __future__ import annotations
 

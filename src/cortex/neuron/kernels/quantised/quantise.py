@@ -42,9 +42,9 @@ def quantised(numbers: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     Scales are rounded to bfloat16 before codes are chosen, so that the codes make up for it.
     """
     groups = numbers.float().view(len(numbers), -1, layout.group)
-    # The range of a group is divided into the layout's steps, and into one more or less. Fewer steps than codes leave
-    # room at the ends; more steps cut off the outermost numbers, so that the others are finer.
-    best = _fit(groups, layout, 0).better(_fit(groups, layout, 1 if layout.bits < _FITTED_BITS else -1))
+    # The range of a group is divided into the layout's steps, and into one more or less. More steps cut off the
+    # outermost numbers, so that the others are finer: worth it with few bits. Fewer leave room at the ends.
+    best = _fit(groups, layout, 0).better(_fit(groups, layout, 1 if layout.bits < 5 else -1))
     return best.code.to(torch.uint8).flatten(1), best.scale, best.minimum
 
 

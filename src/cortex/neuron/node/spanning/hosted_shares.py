@@ -133,9 +133,9 @@ class HostedShares:
     async def drain(self, drain_s: float) -> None:
         """Takes no more shares, and gives the leads of those that serve `drain_s` to end their requests."""
         self._is_closing = True
-        serving = [share for share in self._shares if share.is_loaded and not share.host_bytes]
-        for share in serving:
-            await self._shares[share].send(encode(ShareEnding()))
+        serving = {share: each for share, each in self._shares.items() if share.is_loaded and not share.host_bytes}
+        for connection in serving.values():
+            await connection.send(encode(ShareEnding()))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 await asyncio.gather(*(share.ended.wait() for share in serving))
@@ -275,16 +275,8 @@ class _Share:
                 self._group = self._new_group(chosen, given, claim)
                 self._resident = await self._group.load(self._spec(model, facts, chosen, given), self)
             reply = ShareLoaded(self._resident.info.notes)
-        except CortexError as error:
-            kind = FaultKind.OUT_OF_MEMORY if isinstance(error, InsufficientCapacity) else FaultKind.REQUEST
-            reply = ShareFailed(kind, error.message)
-        except LoadRejected as error:
-            reply = ShareFailed(error.kind, str(error), error.cancelled)
-        except WorkerLost as error:
-            reply = ShareLost(str(error))
-        except Exception as error:
-            log.exception("%s: the part for %s cannot be loaded", self.model_id, self.lead)
-            reply = ShareFailed(FaultKind.REQUEST, explain(error))  # the lead waits for a reply
+        except Exception as error:  # noqa: BLE001 - reported
+            reply = self._reported(error)
         await self._connection.send(encode(reply))
 
     async def _reply_to(self, work: Coroutine[Any, Any, ShareMessage], before: asyncio.Task[None]) -> None:
@@ -292,20 +284,30 @@ class _Share:
         try:
             await asyncio.wait({before})
             reply = await work
-        except InsufficientCapacity as error:
-            reply = ShareFailed(FaultKind.OUT_OF_MEMORY, error.message)
-        except SleepRejected as error:
-            reply = ShareFailed(FaultKind.REQUEST, str(error))
-        except LoadRejected as error:
-            reply = ShareFailed(error.kind, str(error))
-        except Damaged as error:
-            self._is_lost = True  # nothing of it is left
-            reply = ShareLost(str(error))
-        except WorkerLost as error:
-            reply = ShareLost(str(error))
+        except Exception as error:  # noqa: BLE001 - reported
+            reply = self._reported(error)
         finally:
             work.close()
         await self._connection.send(encode(reply))
+
+    def _reported(self, error: Exception) -> ShareMessage:
+        """The reply to an order that failed: the lead waits for one, whatever the error is."""
+        match error:
+            case InsufficientCapacity():
+                return ShareFailed(FaultKind.OUT_OF_MEMORY, error.message)
+            case CortexError():
+                return ShareFailed(FaultKind.REQUEST, error.message)
+            case LoadRejected():
+                return ShareFailed(error.kind, str(error), error.cancelled)
+            case SleepRejected():
+                return ShareFailed(FaultKind.REQUEST, str(error))
+            case WorkerLost():
+                return ShareLost(str(error))
+            case Damaged():
+                self._is_lost = True  # nothing of it is left
+                return ShareLost(str(error))
+        log.error("%s: the part for %s failed", self.model_id, self.lead, exc_info=error)
+        return ShareFailed(FaultKind.REQUEST, explain(error))
 
     async def _fall_asleep(self) -> ShareMessage:
         """Raises SleepRejected or WorkerLost."""

@@ -22,9 +22,9 @@ _ASSISTANT: Final = {"role": "assistant", "content": "y"}
 @dataclass(frozen=True, slots=True)
 class SystemForm:
     takes_several: bool = True
-    """Whether it accepts several at the beginning; else they become one message, joined by an empty line."""
+    """Whether the template accepts several at the beginning; else they become one message, joined by an empty line."""
     takes_later: bool = True
-    """Whether it accepts them after other turns; else they become user messages in the same place."""
+    """Whether the template accepts them after other turns; else they become user messages in the same place."""
 
     def fit(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """`messages` in the form that the template accepts."""

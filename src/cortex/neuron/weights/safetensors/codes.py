@@ -45,12 +45,15 @@ def numbers_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int
 
 
 def float8_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
-    """Rows of a matrix in FP8 as they are, and their scales: [rows, inputs] float8, [rows, blocks] float32"""
+    """Rows of a matrix in FP8 as they are, and their scales: [rows, inputs] float8, [rows, blocks] float32. Requires
+    `stored.scaled`."""
+    assert stored.scaled is not None
     values = raw.view(torch.float8_e4m3fn).view(-1, *stored.row_shape)
     scale = _finite(stored, beside, _read(beside.scale).float())
     rows = _rows(stored, first_row, len(values), torch.device("cpu"))
-    scale = (scale if scale.dim() == 2 else scale.view(-1, 1))[rows // beside.rows]
-    return _columns(stored, values), _columns(stored, scale, beside.columns).to(raw.device)
+    blocks = _positions(stored.columns_in_file(), rows.device)[:: stored.scaled[1]] // beside.columns
+    scale = (scale if scale.dim() == 2 else scale.view(-1, 1))[rows // beside.rows][:, blocks]
+    return _columns(stored, values), scale.to(raw.device)
 
 
 def groups_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> Groups:
@@ -104,9 +107,11 @@ def _codes(stored: StoredTensor, beside: Beside, raw: Tensor) -> Tensor:
 
 def _rows(stored: StoredTensor, first_row: int, num_rows: int, device: torch.device) -> Tensor:
     """Where some rows are in the file: [rows]"""
-    return torch.cat(
-        [torch.arange(run.start, run.stop, device=device) for run in stored.rows_in_file(first_row, num_rows)]
-    )
+    return _positions(stored.rows_in_file(first_row, num_rows), device)
+
+
+def _positions(runs: tuple[range, ...], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
 
 def _group_scales(stored: StoredTensor, beside: Beside, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ function Variants({ offer, value, onChoose }) {
           <span class="number">${bytes(size)}</span>
           <span class="dim variant-fit">${files > 1 ? `${plural(files, "file")} · ` : ""}<${Fit} nodes=${nodes} /></span>
         </label></li>`)}</ul>
-      <p class="dim small-text">Whether it fits is judged by the weights alone; the KV cache needs more memory.</p>
+      <p class="dim small-text">Only the weights are compared with the free memory; the KV cache needs more.</p>
     </fieldset>`;
 }
 

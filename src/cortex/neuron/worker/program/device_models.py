@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker import memory, protocol
-from cortex.neuron.worker.device_model import DeviceModel
 from cortex.neuron.worker.faults import FaultKind, chain, explain, raise_device_fault
+from cortex.neuron.worker.program.device_model import DeviceModel
+from cortex.neuron.worker.program.step_link import FollowerLink, LeaderLink
 from cortex.neuron.worker.protocol import DeviceAddress, Event
-from cortex.neuron.worker.step_link import FollowerLink, LeaderLink
 
 if TYPE_CHECKING:
     from cortex.neuron.engine.engine import Engine  # imports torch, which `resolve_loader` does at run time

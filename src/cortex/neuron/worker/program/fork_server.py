@@ -1,4 +1,4 @@
-"""The process that device workers are forked from: `python -m cortex.neuron.worker.fork_server`.
+"""The process that device workers are forked from: `python -m cortex.neuron.worker.program.fork_server`.
 
 It imports torch once, which takes seconds, so that a lost worker is replaced in milliseconds and all workers share the
 memory of the imported code. It has one thread and never touches a device: a CUDA context does not survive a fork, so
@@ -19,16 +19,16 @@ from typing import NoReturn
 from cortex.ipc.channel import ChannelError
 from cortex.ipc.child import attach_to_parent, die_with_parent
 from cortex.ipc.packets import PacketSocket
-from cortex.neuron.worker import worker
-from cortex.neuron.worker.device_models import resolve_loader
 from cortex.neuron.worker.faults import explain
+from cortex.neuron.worker.program import worker
+from cortex.neuron.worker.program.device_models import resolve_loader
 from cortex.neuron.worker.protocol import DeviceAddress, Exited, Forked, ForkServerCommand, ForkWorker, KillWorker, Warm
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="cortex.neuron.worker.fork_server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="cortex.neuron.worker.program.fork_server", description=__doc__)
     parser.add_argument("--engine", required=True, help="module:attribute of the engine's load function")
     options, control = attach_to_parent(parser)
     try:

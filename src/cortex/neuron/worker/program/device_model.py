@@ -11,8 +11,8 @@ from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker import memory
 from cortex.neuron.worker.faults import DeviceFault, FaultKind, choose_victims, explain, raise_device_fault
+from cortex.neuron.worker.program.step_link import FollowerLink, LeaderLink
 from cortex.neuron.worker.protocol import DeviceAddress, Event, Outputs, RequestFailed
-from cortex.neuron.worker.step_link import FollowerLink, LeaderLink
 
 if TYPE_CHECKING:
     from cortex.neuron.engine.engine import Engine  # imports torch, which only the engine itself may do

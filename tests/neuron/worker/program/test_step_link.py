@@ -11,8 +11,8 @@ from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.parallel import ports
 from cortex.neuron.engine.request import Meeting, RankSpec
 from cortex.neuron.engine.step_plan import StepPlan
-from cortex.neuron.worker import step_link
-from cortex.neuron.worker.step_link import FollowerLink, LeaderLink
+from cortex.neuron.worker.program import step_link
+from cortex.neuron.worker.program.step_link import FollowerLink, LeaderLink
 
 SECRET = "s" * 32
 

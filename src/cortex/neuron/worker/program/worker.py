@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from cortex.ipc.channel import BlockingChannel, ChannelError
 from cortex.ipc.child import name_thread
-from cortex.neuron.worker.executor import Executor
 from cortex.neuron.worker.faults import DeviceFault, explain
+from cortex.neuron.worker.program.executor import Executor
 from cortex.neuron.worker.protocol import CancelLoad, Command, DeviceAddress, Event, Faulted, Hello
 from cortex.telemetry import logs
 

@@ -11,8 +11,8 @@ import pytest
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.request import EngineRequest, FinishReason, LoadSpec
-from cortex.neuron.worker.executor import PREPARE_AFTER_S, Executor
 from cortex.neuron.worker.faults import DeviceFault, FaultKind
+from cortex.neuron.worker.program.executor import PREPARE_AFTER_S, Executor
 from cortex.neuron.worker.protocol import (
     Cancel,
     CancelLoad,

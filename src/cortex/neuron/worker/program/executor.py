@@ -18,10 +18,10 @@ from collections.abc import Callable
 from cortex.neuron.engine.memory.cores import usable_cores
 from cortex.neuron.engine.request import EngineStats, StepOutput
 from cortex.neuron.worker import memory, protocol
-from cortex.neuron.worker.device_model import DeviceModel
-from cortex.neuron.worker.device_models import DeviceModels, EngineThread, resolve_loader
 from cortex.neuron.worker.faults import FaultKind, explain, raise_device_fault
-from cortex.neuron.worker.grammar_compiler import GrammarCompiler
+from cortex.neuron.worker.program.device_model import DeviceModel
+from cortex.neuron.worker.program.device_models import DeviceModels, EngineThread, resolve_loader
+from cortex.neuron.worker.program.grammar_compiler import GrammarCompiler
 from cortex.neuron.worker.protocol import Activity, Command, DeviceAddress, Event
 
 log = logging.getLogger(__name__)

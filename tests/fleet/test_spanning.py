@@ -163,6 +163,18 @@ def test_part_is_evicted_with_its_model_where_that_is_served(
         assert decision.evictions == (ModelOnNode(beast.name, "big"),)
 
 
+@pytest.mark.parametrize(("size", "victim"), [(8, "old"), (9, "big")])
+def test_evicts_a_part_only_where_all_of_its_model_is_less_than_other_models(
+    model: Make, node: Make, fleet: Make, spec: Make, size: float, victim: str
+) -> None:
+    part = 4.2
+    beast = node("beast", [24], leading(model("big", part)))
+    benjy = node("benjy", [24, 24], model("old", size, devices=(1,)))
+    benjy = with_share(benjy, part)
+    decision = place("m", fleet(beast, benjy, specs=[spec("m", 22)]), NOW, only_on="benjy")
+    assert decision.assessments[0].evictions[0].model == victim
+
+
 def test_evicts_a_model_on_the_same_nodes_once_for_both_parts(model: Make, node: Make, fleet: Make) -> None:
     """On the second node an older model is large enough too; the one that leaves anyway makes room there."""
     beast = node("beast", [24], leading(model("big", 15, idle_s=100)))

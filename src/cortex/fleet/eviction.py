@@ -60,9 +60,15 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     """The node that serves it, if this one has only a part of it: it is unloaded there."""
     ranks: frozenset[int] = frozenset()
     """The devices that it is divided among, if it is."""
-    spans_nodes: bool = False
+    num_nodes: int = 1
+    """Those that it has equal parts on."""
     is_leaving: bool = False
     """Evicted already for the same newcomer, which takes room on another of its nodes."""
+
+    @property
+    def whole_bytes(self) -> int:
+        """What its eviction frees on all of its nodes."""
+        return self.num_bytes * self.num_nodes
 
     @property
     def num_bytes(self) -> int:

@@ -72,7 +72,7 @@ def fit(
 
         def excludes(occupant: Occupant) -> frozenset[int]:
             # Devices of divided models take turns; only within one node can they agree on an order.
-            return occupant.ranks if is_divided and (spans or occupant.spans_nodes) else frozenset()
+            return occupant.ranks if is_divided and (spans or occupant.num_nodes > 1) else frozenset()
 
         found = _find_room(
             spec, node, candidates, occupants, fleet, stage_layers, excludes, count=count, division=division

@@ -35,14 +35,17 @@ def occupants_of(
         kept: tuple[Protection, str] | None
         if (reservation := reserved.get(model_id)) is not None:
             kept = Protection.CHANGING, "load ordered"
-            indices, spans_nodes = reservation.devices, any(each.nodes_of(known) for each in fleet.nodes)
-            is_divided = spans_nodes or len(indices) > 1
+            indices, num_nodes = (
+                reservation.devices,
+                max((len(each.nodes_of(known)) for each in fleet.nodes), default=0),
+            )
+            is_divided = num_nodes > 1 or len(indices) > 1
         elif share is not None:
             kept = _protection_of_part(share, lead, spec, fleet, now, origin)
-            indices, spans_nodes, is_divided = share.devices, True, True
+            indices, num_nodes, is_divided = share.devices, 2 if held is None else len(held.status.nodes), True
         elif held is not None and occupies(held):
             kept = protection(held, node, spec, fleet, now, background=origin == "background")
-            indices, spans_nodes = held.status.devices, bool(held.status.nodes)
+            indices, num_nodes = held.status.devices, len(held.status.nodes)
             is_divided = held.status.parallel is not None
         else:
             continue
@@ -57,7 +60,7 @@ def occupants_of(
                 reason=kept[1] if kept else None,
                 lead=None if lead is None else serving,
                 ranks=frozenset(indices if is_divided else ()),
-                spans_nodes=spans_nodes,
+                num_nodes=max(1, num_nodes),
                 is_leaving=ModelOnNode(serving, model_id) in leaving,
             )
         )

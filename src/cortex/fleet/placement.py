@@ -224,7 +224,7 @@ def _preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | 
         not assessment.pinned,
         not assessment.asleep,
         assessment.load,
-        sum(victim.num_bytes for victim in assessment.victims),
+        sum(victim.whole_bytes for victim in assessment.victims),
         max((victim.last_used for victim in assessment.victims), default=0.0),
         max((victim.priority for victim in assessment.victims), default=0),
         not size_known,

@@ -168,7 +168,7 @@ def harm(room: Room) -> tuple[float, ...]:
     leaving already do not count."""
     victims = [victim for victim in room.victims if not victim.is_leaving]
     return (
-        sum(victim.num_bytes for victim in victims),
+        sum(victim.whole_bytes for victim in victims),
         max((victim.last_used for victim in victims), default=0.0),
         max((victim.priority for victim in victims), default=0),
         *(device.index for device in room.devices),

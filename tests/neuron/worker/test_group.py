@@ -15,7 +15,7 @@ from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
 from cortex.neuron.worker.memory import Reclaimed
-from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.supervisor import WorkerSupervisor
@@ -34,6 +34,7 @@ class FakeSupervisor(WorkerSupervisor):
         self.freed_at_s = float(index)
         self.load_error: Exception | None = None
         self.wake_error: Exception | None = None
+        self.sleep_error: Exception | None = None
         self.spec: LoadSpec | None = None
         self.sink: ModelSink = RecordingSink()
         self.loaded = asyncio.Event()
@@ -55,6 +56,8 @@ class FakeSupervisor(WorkerSupervisor):
         return Reclaimed(20, 20)
 
     async def sleep(self, resident: Resident) -> Resident:
+        if self.sleep_error is not None:
+            raise self.sleep_error
         self._called("sleep")
         return replace(resident, host_bytes=10)
 
@@ -134,6 +137,21 @@ async def test_ranks_that_woke_sleep_again_when_another_one_has_no_room(
     with pytest.raises(LoadRejected, match="no room"):
         await group.wake(asleep)
     assert calls == ["wake 4", "wake 6", "sleep 4", "sleep 6"]
+
+
+async def test_nothing_is_left_of_a_model_whose_ranks_can_neither_wake_nor_sleep_again(
+    supervisors: list[FakeSupervisor], calls: list[str], sink: RecordingSink
+) -> None:
+    claims = DeviceClaims()
+    group = WorkerGroup(supervisors, [], claims.new("m", (1, 4, 6), spans=True))
+    asleep = await group.sleep(await group.load(LoadSpec("m"), sink))
+    calls.clear()
+    supervisors[0].wake_error = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
+    supervisors[1].sleep_error = SleepRejected("no room in host memory")
+    with pytest.raises(WorkerLost, match="no room in host memory"):
+        await group.wake(asleep)
+    assert calls == ["wake 4", "wake 6", "unload 1", "unload 4", "unload 6"]
+    assert claims.conflicts(spans=True) == {}
 
 
 async def test_failed_load_reports_its_cause_and_leaves_nothing(

@@ -12,7 +12,7 @@ import pytest
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
-from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, ModelSink, Resident
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, ModelSink, Resident, SleepRejected
 from cortex.neuron.worker.prefix_memory import BLOCK_TOKENS, PrefixMemory
 from cortex.neuron.worker.process import WorkerLost
 from cortex.neuron.worker.replicas import WorkerReplicas
@@ -33,6 +33,7 @@ class FakeHost:
         self.requests: list[str] = []
         self.fails = False
         self.is_damaged = False
+        self.stays_asleep = self.stays_awake = False
         self.sink: ModelSink = RecordingSink()
         self.is_loaded = False
         self.unloaded = 0
@@ -51,11 +52,15 @@ class FakeHost:
         return Reclaimed(20, 20)
 
     async def sleep(self, resident: Resident) -> Resident:
+        if self.stays_awake:
+            raise SleepRejected("no room in host memory")
         return replace(resident, host_bytes=10)
 
     async def wake(self, resident: Resident) -> Resident:
         if self.is_damaged:
             raise Damaged("other results than before")
+        if self.stays_asleep:
+            raise LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
         return replace(resident, host_bytes=0)
 
     def submit(self, resident: Resident, request: EngineRequest) -> None:
@@ -208,6 +213,15 @@ async def test_failed_wake_of_one_replica_unloads_the_others(loaded: Loaded) -> 
     with pytest.raises(Damaged):
         await replicas.wake(asleep)
     assert [host.unloaded for host in hosts] == [1, 0]
+
+
+async def test_nothing_is_left_of_a_model_whose_replicas_can_neither_wake_nor_sleep_again(loaded: Loaded) -> None:
+    replicas, resident, hosts, _ = loaded
+    asleep = await replicas.sleep(resident)
+    hosts[1].stays_asleep = hosts[0].stays_awake = True
+    with pytest.raises(WorkerLost, match="no room in host memory"):
+        await replicas.wake(asleep)
+    assert [host.unloaded for host in hosts] == [1, 1]
 
 
 async def test_reload_that_sleep_interrupts_is_repeated_after_the_wake(loaded: Loaded) -> None:

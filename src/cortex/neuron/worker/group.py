@@ -238,11 +238,14 @@ class WorkerGroup:
         return together(self._residents)
 
     async def _back_to_sleep(self, woken: Sequence[tuple[Member, Resident]]) -> None:
-        for supervisor, part in woken:
+        """Raises WorkerLost if nothing of the model is left."""
+        for member, part in woken:
             try:
-                await supervisor.sleep(part)
+                await member.sleep(part)
             except SleepRejected as error:
-                raise WorkerLost(f"a rank of the model is awake and cannot be put to sleep again: {error}") from error
+                await self.unload(together(self._residents))
+                message = f"the model was unloaded: a rank that woke cannot be put to sleep again: {error}"
+                raise WorkerLost(message) from error
 
     def submit(self, resident: Resident, request: EngineRequest) -> None:
         del resident

@@ -160,8 +160,7 @@ class WorkerReplicas:
             try:
                 replica.resident = await replica.host.wake(part)
             except LoadRejected:
-                for other in woken:
-                    await _back_to_sleep(other)
+                await self._back_to_sleep(woken)
                 raise
             except (Damaged, WorkerLost):
                 replica.resident = None  # nothing of it is left
@@ -173,6 +172,17 @@ class WorkerReplicas:
             if replica.resident is None:
                 self._start_reload(replica)
         return self._whole()
+
+    async def _back_to_sleep(self, woken: Sequence[_Replica]) -> None:
+        """Raises WorkerLost if nothing of the model is left."""
+        for replica in woken:
+            assert replica.resident is not None
+            try:
+                replica.resident = await replica.host.sleep(replica.resident)
+            except SleepRejected as error:
+                await self._unload_present()
+                message = f"the model was unloaded: a replica that woke cannot be put to sleep again: {error}"
+                raise WorkerLost(message) from error
 
     def _present(self) -> list[tuple[_Replica, Resident]]:
         return [(replica, replica.resident) for replica in self._replicas if replica.resident is not None]
@@ -273,14 +283,6 @@ class WorkerReplicas:
         self.stop_reloads()
         if self._reloads:
             await asyncio.wait(self._reloads)
-
-
-async def _back_to_sleep(replica: _Replica) -> None:
-    assert replica.resident is not None
-    try:
-        replica.resident = await replica.host.sleep(replica.resident)
-    except SleepRejected as error:
-        raise WorkerLost(f"a replica is awake and cannot be put to sleep again: {error}") from error
 
 
 class _ReplicaSink:

@@ -137,6 +137,7 @@ class FakeNeuron:
             measured_bytes=self.sizes[model] if state in (ModelState.READY, ModelState.ASLEEP) else None,
             host_bytes=self.sizes[model] // 2 if state is ModelState.ASLEEP else 0,
             context_tokens=32768,
+            max_input_tokens=30000,
             max_output_tokens=8192,
             capabilities=Capabilities(tools=True, reasoning=True),
             sampling=self.sampling.get(model, SamplingDefaults()),

@@ -189,6 +189,8 @@ class ModelStatus(NodeValue, frozen=True):
     """Its repository in the node's hub cache, incomplete downloads included; absent for a model outside the cache."""
     context_tokens: int | None = None
     """Context that the loaded model accepts: the model's limit, or less if memory is the limit."""
+    max_input_tokens: int | None = None
+    """The longest prompt: the context, or less if `limits.max_prompt_tokens` of the node is less."""
     max_output_tokens: int | None = None
     capabilities: Capabilities = Capabilities()
     sampling: SamplingDefaults = SamplingDefaults()

@@ -54,7 +54,7 @@ def entry(
 ) -> dict[str, Any]:
     """One model. Reasons of failures, which name files, are for operators."""
     held = [(node, node.residencies[spec.id]) for node in fleet.nodes if spec.id in node.residencies]
-    context, output = _limits(spec, held)
+    context, input, output = _limits(spec, held)
     return {
         "id": spec.id,
         "object": "model",
@@ -72,7 +72,7 @@ def entry(
             if residency.state is not ModelState.COLD
         ],
         "max_model_len": context,
-        "limit": {"context": context, "input": context, "output": output},
+        "limit": {"context": context, "input": input, "output": output},
         "capabilities": _capabilities(spec, held),
         "sampling": _sampling(spec, held),
         "cost": msgspec.to_builtins(spec.cost),
@@ -116,14 +116,16 @@ def _location(node: Node, residency: Residency, for_operator: bool) -> dict[str,
     return place
 
 
-def _limits(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> tuple[int | None, int | None]:
-    """The smallest limits of the ready replicas; where there are none, of all nodes that list the model."""
+def _limits(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> tuple[int | None, int | None, int | None]:
+    """Of context, prompt and response, the smallest of the ready replicas; where there are none, of all nodes that
+    list the model."""
     ready = [residency.status for _, residency in held if residency.state is ModelState.READY]
     statuses = ready or [residency.status for _, residency in held]
     contexts = [status.context_tokens for status in statuses if status.context_tokens is not None]
     outputs = [status.max_output_tokens for status in statuses if status.max_output_tokens is not None]
+    inputs = [status.max_input_tokens for status in statuses if status.max_input_tokens is not None]
     context = min(contexts, default=spec.context)
-    return context, min(outputs, default=context)
+    return context, min(inputs, default=context), min(outputs, default=context)
 
 
 def _sampling(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[str, float]:

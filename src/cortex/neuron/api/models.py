@@ -50,6 +50,10 @@ class ModelRoutes:
             "loaded": status.state is ModelState.READY,
             "state": status.state.value,
             "max_model_len": status.context_tokens,
-            "limit": {"context": status.context_tokens, "output": status.max_output_tokens},
+            "limit": {
+                "context": status.context_tokens,
+                "input": status.max_input_tokens,
+                "output": status.max_output_tokens,
+            },
             "capabilities": status.capabilities,
         }

@@ -32,6 +32,7 @@ class Models:
         on_changed: Callable[[str], None],
         policy: BackoffPolicy,
         sleep_budget: SleepBudget,
+        max_prompt_tokens: int | None,
     ) -> None:
         """`on_changed`: called with the id of a model whose status has changed."""
         self._library = library
@@ -42,6 +43,7 @@ class Models:
         self._policy = policy
         self._controllers: dict[str, ModelController] = {}
         self._sleep_budget = sleep_budget
+        self._max_prompt_tokens = max_prompt_tokens
 
     def controller(self, model_id: str) -> ModelController:
         """Raises ModelNotFound."""
@@ -72,6 +74,7 @@ class Models:
             self._loader.stage_layers(model, survey.facts) if survey is not None else (),
             self._texts.num_jobs(model_id),
             self._files.disk_bytes(model),
+            self._max_prompt_tokens,
         )
 
     def engine_stats(self) -> dict[str, EngineStats]:

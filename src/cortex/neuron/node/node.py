@@ -122,6 +122,7 @@ class Node:
             self._model_changed,
             parts.policy,
             sleep_budget,
+            limits.max_prompt_tokens,
         )
         self.prompts = Prompts(self._models, self._loader, self._texts, limits.max_prompt_tokens, self._check_open)
         self._feed = EventFeed()

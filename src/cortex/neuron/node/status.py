@@ -41,6 +41,7 @@ def describe_model(
     stage_layers: tuple[int, ...],
     num_in_preparation: int,
     disk_bytes: int | None,
+    max_prompt_tokens: int | None,
 ) -> ModelStatus:
     """`stage_layers`: those of a model that is not loaded. `num_in_preparation`: requests that are tokenised, or wait
     for that, and so are not with the instance yet."""
@@ -78,6 +79,7 @@ def describe_model(
         host_bytes=instance.host_bytes if instance is not None else 0,
         disk_bytes=disk_bytes,
         context_tokens=context_tokens,
+        max_input_tokens=min((limit for limit in (context_tokens, max_prompt_tokens) if limit), default=None),
         max_output_tokens=context_tokens,
         capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),
         sampling=model.sampling if survey is None else model.sampling.over(as_sampling(survey.text.generation)),

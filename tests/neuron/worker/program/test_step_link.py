@@ -27,12 +27,9 @@ def rank(number: int, port: int, secret: str = SECRET) -> RankSpec:
     return RankSpec(number, 2, "", meeting=Meeting("127.0.0.1", 0, port, secret, f"127.0.0.{number + 1}"))
 
 
-def test_leader_announces_to_ranks_and_closes_connections_without_the_secret(port: int) -> None:
+def assert_only_ranks_are_served(leader: LeaderLink, port: int, strangers: list[socket.socket]) -> None:
+    """A rank that connects now gets a plan, and the strangers are disconnected. Closes all of them."""
     plans: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
-    leader = LeaderLink(rank(0, port), lambda: None)
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
-    strangers[0].sendall(b"x" * len(SECRET))
-    strangers[1].shutdown(socket.SHUT_WR)
     follower = FollowerLink(rank(1, port), plans.put, lambda: None)
     follower.open()
     leader.announce(StepPlan((), 0, (), ()))
@@ -42,24 +39,23 @@ def test_leader_announces_to_ranks_and_closes_connections_without_the_secret(por
         stranger.close()
     follower.close()
     leader.close()
+
+
+def test_leader_announces_to_ranks_and_closes_connections_without_the_secret(port: int) -> None:
+    leader = LeaderLink(rank(0, port), lambda: None)
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+    strangers[0].sendall(b"x" * len(SECRET))
+    strangers[1].shutdown(socket.SHUT_WR)
+    assert_only_ranks_are_served(leader, port, strangers)
 
 
 def test_silent_strangers_delay_no_rank(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_link, "CONNECT_S", 1000.0)
     monkeypatch.setattr(step_link, "MAX_STRANGERS", 4)
-    plans: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
     leader = LeaderLink(rank(0, port), lambda: None)
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
     strangers[-1].sendall(SECRET[:-1].encode())
-    follower = FollowerLink(rank(1, port), plans.put, lambda: None)
-    follower.open()
-    leader.announce(StepPlan((), 0, (), ()))
-    assert plans.get(timeout=30).rows == ()
-    for stranger in strangers:
-        assert stranger.recv(1) == b""
-        stranger.close()
-    follower.close()
-    leader.close()
+    assert_only_ranks_are_served(leader, port, strangers)
 
 
 def test_port_that_is_held_for_the_load_is_free_for_its_leader_alone() -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 INTERRUPTED_IMPORT = """
-import sys, time
+import signal, sys, time
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background inherits that it is ignored
 
 class SlowImport:
     def find_spec(self, name, path=None, target=None):

@@ -125,7 +125,7 @@ class _ResponsesFields(_StateFields, frozen=True):
 
 class _CompletionsFields(_Fields, frozen=True):
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_TOKENS)] | None = None
-    """0 asks for the prompt alone, with `echo`. Some foreign servers read it as no limit, so it reserves as none."""
+    """0 asks for no tokens. Some foreign servers read it as no limit, so it reserves as none."""
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_TOKENS)] | None = None
     n: ChoiceCount | None = None
     best_of: ChoiceCount | None = None

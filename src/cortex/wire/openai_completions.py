@@ -48,8 +48,6 @@ def parse(body: bytes) -> GenerateRequest:
     max_tokens, n = read_limits(fields, fewest_tokens=0)
     top_logprobs = fields.integer("logprobs", low=0, high=MAX_TOP_LOGPROBS)
     echo = fields.flag("echo") or False
-    if max_tokens == 0 and not echo:
-        raise fields.invalid("max_tokens", "a response without tokens is supported only with 'echo'; send at least 1")
     prompt, *more_prompts = _read_prompts(fields)
     if (num_choices := n * (1 + len(more_prompts))) > MAX_CHOICES:
         raise fields.invalid(

@@ -232,18 +232,21 @@ async def test_completions_continue_every_prompt_of_a_list(api: Api, openai_clie
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_echo_without_tokens_returns_the_prompt_alone(api: Api, *, stream: bool) -> None:
-    body = {"model": "org/tiny", "prompt": ["ab", "c"], "echo": True, "max_tokens": 0, "stream": stream}
+@pytest.mark.parametrize(("echo", "texts"), [(True, ["ab", "c"]), (False, ["", ""])])
+async def test_response_without_tokens_is_the_echo_alone(
+    api: Api, *, stream: bool, echo: bool, texts: list[str]
+) -> None:
+    body = {"model": "org/tiny", "prompt": ["ab", "c"], "echo": echo, "max_tokens": 0, "stream": stream}
     if stream:
         received = [json.loads(frame.data) for frame in (await frames(api, "/v1/completions", body))[:-1]]
         choices = [choice for chunk in received for choice in chunk["choices"]]
-        assert ["".join(c["text"] for c in choices if c["index"] == index) for index in (0, 1)] == ["ab", "c"]
+        assert ["".join(c["text"] for c in choices if c["index"] == index) for index in (0, 1)] == texts
     else:
         status, reply, _ = await api.post("/v1/completions", body)
         assert status == 200
         assert [(c["index"], c["text"], c["finish_reason"]) for c in reply["choices"]] == [
-            (0, "ab", "length"),
-            (1, "c", "length"),
+            (0, texts[0], "length"),
+            (1, texts[1], "length"),
         ]
         assert (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]) == (3, 0)
     assert not api.node.submitted

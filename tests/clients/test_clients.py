@@ -24,11 +24,11 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         *named("chat", "responses", tasks=(*TASKS, "native structured")),
         "responses: server-side state",
     ),
-    "instructor_client.py": ("structured by tool", "structured by schema", "stream", "anthropic"),
+    "instructor_client.py": ("chat", "tools", "structured by tool", "structured by schema", "stream", "anthropic"),
     "litellm_client.py": (*named("openai", "anthropic", tasks=(*TASKS, "overflow")), "responses"),
     "openai_agents_client.py": (*named("responses", "chat"), "responses: second turn"),
     "llm_client.py": TASKS,
-    "aider_client.py": ("edit",),
+    "aider_client.py": ("chat", "stream", "edit"),
     "openai_node.mjs": (*TASKS, *named("responses", tasks=("state", "background"))),
     "anthropic_node.mjs": TASKS,
     "ai_sdk.mjs": named(

@@ -34,7 +34,7 @@ SHARED = {
 }
 RANGES: dict[Dialect, dict[str, tuple[float, float]]] = {
     "openai_chat": {**SHARED, "max_completion_tokens": (1, LARGEST_COUNT), "top_logprobs": (0, 20)},
-    "openai_completions": {**SHARED, "logprobs": (0, 20), "best_of": (1, 1)},
+    "openai_completions": {**SHARED, "max_tokens": (0, LARGEST_COUNT), "logprobs": (0, 20), "best_of": (1, 1)},
     "openai_responses": {
         "temperature": (0, 100),
         "top_p": (0, 1),

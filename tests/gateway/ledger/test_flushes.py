@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from cortex.gateway.database import StoreError
-from cortex.gateway.ledger.keys import Keyring, generate
+from cortex.gateway.ledger.keys import Keyring, NewKey, generate
 from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.limits import Spent
 from cortex.gateway.ledger.meter import KeyedMeter, Meter
@@ -85,9 +85,10 @@ async def test_loses_nothing_while_the_database_is_unavailable(database: str, ca
     again.close()
 
 
-async def test_unexpected_failure_of_a_flush_is_retried_with_the_same_usage(tmp_path: object) -> None:
-    key, restarted = generate("alice"), asyncio.Event()
-    store = Away(open_store(f"{tmp_path}/spend.db"))
+async def ledger_with_a_failed_flush(path: str, key: NewKey) -> tuple[Ledger, Away]:
+    """One whose flush of ten tokens failed with an error that nobody expects. The store is still away."""
+    restarted = asyncio.Event()
+    store = Away(open_store(path))
     store.failure = RuntimeError("not a failure of the database")
     tasks = Supervisor(lambda _: restarted.set())
     ledger = Ledger(store, Keyring([key.section]), flush_s=0.01, tasks=tasks)  # type: ignore[arg-type]
@@ -95,6 +96,12 @@ async def test_unexpected_failure_of_a_flush_is_retried_with_the_same_usage(tmp_
     store.is_away = True
     settle(admit(KeyedMeter(ledger), key), 5, 5)
     await asyncio.wait_for(restarted.wait(), 40)
+    return ledger, store
+
+
+async def test_unexpected_failure_of_a_flush_is_retried_with_the_same_usage(tmp_path: object) -> None:
+    key = generate("alice")
+    ledger, store = await ledger_with_a_failed_flush(f"{tmp_path}/spend.db", key)
     settle(admit(KeyedMeter(ledger), key), 5, 5)
     store.is_away = False
     reader = open_store(f"{tmp_path}/spend.db")
@@ -106,15 +113,8 @@ async def test_unexpected_failure_of_a_flush_is_retried_with_the_same_usage(tmp_
 
 
 async def test_close_writes_the_usage_that_a_failed_flush_kept(tmp_path: object) -> None:
-    key, restarted = generate("alice"), asyncio.Event()
-    store = Away(open_store(f"{tmp_path}/spend.db"))
-    store.failure = RuntimeError("not a failure of the database")
-    tasks = Supervisor(lambda _: restarted.set())
-    ledger = Ledger(store, Keyring([key.section]), flush_s=0.01, tasks=tasks)  # type: ignore[arg-type]
-    await ledger.start()
-    store.is_away = True
-    settle(admit(KeyedMeter(ledger), key), 5, 5)
-    await asyncio.wait_for(restarted.wait(), 40)
+    key = generate("alice")
+    ledger, store = await ledger_with_a_failed_flush(f"{tmp_path}/spend.db", key)
     store.is_away = False
     await ledger.close()
     reader = open_store(f"{tmp_path}/spend.db")

@@ -33,9 +33,11 @@ from cortex.neuron.kernels.delta.chunks import delta_chunks
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.kernels.delta.step import delta_step
 from cortex.neuron.kernels.float8 import product as float8_product_module
+from cortex.neuron.kernels.float8 import support
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout
 from cortex.neuron.kernels.float8.matrix import empty_float8_matrix
-from cortex.neuron.kernels.float8.product import float8_product, one_row_float8_product, widened_product
+from cortex.neuron.kernels.float8.one_row import one_row_float8_product
+from cortex.neuron.kernels.float8.product import float8_product, widened_product
 from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import contract_grouped, expand_grouped, tiling
@@ -166,7 +168,7 @@ def float8(layout: Float8Layout, rows: int) -> None:
     if rows == 1:
         one_row_float8_product(x, matrix, out, None, empty(4096), 1e-6, None)
         one_row_float8_product(x, matrix, empty(1, 2048), None, empty(4096), 1e-6, None, gated=True)
-    elif float8_product_module.has_float8_products(x.device):
+    elif support.has_float8_products(x.device):
         rounded = float8_rows(x, grouped=layout.block > 0, norm_weight=empty(4096), eps=1e-6)
         float8_product(rounded, matrix, None, out)
         float8_rows(empty(rows, 8192), grouped=layout.block > 0, gated=True)
@@ -234,7 +236,7 @@ def main() -> int:
         patches.enter_context(mock.patch.object(jit, "overlaps", return_value=capability >= 90))
         for owner in (jit, float8_product_module):
             patches.enter_context(mock.patch.object(owner, "has_kernels", return_value=True))
-        has_float8 = mock.patch.object(float8_product_module, "has_float8_products", return_value=capability >= 89)
+        has_float8 = mock.patch.object(support, "capability_of", return_value=divmod(capability, 10))
         patches.enter_context(has_float8)
         for name in FITTED:
             module = importlib.import_module(f"cortex.neuron.kernels.{name}")

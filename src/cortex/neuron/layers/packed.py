@@ -9,13 +9,10 @@ from torch import Tensor
 
 from cortex.neuron.kernels.device_matrix import DeviceMatrix
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
-from cortex.neuron.kernels.float8.product import (
-    float8_product,
-    has_float8_products,
-    one_row_float8_product,
-    widened_product,
-)
+from cortex.neuron.kernels.float8.one_row import one_row_float8_product
+from cortex.neuron.kernels.float8.product import float8_product, widened_product
 from cortex.neuron.kernels.float8.rows import float8_rows
+from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product

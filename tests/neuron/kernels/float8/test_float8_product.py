@@ -7,17 +7,15 @@ import torch
 
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout, float8_layout
 from cortex.neuron.kernels.float8.matrix import FLOAT8, Float8Matrix, empty_float8_matrix, widened
+from cortex.neuron.kernels.float8.one_row import one_row_float8_product, one_row_reference
 from cortex.neuron.kernels.float8.product import (
     float8_embedding,
     float8_product,
     float8_product_reference,
-    has_float8_products,
-    has_library_product,
-    one_row_float8_product,
-    one_row_reference,
     widened_product,
 )
 from cortex.neuron.kernels.float8.rows import float8_rows, float8_rows_reference
+from cortex.neuron.kernels.float8.support import has_float8_products, has_library_product
 from cortex.neuron.kernels.jit import INTERPRETED
 from cortex.neuron.kernels.norm import rms_norm_reference
 from cortex.neuron.kernels.silu import silu_mul_reference

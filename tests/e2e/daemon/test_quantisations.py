@@ -15,7 +15,7 @@ from tests.neuron.fake_hub import FakeHub, served
 
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.memory.dtypes import likely_cpu_form
-from cortex.neuron.kernels.products.cpu_matrix import fastest_form
+from cortex.neuron.kernels.products.cpu_matrix import best_form
 
 from .gguf_files import write_gguf
 
@@ -104,7 +104,7 @@ def test_any_spelling_loads_its_file_and_the_report_names_it(
 @pytest.fixture
 def _quantises_at_load() -> None:
     device = torch.device("cpu")
-    if likely_cpu_form() is None or fastest_form(compute_dtype("auto", device)) is None:
+    if likely_cpu_form() is None or best_form(compute_dtype("auto", device)) is None:
         pytest.skip("this processor multiplies faster with dense weights, so none are quantised at load")
 
 

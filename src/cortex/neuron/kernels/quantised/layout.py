@@ -36,8 +36,8 @@ class Layout:
     zero: int | None = None
     """The code that stands for 0; None: each group has a minimum. Only with groups of 16, or with levels."""
     levels: tuple[int, ...] = ()
-    """Sixteen numbers of a signed byte that codes of four bits stand for; empty: codes are numbers themselves. Only with
-    groups of 32. Codes arrive as `zero + level`."""
+    """Sixteen numbers of a signed byte that codes of four bits stand for; empty: codes are numbers themselves. Only
+    with groups of 32. Codes arrive as `zero + level`."""
 
     @property
     def bits(self) -> int:

@@ -45,7 +45,8 @@ class PackedMatrix:
         """Fill rows from `first_row` on with `scale · code + minimum`.
 
         code: [rows, inputs] uint8; scale and minimum: [rows, inputs / group] float32. Where the layout has a zero, the
-        minimum must be `-zero · scale`: it is not stored. Where it has levels, each code must be `zero` plus one of them.
+        minimum must be `-zero · scale`: it is not stored. Where it has levels, every code must be `zero` plus one of
+        them.
         """
         layout, rows = self.layout, slice(first_row, first_row + len(code))
         columns = self.low.shape[1] * UNIT

@@ -62,7 +62,7 @@ bench: $(TESTABLE) ## List the benchmarks; each prints its own --help
 
 docs: $(TESTABLE) ## Regenerate the references of configuration and request fields
 	$(BIN)/python -m cortex.cli.reference docs/configuration.md
-	$(BIN)/python -m cortex.wire.field_tables.page docs/fields.md
+	$(BIN)/python -m cortex.wire.fields.tables.page docs/fields.md
 
 locks: $(TESTABLE) ## Pin what the container images install, with hashes: the versions that are tested (needs uv)
 	$(BIN)/python packaging/lock.py

@@ -16,7 +16,7 @@ from msgspec import Meta
 from cortex import settings
 from cortex.settings import Listen, SamplingSection, Section
 from cortex.telemetry import TelemetrySection
-from cortex.wire.node import KVDtype
+from cortex.wire.node.protocol import KVDtype
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]

@@ -31,7 +31,7 @@ def pack_numbers(numbers: Tensor, layout: Layout, low: Tensor, high: Tensor, sca
 def pack_codes(
     code: Tensor, scale: Tensor, minimum: Tensor, layout: Layout, low: Tensor, high: Tensor, scales: Tensor
 ) -> None:
-    """code: [rows, inputs] uint8; scale, minimum: [rows, groups]; the others: the same rows of the packed matrix"""
+    """code: [rows, inputs] uint8, as stored; scale, minimum: [rows, groups]; the others: the same rows of the matrix"""
     parts = (code.contiguous(), scale.contiguous(), minimum.contiguous())
     _launch(_codes_kernel, parts, layout, low, high, scales, {})
 
@@ -59,6 +59,7 @@ def _launch(
         HIGH_BITS=layout.high_bits,
         GROUP=layout.group,
         ZERO=-1 if layout.zero is None else layout.zero,
+        LEVELS=bool(layout.levels),
         BLOCKS=_BLOCKS,
         **options,
     )
@@ -77,6 +78,7 @@ def _numbers_kernel(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    LEVELS: tl.constexpr,
     EXTRA: tl.constexpr,
     FITTED: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -96,17 +98,8 @@ def _numbers_kernel(
     code = _codes(x, scale, minimum, bits).to(tl.int32)
     # A number that is not finite leaves none of its group: sums are not finite either.
     scale = tl.where(sums - sums == 0, scale, float("nan"))
-    _store_codes(
-        low_plane,
-        high_plane,
-        tl.reshape(code, (BLOCKS, _COLUMNS)),
-        block,
-        has_source,
-        total,
-        LOW_BITS,
-        HIGH_BITS,
-        BLOCKS,
-    )
+    code = tl.reshape(code, (BLOCKS, _COLUMNS))
+    _store_codes(low_plane, high_plane, code, block, has_source, total, LOW_BITS, HIGH_BITS, LEVELS, BLOCKS)
     _store_scales(scales, scale, minimum, block, has_source, total, GROUP, ZERO)
 
 
@@ -125,6 +118,7 @@ def _codes_kernel(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    LEVELS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """codes: [rows, stored_blocks · 32]"""
@@ -132,7 +126,7 @@ def _codes_kernel(
     block, source, has_source = _places(total, stored_blocks, num_blocks, BLOCKS)
     offset = source[:, None] * _COLUMNS + tl.arange(0, _COLUMNS)[None, :]
     code = tl.load(codes + offset, mask=has_source[:, None], other=0).to(tl.int32)
-    _store_codes(low_plane, high_plane, code, block, has_source, total, LOW_BITS, HIGH_BITS, BLOCKS)
+    _store_codes(low_plane, high_plane, code, block, has_source, total, LOW_BITS, HIGH_BITS, LEVELS, BLOCKS)
     group = source[:, None] * groups + tl.arange(0, groups)[None, :]
     scale = tl.load(group_scales + group, mask=has_source[:, None], other=0.0)
     minimum = tl.load(group_minimums + group, mask=has_source[:, None], other=0.0)
@@ -221,6 +215,7 @@ def _store_codes(
     total,
     LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr,
+    LEVELS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """code: [blocks, 32] int32. A block has four units: those of 4 · t + v, where v is its place in the chunk."""
@@ -235,7 +230,7 @@ def _store_codes(
         tl.store(low_plane + unit, low, mask=inside)
         tl.store(high_plane + unit, high, mask=inside)
     else:
-        slot = h * 4 + j1 * 2 + j0
+        slot = j0 * 4 + h * 2 + j1 if LEVELS else h * 4 + j1 * 2 + j0
         low = _words((code & ((1 << LOW_BITS) - 1)) << (slot * LOW_BITS), BLOCKS)
         tl.store(low_plane + unit, low.to(low_plane.dtype.element_ty), mask=inside)
         if HIGH_BITS > 0:
@@ -258,7 +253,7 @@ def _store_scales(scales, scale, minimum, block, has_source, total, GROUP: tl.co
     scale = tl.where(has_source[:, None], _bfloat16_bits(scale), 0)
     if ZERO >= 0:
         word = tl.sum(tl.where(group == 0, (scale >> 16) & 0xFFFF, scale), 1)
-        tl.store(scales + block, word, mask=block < total)
+        tl.store(scales + block, word.to(scales.dtype.element_ty), mask=block < total)
     else:
         minimum = tl.where(has_source[:, None], _bfloat16_bits(minimum), 0)
         word = ((scale >> 16) & 0xFFFF) | minimum

@@ -29,6 +29,7 @@ def quantised(numbers: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
 
     Scales are rounded to bfloat16 before codes are chosen, so that the codes make up for it.
     """
+    assert not layout.levels, "levels are for formats that come with their codes"
     groups = numbers.float().view(len(numbers), -1, layout.group)
     low, high, total = groups.amin(-1), groups.amax(-1), groups.sum(-1)
     scale, minimum, error = _fit(groups, layout, low, high, total, 0)

@@ -269,7 +269,11 @@ class Node:
     def _holdings(self) -> list[ModelHolding]:
         """What models, and the parts here of models that other nodes lead, hold of the devices."""
         shares = [
-            ModelHolding(share.model_id, share.devices, equal_parts(share.num_bytes, len(share.devices)))
+            ModelHolding(
+                share.model_id,
+                share.devices,
+                share.device_bytes if share.state == "ready" else equal_parts(share.num_bytes, len(share.devices)),
+            )
             for share in self.shares.statuses()
             if share.devices
         ]

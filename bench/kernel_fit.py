@@ -44,7 +44,7 @@ from cortex.neuron.kernels.moe.grouped import contract_grouped, expand_grouped, 
 from cortex.neuron.kernels.moe.routing import PairLists
 from cortex.neuron.kernels.products.matvec import gated_matvec, matvec
 from cortex.neuron.kernels.quantised.experts import PackedExperts, contract_packed_grouped, expand_packed_grouped
-from cortex.neuron.kernels.quantised.layout import Q2, Q3, Q4, Q5, Q6, Q8, Layout
+from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.packing import empty_matrix
 from cortex.neuron.kernels.quantised.product import small_batch_product
@@ -207,9 +207,10 @@ def cases() -> Iterator[tuple[str, Any]]:
         yield f"gated 4096 to 12288, {rows} rows", lambda count=rows: gated(count)
     for tokens in (64, 512, 2048):
         yield f"experts, {tokens} tokens", lambda count=tokens: experts(count)
-    for layout in (Q2, Q3, Q4, Q5, Q6, Q8):
+    for layout in (Q2, Q3, Q4, Q5, Q6, Q8, IQ4, FP4):
+        levels = f" of levels to {max(layout.levels)}" if layout.levels else ""
         for rows in (1, 16, 64):
-            yield f"{layout.bits} bits, {rows} rows", lambda s=(layout, rows): packed(*s)
+            yield f"{layout.bits} bits{levels}, {rows} rows", lambda s=(layout, rows): packed(*s)
     for blocks in (FLOAT8_BLOCKS, FLOAT8_ROWS):
         for rows in (1, 16, 64):
             yield f"fp8, scales by {blocks.block or 'row'}, {rows} rows", lambda s=(blocks, rows): float8(*s)

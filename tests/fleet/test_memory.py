@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from cortex.fleet.fitting import Fitting
 from cortex.fleet.memory import Holding, Need, ledger, measurements, need_of
+from cortex.fleet.placement.fitting import Fitting
 from cortex.fleet.topology import MemoryReservation
-from cortex.wire.node import ModelState, QuantisedSize
+from cortex.wire.node.protocol import ModelState, QuantisedSize
 
 GIB = 1024**3
 Make = Callable[..., Any]

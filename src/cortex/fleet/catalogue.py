@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from cortex.settings import SamplingSection, Section
-from cortex.wire.body import MAX_MODEL_NAME
 from cortex.wire.errors import ModelNotFound, shorten
-from cortex.wire.node import KVDtype
+from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.protocol import KVDtype
 
 MEBIBYTE = 1024 * 1024
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from cortex.wire.node import ModelStatus
+from cortex.wire.node.protocol import ModelStatus
 
 from .catalogue import ModelSpec
 from .topology import ON_DEVICE, DeviceState, Fleet, Node

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cortex.wire.node import (
+from cortex.wire.node.protocol import (
     Device,
     DeviceHealth,
     DeviceKind,

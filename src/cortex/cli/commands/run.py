@@ -9,8 +9,8 @@ from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, m
 from cortex.cli.commands.chat import converse
 from cortex.cli.commands.files import split_quant, start_pull
 from cortex.cli.failures import Command, CommandError
-from cortex.cli.job_view import follow
-from cortex.wire.node import ModelState
+from cortex.cli.views.jobs import follow
+from cortex.wire.node.protocol import ModelState
 
 
 @click.command(cls=Command)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from cortex.fleet import explain
-from cortex.fleet.decision import Assessment, Decision, Origin, Verdict
-from cortex.fleet.eviction import due_for_recycling, expired
 from cortex.fleet.memory import ledger
-from cortex.fleet.placement import Feasibility, UnmetPin, place, place_new, unmet_pins
+from cortex.fleet.placement import explain
+from cortex.fleet.placement.decision import Assessment, Decision, Origin, Verdict
+from cortex.fleet.placement.eviction import due_for_recycling, expired
+from cortex.fleet.placement.place import Feasibility, UnmetPin, place, place_new, unmet_pins
 from cortex.fleet.queueing import plan
 from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.dispatch.event_log import EventLog
@@ -26,7 +26,7 @@ from cortex.gateway.dispatch.queues import Queues
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.waiting_requests import WaitingRequests
 from cortex.wire.errors import CortexError, InsufficientCapacity, ShuttingDown
-from cortex.wire.node import Discovery, Health, ModelStatus
+from cortex.wire.node.protocol import Discovery, Health, ModelStatus
 
 
 class Dispatcher(StateMachine):

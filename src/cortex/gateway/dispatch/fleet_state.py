@@ -16,7 +16,7 @@ from cortex.fleet.catalogue import Catalogue, Resolution
 from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.topology import Fleet, MemoryReservation, ModelOnNode, Node, Residency
 from cortex.gateway.config import Config, NeuronSection
-from cortex.wire.node import Discovery, Health, ModelState, ModelStatus
+from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
 
 MAX_RESOLVED_NAMES = 1024
 _ABSENT = frozenset({ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP})

@@ -11,12 +11,12 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from cortex.fleet.decision import Decision
+from cortex.fleet.placement.decision import Decision
 from cortex.fleet.topology import ON_DEVICE, ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
 from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
-from cortex.wire.node import Health, LoadRequest, ModelState, ModelStatus, SamplingDefaults, UnloadRequest
+from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, SamplingDefaults, UnloadRequest
 
 Cause = Literal["evicted", "ttl", "operator"]
 Watched = Literal["load", "unload"]

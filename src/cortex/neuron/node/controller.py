@@ -19,12 +19,12 @@ from cortex.neuron.node.lifecycle import Lifecycle, transition
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
-from cortex.neuron.node.sleep_budget import SleepBudget
+from cortex.neuron.node.memory.sleep_budget import SleepBudget
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.model_host import Damaged, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 from cortex.wire.errors import CortexError, LoadFailed, Overloaded, Recovering, ShuttingDown
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 log = logging.getLogger(__name__)
 

@@ -27,16 +27,16 @@ from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
-from cortex.neuron.node.memory_ceilings import Ceilings, MemoryCeilings, ModelHolding, equal_parts
+from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding, equal_parts
+from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
-from cortex.neuron.node.prompts import Prompts
-from cortex.neuron.node.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.spanning.hosted_shares import HostedShares, ShareResources
 from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe_node
-from cortex.neuron.node.texts import Texts, TextSource
+from cortex.neuron.node.text.models import Texts, TextSource
+from cortex.neuron.node.text.prompts import Prompts
 from cortex.neuron.text.model import TextSurvey, survey_text
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
@@ -45,14 +45,7 @@ from cortex.neuron.worker.factory import ENGINE
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.tasks import SupervisedTask, Supervisor, run_once
 from cortex.wire.errors import LoadFailed, ShuttingDown, shorten
-from cortex.wire.node import (
-    Health,
-    LoadRequest,
-    ModelState,
-    ModelStatus,
-    NodeEvent,
-    UnloadRequest,
-)
+from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, NodeEvent, UnloadRequest
 
 log = logging.getLogger(__name__)
 

@@ -41,6 +41,7 @@ def quantised(numbers: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
 
     Scales are rounded to bfloat16 before codes are chosen, so that the codes make up for it.
     """
+    assert not layout.levels, "levels are for formats that come with their codes"
     groups = numbers.float().view(len(numbers), -1, layout.group)
     # The range of a group is divided into the layout's steps, and into one more or less. More steps cut off the
     # outermost numbers, so that the others are finer: worth it with few bits. Fewer leave room at the ends.

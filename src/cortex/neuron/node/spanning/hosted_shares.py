@@ -23,7 +23,7 @@ from cortex.neuron.node.loading.device_room import DeviceRoom, wake_settled
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.preflight import ModelFacts, inspect
-from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel
+from cortex.neuron.node.memory.sleep_budget import SleepBudget, SleepingModel
 from cortex.neuron.node.spanning.protocol import (
     Connection,
     KillShare,
@@ -51,7 +51,7 @@ from cortex.neuron.worker.model_host import Damaged, LoadRejected, Resident, Sle
 from cortex.neuron.worker.process import WorkerLost
 from cortex.tasks import run_once
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
-from cortex.wire.node import ModelShare
+from cortex.wire.node.protocol import ModelShare
 
 log = logging.getLogger(__name__)
 

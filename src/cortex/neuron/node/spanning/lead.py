@@ -24,7 +24,7 @@ from cortex.neuron.worker.device_claims import DeviceClaim
 from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
 from cortex.neuron.worker.process import WorkerLost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
-from cortex.wire.node import LoadRequest
+from cortex.wire.node.protocol import LoadRequest
 
 log = logging.getLogger(__name__)
 

@@ -288,7 +288,8 @@ class Health(NodeValue, frozen=True):
 
 
 class LoadRequest(NodeValue, frozen=True):
-    """`POST /models/load`. Idempotent: a request for a model that is ready or loading joins it."""
+    """`POST /models/load`. Idempotent: a request for a model that is ready or loading joins it, unless it names another
+    `quant` than that one has, which is rejected with 409."""
 
     model_id: ModelName
     source: Source | None = None

@@ -26,7 +26,8 @@ def numbers_like(kind: str, columns: int, device: torch.device) -> Tensor:
 
 def both(layout: Layout, numbers: Tensor) -> tuple[PackedMatrix, PackedMatrix]:
     """Of the kernel and of plain torch. The memory has other contents before."""
-    made = empty_matrix(layout, *numbers.shape, numbers.device), empty_matrix(layout, *numbers.shape, numbers.device)
+    rows, columns = numbers.shape
+    made = empty_matrix(layout, rows, columns, numbers.device), empty_matrix(layout, rows, columns, numbers.device)
     for matrix in made:
         for tensor in matrix.tensors:
             tensor.fill_(77)

@@ -55,8 +55,8 @@ def _low(layout: Layout) -> list[str]:
 
 
 def _bytes() -> list[str]:
-    """p_j = the codes themselves: 128 + a code of eight bits would not be exact. So the low seven bits become 128 + them,
-    and the bit above them, which is the lowest of the exponent there, 256 or 128."""
+    """p_j = the codes themselves: 128 + a code of eight bits would not be exact. So seven bits become 128 + them, and
+    the bit above, which is the lowest of the exponent there, 256 or 128."""
     lines = [f"mov.b32 offset, {bfloat16_pair(-256.0):#x};"]
     for j in range(4):
         source = ("$8", "$9")[j % 2]

@@ -4,7 +4,7 @@
 #   make test    everything that must hold before a change goes in
 
 PYTHON ?= python3
-TORCH  ?= torch==2.13.0
+TORCH  ?= $(shell grep -o '^torch==[0-9.]*' packaging/requirements-neuron.lock)
 ARGS   ?=
 
 BIN      := .venv/bin
@@ -13,7 +13,6 @@ TESTABLE := .venv/.testable
 CLIENTS  := $(addprefix tests/clients/,.venv/frameworks/.made .venv/aider/.made node_modules/.made)
 SOURCES  := src tests bench
 ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests/http/server tests/gateway/test_reload.py
-PARALLEL := --numprocesses auto --maxprocesses 8
 
 # The suite starts many programs. Without compiled files every one of them would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -39,10 +38,10 @@ types: $(TESTABLE) ## Check types, strictly
 	$(BIN)/mypy
 
 suite: $(TESTABLE) ## Run the tests (ARGS="tests/wire -k stream" for a part)
-	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --processes auto $(ARGS)
 
 kernels: $(TESTABLE) ## Run the GPU kernels' tests on the CPU, under Triton's interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PARALLEL) --dist worksteal tests/neuron/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --processes auto tests/neuron/kernels
 
 hostile: $(TESTABLE) ## Attack running programs with full counts; `make test` does it with small ones
 	HOSTILE=full $(BIN)/python -m pytest $(ATTACKS) $(ARGS)
@@ -62,7 +61,7 @@ bench: $(TESTABLE) ## List the benchmarks; each prints its own --help
 
 docs: $(TESTABLE) ## Regenerate the references of configuration and request fields
 	$(BIN)/python -m cortex.cli.reference docs/configuration.md
-	$(BIN)/python -m cortex.wire.field_tables.page docs/fields.md
+	$(BIN)/python -m cortex.wire.fields.tables.page docs/fields.md
 
 locks: $(TESTABLE) ## Pin what the container images install, with hashes: the versions that are tested (needs uv)
 	$(BIN)/python packaging/lock.py
@@ -72,7 +71,7 @@ clean: ## Remove .venv and everything the tools left behind
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
-# torch goes first and pinned: the package itself accepts a range, and a bare resolve may pull gigabytes.
+# torch goes first and in the locked version: the package itself accepts a range, and a bare resolve may pull gigabytes.
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -24,7 +24,7 @@ from playwright.sync_api import Page, sync_playwright
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
 from cortex.wire.events import Usage
-from cortex.wire.node import (
+from cortex.wire.node.protocol import (
     DiskUse,
     HubRepository,
     HubVariant,

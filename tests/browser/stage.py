@@ -18,9 +18,9 @@ from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.ledger.keys import KeySection, as_toml
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
-from cortex.wire import usage_report
 from cortex.wire.events import Usage
-from cortex.wire.node import (
+from cortex.wire.node import usage_report
+from cortex.wire.node.protocol import (
     Device,
     DeviceHealth,
     Discovery,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cortex.wire.node import ModelLoad, ModelShare, ModelState, Progress
+from cortex.wire.node.protocol import ModelLoad, ModelShare, ModelState, Progress
 
 from ..gateway.fake_neuron import GB, opened_gate
 from .stage import REPLY, DirectedNode, Stage

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cortex.wire.node import ModelLoad, ModelState
+from cortex.wire.node.protocol import ModelLoad, ModelState
 
 from ..gateway.fake_neuron import GB
 from .stage import DirectedNode, Stage

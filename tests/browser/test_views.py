@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cortex.gateway.ledger.keys import generate
-from cortex.wire.node import HubRepository, HubVariant, ModelState
+from cortex.wire.node.protocol import HubRepository, HubVariant, ModelState
 
 from ..gateway.fake_neuron import GB
 from .stage import DirectedNode, Stage

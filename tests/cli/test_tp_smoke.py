@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from cortex.cli.commands import tp_smoke
+from cortex.cli import tp_smoke
 from cortex.cli.failures import CommandError, ExitCode
 from cortex.cli.neuron import neuron
 

@@ -11,7 +11,7 @@ import pytest
 
 from cortex.cli.up.demo import SMOLLM2
 from cortex.gateway.ledger.keys import as_toml, generate
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..browser import chromium
 from ..browser.stage import DirectedNode, Stage

@@ -10,7 +10,7 @@ import pytest
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
-from cortex.wire.node import ModelLoad, ModelState, ModelStatus
+from cortex.wire.node.protocol import ModelLoad, ModelState, ModelStatus
 
 GIB = 1024**3
 NOW = 10_000.0

@@ -12,7 +12,7 @@ from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.queueing import Plan, Waiting, plan, turns
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
-from cortex.wire.node import ModelState, ModelStatus
+from cortex.wire.node.protocol import ModelState, ModelStatus
 
 GIB = 1024**3
 NOW = 10_000.0

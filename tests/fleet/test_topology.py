@@ -11,7 +11,7 @@ from cortex.fleet.topology import (
     after_missed_poll,
     after_poll,
 )
-from cortex.wire.node import Device, DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
+from cortex.wire.node.protocol import Device, DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
 
 DISCOVERY = Discovery(
     host="beast",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cortex.fleet.catalogue import Catalogue
-from cortex.fleet.decision import Origin
+from cortex.fleet.placement.decision import Origin
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import MemoryReservation, ModelOnNode
 from cortex.gateway.config import NeuronSection
@@ -14,9 +14,9 @@ from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
 from cortex.gateway.dispatch.model_jobs import Cause
-from cortex.gateway.dispatch.operator_commands import OperatorCommands
+from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.wire.errors import CortexError
-from cortex.wire.node import (
+from cortex.wire.node.protocol import (
     Device,
     DeviceHealth,
     Discovery,

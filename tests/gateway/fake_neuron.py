@@ -1,4 +1,4 @@
-"""A small node for fault injection: it implements `wire.node` on a real socket and fails on demand."""
+"""A small node for fault injection: it implements `wire.node.protocol` on a real socket and fails on demand."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import msgspec
 from aiohttp import ClientSession, web
 
 from cortex.gateway.server import Gateway
-from cortex.wire import usage_report
 from cortex.wire.events import Usage
-from cortex.wire.headers import PRINCIPAL
-from cortex.wire.node import (
+from cortex.wire.node import usage_report
+from cortex.wire.node.headers import PRINCIPAL
+from cortex.wire.node.protocol import (
     Capabilities,
     DeletedFiles,
     Device,

@@ -24,8 +24,8 @@ from cortex.gateway.metrics import OVERHEAD_BUCKETS
 from cortex.gateway.server import Gateway
 from cortex.parsing import relayed
 from cortex.parsing.relayed import RelayedBody
-from cortex.wire import usage_report
-from cortex.wire.node import DeviceHealth, ModelLoad, ModelState
+from cortex.wire.node import usage_report
+from cortex.wire.node.protocol import DeviceHealth, ModelLoad, ModelState
 
 from .fake_neuron import GB, REPORTED, begin_stream, chunk, plain_answer, until
 

@@ -15,7 +15,7 @@ from aiohttp import ClientSession
 from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.ledger.keys import NewKey, as_toml, generate
 from cortex.gateway.server import Gateway
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from .fake_neuron import GB, Client, until
 

@@ -20,7 +20,7 @@ from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.gateway.process import report_unhandled
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..ports import free_port
 from .fake_neuron import GB, WAIT_S, begin_stream, chunk, until

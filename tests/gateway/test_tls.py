@@ -15,7 +15,7 @@ from cortex.cli.client import GatewayClient, GatewayUnreachable
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
 from cortex.settings import SettingsError
 from cortex.tls import ServerCertificate, client_context
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from .fake_neuron import GB
 

@@ -15,7 +15,7 @@ from aiohttp import ClientResponse, ClientSession, web
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.gateway.ledger.store import open_store
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB, REPORTED, FakeNeuron, Process, begin_stream, chunk, until
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cortex.gateway.ledger.keys import generate
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cortex.gateway.ledger.keys import as_toml, generate
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB
 from .target import MEBIBYTE, WAIT_S, Target, write_until_blocked

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from cortex.gateway.proxy.routes import ROUTES
 from cortex.wire.errors import BY_CODE
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB, Seen, plain_answer
 

@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from cortex.fleet.catalogue import Alias, Catalogue
-from cortex.wire.node import ModelState
-from cortex.wire.openai_responses import kept
+from cortex.wire.dialects.openai_responses import kept
+from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB, FakeNeuron
 from .loop_watch import unit_s, watched

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cortex.wire.dialects import ROUTES
+from cortex.wire.dialects.registry import ROUTES
 from cortex.wire.errors import BY_CODE
 
 PATHS = [*ROUTES, "/v1/messages/count_tokens", "/tokenize", "/models/load", "/models/unload"]

@@ -10,7 +10,7 @@ import pytest
 
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.routes import ROUTES
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB
 

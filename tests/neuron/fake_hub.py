@@ -26,12 +26,13 @@ class FakeHub:
     token: str | None = None
     faults: list[Callable[[Any, bytes], bytes | None]] = field(default_factory=list)
     listing_status: int = 200
-    listing_error_code: str = ""
+    listing_headers: dict[str, str] = field(default_factory=dict)
     listing_override: Any = None
     digests: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     ignores_ranges: bool = False
     redirect_to: str | None = None
+    renamed_from: str | None = None
     requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     others: list[FakeHub] = field(default_factory=list)
     endpoint: str = ""
@@ -44,7 +45,8 @@ class FakeHub:
     def listing(self) -> Any:
         if self.listing_override is not None:
             return self.listing_override
-        return {"sha": self.commit, "siblings": [self.sibling(path, data) for path, data in self.files.items()]}
+        siblings = [self.sibling(path, data) for path, data in self.files.items()]
+        return {"id": self.repository, "sha": self.commit, "siblings": siblings}
 
     def sibling(self, path: str, data: bytes) -> dict[str, Any]:
         size = self.sizes.get(path, len(data))
@@ -57,11 +59,22 @@ class FakeHub:
             entry["blobId"] = self.digests[path]
         return entry
 
+    def identity(self, path: str) -> dict[str, str]:
+        """The headers with which the hub identifies a file before it redirects to its contents."""
+        if path not in self.files:
+            return {}
+        entry = self.sibling(path, self.files[path])
+        digest = entry["lfs"]["sha256"] if "lfs" in entry else entry["blobId"]
+        return {"x-repo-commit": self.commit, "x-linked-etag": f'"{digest}"', "x-linked-size": str(entry["size"])}
+
 
 class _Handler(BaseHTTPRequestHandler):
     hub: FakeHub
 
     def log_message(self, *_: object) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def do_GET(self) -> None:
         hub = next((other for other in self.hub.others if f"/{other.repository}/" in self.path), self.hub)
@@ -71,13 +84,17 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.token and headers.get("authorization") != f"Bearer {hub.token}" and not self.path.startswith("/cdn/"):
             return self.respond(401, b"{}")
         if self.path.startswith(f"/api/models/{hub.repository}/revision/"):
-            return self.respond(
-                hub.listing_status, json.dumps(hub.listing()).encode(), {"x-error-code": hub.listing_error_code}
-            )
-        prefix = f"/{hub.repository}/resolve/{hub.commit}/"
-        if self.path.startswith(prefix) and hub.redirect_to:
-            return self.respond(302, b"", {"location": f"{hub.redirect_to}/cdn/{self.path.removeprefix(prefix)}"})
-        name = self.path.removeprefix(prefix).removeprefix("/cdn/")
+            return self.respond(hub.listing_status, json.dumps(hub.listing()).encode(), hub.listing_headers)
+        if hub.renamed_from and f"/{hub.renamed_from}/" in self.path:
+            return self.respond(307, b"", {"location": self.path.replace(hub.renamed_from, hub.repository)})
+        prefix = f"/{hub.repository}/resolve/"
+        name = self.path.removeprefix("/cdn/")
+        if self.path.startswith(prefix):
+            revision, _, name = self.path.removeprefix(prefix).partition("/")
+            if revision not in (hub.commit, "main"):
+                return self.respond(404, b"{}", {"x-error-code": "RevisionNotFound"})
+            if hub.redirect_to is not None:
+                return self.respond(302, b"", {"location": f"{hub.redirect_to}/cdn/{name}", **hub.identity(name)})
         if name not in hub.files:
             return self.respond(404, b"{}", {"x-error-code": "RepoNotFound"})
         return self.contents(hub.files[name], headers.get("range"))
@@ -106,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         try:
-            self.wfile.write(body)
+            self.wfile.write(b"" if self.command == "HEAD" else body)
         except (BrokenPipeError, ConnectionResetError):
             pass
 

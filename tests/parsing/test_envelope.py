@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from cortex.parsing import envelope
 from cortex.parsing.envelope import Facts
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
-from cortex.wire.node import Dialect
-from cortex.wire.raw_fields import replace_model
-from cortex.wire.sampling import DEFAULT_COMPLETION_TOKENS
+from cortex.wire.fields.raw_fields import replace_model
+from cortex.wire.fields.sampling import DEFAULT_COMPLETION_TOKENS
+from cortex.wire.node.protocol import Dialect
 
 
 def test_reads_the_fields_that_routing_needs() -> None:

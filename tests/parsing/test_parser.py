@@ -15,8 +15,8 @@ from cortex.parsing.cost import LARGE_BYTES
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
 from cortex.parsing.protocol import ParsedText
-from cortex.wire import openai_chat
-from cortex.wire.dialects import DIALECTS
+from cortex.wire.dialects import openai_chat
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import (
     MAX_ECHO,
     BodyTooLarge,
@@ -26,9 +26,9 @@ from cortex.wire.errors import (
     PreparationLimitExceeded,
     RateLimitExceeded,
 )
-from cortex.wire.node import Dialect
+from cortex.wire.fields.raw_fields import replace_model
+from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest, unpack
-from cortex.wire.raw_fields import replace_model
 
 LONG = "x" * LARGE_BYTES
 CLIENT = "alice"

@@ -5,10 +5,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from cortex.wire import error_encoding, errors, headers
-from cortex.wire.dialects import DIALECTS
+from cortex.wire import error_encoding, errors
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import MAX_ECHO, MAX_MESSAGE, CortexError, Family, InvalidValue, shorten
-from cortex.wire.node import Dialect
+from cortex.wire.node import headers
+from cortex.wire.node.protocol import Dialect
 
 LONG = "z" * 50_000
 

@@ -6,7 +6,7 @@ import click
 
 from cortex import __version__
 from cortex.cli.commands.chat import chat
-from cortex.cli.commands.doctor import doctor
+from cortex.cli.commands.doctor.command import doctor
 from cortex.cli.commands.explain import explain
 from cortex.cli.commands.files import pull, rm
 from cortex.cli.commands.keys import keys

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from cortex.cli.client import GatewayClient
-from cortex.wire.node import ModelShare, ModelStatus, NodeValue
+from cortex.wire.node.protocol import ModelShare, ModelStatus, NodeValue
 
 
 class DeviceView(NodeValue, frozen=True, kw_only=True):

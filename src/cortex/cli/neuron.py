@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import click
 
 from cortex import __version__
-from cortex.cli.commands import checks, tp_smoke
-from cortex.cli.commands.checks import Finding, Severity
-from cortex.cli.commands.doctor import report
+from cortex.cli import tp_smoke
+from cortex.cli.commands.doctor import checks
+from cortex.cli.commands.doctor.checks import Finding, Severity
+from cortex.cli.commands.doctor.command import report
 from cortex.cli.failures import EXIT_CODES_HELP, CommandError, ExitCode, Group, run
 from cortex.cli.output import bar, console, file_here, json_option, print_json, size, table
 from cortex.cli.up.preflight import require_engine

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from cortex.fleet.decision import Decision, Origin
-from cortex.fleet.placement import place
+from cortex.fleet.placement.decision import Decision, Origin
+from cortex.fleet.placement.place import place
 from cortex.fleet.topology import Fleet, ModelOnNode, Residency
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):

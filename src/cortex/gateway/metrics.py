@@ -20,7 +20,7 @@ from prometheus_client.utils import floatToGoString
 
 from cortex.fleet.topology import DeviceState, Fleet, ModelOnNode, Node, Residency
 from cortex.wire.events import Usage
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 

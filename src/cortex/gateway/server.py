@@ -27,22 +27,22 @@ from cortex.gateway.configuration_files import ConfigurationFiles, authority_sta
 from cortex.gateway.configuration_warnings import warn_about_access, warn_about_restart
 from cortex.gateway.database import StoreError
 from cortex.gateway.dispatch.dispatcher import Dispatcher
-from cortex.gateway.dispatch.dns_discovery import DNSDiscovery, Resolve, resolve_addresses
 from cortex.gateway.dispatch.effects import NodeEffects
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.measured_sizes import MeasuredSizes
-from cortex.gateway.dispatch.node_client import NodeClient
-from cortex.gateway.dispatch.operator_commands import OperatorCommands
-from cortex.gateway.dispatch.operator_state import OperatorState
-from cortex.gateway.dispatch.poller import Poller
+from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.nodes.dns_discovery import DNSDiscovery, Resolve, resolve_addresses
+from cortex.gateway.dispatch.nodes.poller import Poller
+from cortex.gateway.dispatch.operator.commands import OperatorCommands
+from cortex.gateway.dispatch.operator.state import OperatorState
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.listening import certificate_of, listen_on
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
 from cortex.gateway.page.page import Page
-from cortex.gateway.proxy.activity import ActivityLog
+from cortex.gateway.proxy.accounting.activity import ActivityLog
+from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.admission import AdmissionController
-from cortex.gateway.proxy.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import CONTROL_BODY_BYTES, api_server, client_limits
 from cortex.gateway.proxy.routes import error_response, rejection_response

@@ -7,7 +7,7 @@ elsewhere although it would not have to be.
 
 from __future__ import annotations
 
-from cortex.wire.anthropic_messages.billing import BILLING_HEADER
+from cortex.wire.dialects.anthropic_messages.billing import BILLING_HEADER
 
 LARGE_BYTES = 1 << 17
 """Bodies from this size on are never parsed on a loop."""

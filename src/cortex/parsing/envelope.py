@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-from cortex.wire.body import MAX_MODEL_NAME
 from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MissingModel, shorten
-from cortex.wire.node import Dialect
-from cortex.wire.sampling import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
+from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.fields.sampling import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
+from cortex.wire.node.protocol import Dialect
 
 MAX_COMPLETION_TOKENS = 2**31 - 1
 MAX_PROMPTS = 1024

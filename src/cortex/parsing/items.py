@@ -1,7 +1,7 @@
 """Input and output items of stored responses: their ids, references to them, and lists of them.
 
-The id of an item contains the id of its response and its position there (`wire/openai_responses`), so that a reference
-is resolved without an index. Items stay JSON texts: only their type and id are read.
+The id of an item contains the id of its response and its position there (`wire/dialects/openai_responses`), so that a
+reference is resolved without an index. Items stay JSON texts: only their type and id are read.
 """
 
 from __future__ import annotations

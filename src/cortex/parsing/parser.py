@@ -18,7 +18,7 @@ from cortex.parsing.items import StoredTexts
 from cortex.parsing.protocol import Job, Reply, Result
 from cortex.parsing.relayed import RelayedBody, envelope_of
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
-from cortex.wire.node import Dialect
+from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.rejection import Rejected, error_of
 from cortex.wire.requests import GenerateRequest

@@ -9,13 +9,13 @@ from cortex.parsing import conversations, relayed
 from cortex.parsing.conversations import Completion, Joined, StoredSize
 from cortex.parsing.envelope import Facts
 from cortex.parsing.relayed import ByteRange
-from cortex.wire import openai_chat
-from cortex.wire.anthropic_messages import strip_billing_header
-from cortex.wire.body import parse
-from cortex.wire.dialects import DIALECTS
-from cortex.wire.node import Dialect
+from cortex.wire.dialects import openai_chat
+from cortex.wire.dialects.anthropic_messages import strip_billing_header
+from cortex.wire.dialects.registry import DIALECTS
+from cortex.wire.fields.body import parse
+from cortex.wire.fields.raw_fields import replace_model
+from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import encode_head
-from cortex.wire.raw_fields import replace_model
 from cortex.wire.rejection import Rejected
 from cortex.wire.requests import GenerateRequest
 

@@ -8,10 +8,10 @@ from msgspec import Raw
 
 from cortex.parsing import envelope as envelopes
 from cortex.parsing.envelope import ABSENT, Envelope, Facts
-from cortex.wire.anthropic_messages import strip_billing_header
-from cortex.wire.body import without_lone_surrogates
+from cortex.wire.dialects.anthropic_messages import strip_billing_header
 from cortex.wire.errors import MalformedJSON
-from cortex.wire.node import Dialect
+from cortex.wire.fields.body import without_lone_surrogates
+from cortex.wire.node.protocol import Dialect
 
 ByteRange = tuple[int, int]
 

@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
-from cortex.wire.constraints import unenforced_parts
 from cortex.wire.errors import MAX_ECHO, InvalidValue
+from cortex.wire.fields.constraints import unenforced_parts
 from cortex.wire.requests import GenerateRequest
 
 MAX_HEAD_BYTES = 1 << 20

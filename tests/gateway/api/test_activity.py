@@ -11,7 +11,7 @@ from aiohttp import web
 
 from cortex.gateway.config import ActivitySection
 from cortex.gateway.ledger.keys import NewKey, generate
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, hang, until
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cortex.gateway.ledger.keys import generate
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
 

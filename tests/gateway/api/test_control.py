@@ -13,7 +13,7 @@ import pytest
 from cortex import __version__
 from cortex.fleet.catalogue import Alias, Catalogue, Cost, ModelSpec
 from cortex.gateway.ledger.keys import generate
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, until
 

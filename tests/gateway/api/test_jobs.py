@@ -11,7 +11,7 @@ import pytest
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.settings import SamplingSection
-from cortex.wire.node import HubRepository, HubVariant, ModelState, PullStatus, SamplingDefaults
+from cortex.wire.node.protocol import HubRepository, HubVariant, ModelState, PullStatus, SamplingDefaults
 
 from ..fake_neuron import GB, Client, until
 

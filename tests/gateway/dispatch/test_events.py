@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
-from cortex.fleet.decision import Origin
+from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
 from cortex.gateway.dispatch.model_jobs import Cause
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, UpstreamUnavailable
-from cortex.wire.node import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import LoadRequest, UnloadRequest
 
 from ..fake_fleet import GB, FakeFleet, node_of
 

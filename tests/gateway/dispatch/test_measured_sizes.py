@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cortex.gateway.dispatch.measured_sizes import FILE_NAME, MeasuredSizes
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, until
 

@@ -7,7 +7,7 @@ from typing import Any
 from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.wire.errors import InsufficientCapacity, Overloaded, UpstreamUnavailable
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_fleet import GB, FakeFleet, lease_of, node_of
 

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from cortex.fleet.rules import EvictionRules
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, plain_answer, until
 

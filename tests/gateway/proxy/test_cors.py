@@ -10,7 +10,7 @@ import pytest
 
 from cortex.gateway.config import GatewaySection
 from cortex.gateway.ledger.keys import generate
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
 

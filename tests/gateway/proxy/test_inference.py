@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, begin_stream, chunk, hang, until, usage_chunk
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cortex.parsing.cost import is_read_elsewhere
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, until
 

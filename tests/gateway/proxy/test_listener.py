@@ -12,7 +12,7 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config, GatewaySection, LimitsSection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.listener import client_limits
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, Client
 

@@ -17,7 +17,7 @@ from cortex.gateway.proxy.request import ProxyRequest
 from cortex.http.relay import Relay
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.call import UpstreamCall
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, JSON, WAIT_S, begin_stream, chunk, until
 

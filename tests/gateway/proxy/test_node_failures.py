@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, begin_stream, chunk, hang, reset_connection, until
 
@@ -82,7 +82,7 @@ async def test_tries_another_node_when_one_dies_during_a_load(
 async def test_tries_another_node_when_a_loading_one_misses_polls(
     neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cortex.gateway.dispatch.node_client.POLL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("cortex.gateway.dispatch.nodes.client.POLL_TIMEOUT_S", 0.5)
     bad = await neurons("bad", sizes={"a": GB}, load_gate=asyncio.Event())
     good = await neurons("good", sizes={"a": GB}, total_bytes=48 * GB)
     client = await start_gateway(bad, good)
@@ -108,7 +108,7 @@ async def test_silent_stream_ends_after_the_idle_timeout(neurons: StartNeuron, s
 async def test_one_missed_poll_does_not_take_a_node_down(
     neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cortex.gateway.dispatch.node_client.POLL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("cortex.gateway.dispatch.nodes.client.POLL_TIMEOUT_S", 0.5)
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast, missed_polls=3)
     polls = beast.polls

@@ -14,7 +14,7 @@ from aiohttp import web
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.redaction import ErrorRedaction
 from cortex.wire.errors import CortexError, Family, UpstreamUnavailable
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
 

@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from cortex.telemetry import TelemetrySection
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, plain_answer
 

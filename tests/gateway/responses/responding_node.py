@@ -10,10 +10,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from cortex.wire import openai_responses, usage_report
+from cortex.wire.dialects import openai_responses
+from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.events import AnyEvent, Finish, Start, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop, Usage
-from cortex.wire.node import ModelState
-from cortex.wire.openai_responses import kept
+from cortex.wire.node import usage_report
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, REPORTED, Client, FakeNeuron, begin_stream
 

@@ -22,10 +22,10 @@ from cortex.http.request import Request
 from cortex.http.server.detached import DetachedExchange
 from cortex.parsing.parser import BodyParser
 from cortex.tasks import Supervisor
-from cortex.wire import openai_responses
+from cortex.wire.dialects import openai_responses
+from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.events import TextDelta
-from cortex.wire.field_tables.openai_responses import ITEMS_OF_GATEWAYS, OF_GATEWAYS
-from cortex.wire.openai_responses import kept
+from cortex.wire.fields.tables.openai_responses import ITEMS_OF_GATEWAYS, OF_GATEWAYS
 
 from ..fake_neuron import GB, FakeNeuron, begin_stream, until
 from .responding_node import CALL, create, events_of, found, send, stream_events

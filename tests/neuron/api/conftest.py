@@ -24,7 +24,7 @@ from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.settings import Listen
 from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound
-from cortex.wire.node import (
+from cortex.wire.node.protocol import (
     DeletedFiles,
     Device,
     DeviceHealth,

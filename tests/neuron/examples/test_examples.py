@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cortex.fleet.catalogue import Catalogue
-from cortex.fleet.placement import place
+from cortex.fleet.placement.place import place
 from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
 from cortex.gateway.config import load as load_gateway
 from cortex.neuron.config import NeuronConfig
@@ -33,7 +33,7 @@ from cortex.neuron.weights.hub.selection import Selection, select
 from cortex.neuron.weights.hub.source import HubSource, parse_source
 from cortex.neuron.weights.hub.transport import Transport
 from cortex.settings import loads
-from cortex.wire.node import Device, ModelState, ModelStatus
+from cortex.wire.node.protocol import Device, ModelState, ModelStatus
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"

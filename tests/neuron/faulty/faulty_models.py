@@ -17,7 +17,7 @@ from cortex.neuron.node.node import Node, Parts
 from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.wire.node import Capabilities
+from cortex.wire.node.protocol import Capabilities
 
 CONFIG = {
     "model_type": "llama",

@@ -11,7 +11,7 @@ from cortex.neuron.engine.memory.host import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.node import Node
-from cortex.wire.node import LoadRequest, ModelStatus
+from cortex.wire.node.protocol import LoadRequest, ModelStatus
 
 WAIT_S = 60.0
 """Upper bound of a wait; only reached on failure."""

@@ -11,7 +11,7 @@ from faulty_models import running_node, write_model
 
 from cortex.neuron.engine.request import EngineRequest
 from cortex.wire.errors import LoadFailed, Recovering
-from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
 
 async def test_places_models_on_any_of_several_cpu_devices(tmp_path: Path) -> None:

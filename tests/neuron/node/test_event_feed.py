@@ -1,7 +1,7 @@
 import gc
 
 from cortex.neuron.node.event_feed import EventFeed
-from cortex.wire.node import ModelState, ModelStatus, NodeEvent
+from cortex.wire.node.protocol import ModelState, ModelStatus, NodeEvent
 
 
 def event(model_id: str, state: ModelState) -> NodeEvent:

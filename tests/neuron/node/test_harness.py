@@ -6,7 +6,7 @@ import pytest
 from faulty_models import running_node, write_model
 
 from cortex.neuron.config import HARNESSES
-from cortex.wire.node import LoadRequest, ModelState
+from cortex.wire.node.protocol import LoadRequest, ModelState
 
 
 @pytest.mark.parametrize("harness", HARNESSES)

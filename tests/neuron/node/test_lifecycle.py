@@ -32,7 +32,7 @@ from cortex.neuron.node.lifecycle_events import (
 )
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 POLICY = BackoffPolicy(first_delay_s=1.0, max_streak=2, max_faults=6)
 BAD_FILES = LoadFailed("bad files")

@@ -16,7 +16,7 @@ from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import ENGINE
 from cortex.wire.errors import InvalidValue, Recovering
-from cortex.wire.node import ModelState, UnloadRequest
+from cortex.wire.node.protocol import ModelState, UnloadRequest
 
 from .node_calls import load, worker_bytes, worker_of
 

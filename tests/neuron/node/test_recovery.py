@@ -15,7 +15,7 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import (
     Recovering,
 )
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 from .node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_of
 

@@ -17,7 +17,7 @@ from cortex.wire.errors import (
     PromptTooLongForMemory,
     ShuttingDown,
 )
-from cortex.wire.node import LoadRequest, ModelState
+from cortex.wire.node.protocol import LoadRequest, ModelState
 
 from ...processes import alive
 from .node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_of

@@ -13,7 +13,7 @@ from faulty_models import running_node, write_model
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import InsufficientCapacity, Overloaded
-from cortex.wire.node import Device, ModelState, ModelStatus, UnloadRequest
+from cortex.wire.node.protocol import Device, ModelState, ModelStatus, UnloadRequest
 
 from .node_calls import has_worker, load, request, tokens_of, until, worker_of
 

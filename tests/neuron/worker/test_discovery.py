@@ -3,7 +3,7 @@ import pytest
 
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices, visible_devices
-from cortex.wire.node import Device
+from cortex.wire.node.protocol import Device
 
 
 def gpu(index: int) -> Device:

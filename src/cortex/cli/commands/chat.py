@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
-from cortex.cli.response_view import ResponseView
+from cortex.cli.views.response import ResponseView
 from cortex.wire.words import plural
 
 HELP = """\

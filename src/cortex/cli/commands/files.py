@@ -9,8 +9,8 @@ import click
 from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
-from cortex.cli.job_view import follow, parse
 from cortex.cli.output import console, json_option, print_json, size
+from cortex.cli.views.jobs import follow, parse
 
 
 @click.command(cls=Command)

@@ -11,9 +11,9 @@ from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, model_path
 from cortex.cli.commands.explain import show_decision
 from cortex.cli.failures import Command, CommandError
-from cortex.cli.job_view import follow, parse
 from cortex.cli.output import console, json_option, print_json
-from cortex.wire.node import ModelState
+from cortex.cli.views.jobs import follow, parse
+from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import plural
 
 node_option = click.option("--node", help="The node to act on; the gateway chooses when absent.")

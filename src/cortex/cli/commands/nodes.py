@@ -12,10 +12,10 @@ from rich.text import Text
 from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
-from cortex.cli.job_view import JobView, parse
-from cortex.cli.load_view import describe, memory_of
 from cortex.cli.output import console, duration, json_option, print_json, size, state, table
-from cortex.wire.node import ModelState
+from cortex.cli.views.jobs import JobView, parse
+from cortex.cli.views.load import describe, memory_of
+from cortex.wire.node.protocol import ModelState
 
 
 @click.command(cls=Command)

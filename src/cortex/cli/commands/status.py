@@ -16,9 +16,9 @@ from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.fleet_view import FleetView, HeldModel, NodeView
-from cortex.cli.load_view import fraction_done, memory_of, reason_of
 from cortex.cli.output import bar, console, duration, json_option, print_json, size, state, table
-from cortex.wire.node import ModelState
+from cortex.cli.views.load import fraction_done, memory_of, reason_of
+from cortex.wire.node.protocol import ModelState
 
 
 @click.command(cls=Command)

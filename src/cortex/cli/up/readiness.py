@@ -11,13 +11,13 @@ from rich.console import Console
 
 from cortex.cli.client import GatewayClient, GatewayRejected, GatewayUnreachable
 from cortex.cli.failures import CommandError
-from cortex.cli.load_view import reason_of, show
-from cortex.cli.progress_view import ProgressView
 from cortex.cli.up.plan import UpPlan
 from cortex.cli.up.sources import ModelSource
 from cortex.cli.up.supervisor import ProcessSupervisor
+from cortex.cli.views.load import reason_of, show
+from cortex.cli.views.progress import ProgressView
 from cortex.tls import own_context
-from cortex.wire.node import Health, ModelState, ModelStatus
+from cortex.wire.node.protocol import Health, ModelState, ModelStatus
 
 RESPONSE_TIMEOUT_S = 60.0
 """Both programs bind their port before any slow work, so no response for this long is a fault."""

@@ -16,7 +16,7 @@ from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.parts import expect, number_in_query, query
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
-from cortex.gateway.proxy.activity import ActivityLog, Capture, RequestRecord
+from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange

@@ -13,8 +13,8 @@ import msgspec
 
 from cortex import __version__
 from cortex.build import build_information
-from cortex.fleet import explain
-from cortex.fleet.decision import Origin
+from cortex.fleet.placement import explain
+from cortex.fleet.placement.decision import Origin
 from cortex.gateway.api import models
 from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.fleet_feed import FleetFeed, node_statuses
@@ -33,7 +33,6 @@ from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire import sse
-from cortex.wire.body import check_content_type
 from cortex.wire.errors import (
     CortexError,
     Family,
@@ -42,6 +41,7 @@ from cortex.wire.errors import (
     RouteNotFound,
     shorten,
 )
+from cortex.wire.fields.body import check_content_type
 from cortex.wire.model_list import model_list
 
 MAX_LISTED_AT_ONCE = 200

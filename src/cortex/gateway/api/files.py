@@ -17,13 +17,12 @@ from cortex.fleet.topology import Node
 from cortex.gateway.api.jobs import Job, JobBoard
 from cortex.gateway.api.parts import DeferredResponses, expect, query, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
-from cortex.gateway.dispatch.node_client import NodeClient
+from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
-from cortex.wire.body import MAX_MODEL_NAME
 from cortex.wire.errors import (
     CortexError,
     InvalidValue,
@@ -33,7 +32,8 @@ from cortex.wire.errors import (
     from_code,
     shorten,
 )
-from cortex.wire.node import FilesRequest, Progress, PullStatus
+from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.protocol import FilesRequest, Progress, PullStatus
 
 PULL_PATH = "/fleet/pull"
 POLL_S = 0.5

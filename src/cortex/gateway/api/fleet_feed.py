@@ -16,7 +16,7 @@ from cortex.gateway.api.public_view import public_node
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.http.server.exchange import Exchange
 from cortex.wire import sse
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 _AGES = ("state_age_s", "idle_s")
 """Fields of a model that differ in every report: they alone are no change."""

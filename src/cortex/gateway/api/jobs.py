@@ -19,7 +19,7 @@ from cortex.gateway.proxy.routes import json_response
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import CortexError, InvalidValue, RouteNotFound, shorten
-from cortex.wire.node import Progress
+from cortex.wire.node.protocol import Progress
 
 PATH = "/fleet/jobs"
 MAX_ENDED = 100

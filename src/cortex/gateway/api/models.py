@@ -14,7 +14,7 @@ import msgspec
 from cortex.fleet.catalogue import MEBIBYTE, Alias, ModelSpec, is_pattern
 from cortex.fleet.memory import sized_for
 from cortex.fleet.topology import Fleet, Node, Residency
-from cortex.wire.node import Capabilities, ModelState
+from cortex.wire.node.protocol import Capabilities, ModelState
 
 FeasibleOn = Callable[[str], tuple[str, ...]]
 """The nodes that could serve the model with this id, now or after making room."""

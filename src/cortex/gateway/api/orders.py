@@ -13,19 +13,19 @@ from typing import Any
 
 import msgspec
 
-from cortex.fleet import explain
+from cortex.fleet.placement import explain
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.api.jobs import Job, JobBoard, JobKind
 from cortex.gateway.api.parts import expect, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.model_jobs import Watched
-from cortex.gateway.dispatch.operator_commands import OperatorCommands
+from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import Family, InvalidValue, MalformedJSON, RouteNotFound, shorten
-from cortex.wire.node import ModelState, Progress, SleepOption
+from cortex.wire.node.protocol import ModelState, Progress, SleepOption
 
 _MODELS = "/fleet/models/"
 _NODES = "/fleet/nodes/"

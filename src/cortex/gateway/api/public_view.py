@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cortex.fleet.decision import Verdict
+from cortex.fleet.placement.decision import Verdict
 
 HIDDEN = "an operator's key shows the reason"
 _QUOTING = (Verdict.FAILED.value, Verdict.UNHEALTHY.value)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from cortex.fleet import explain
-from cortex.fleet.decision import Assessment, Decision, Origin, Verdict
-from cortex.fleet.eviction import due_for_recycling, expired
 from cortex.fleet.memory import ledger
-from cortex.fleet.placement import Feasibility, UnmetPin, place, place_new, unmet_pins
+from cortex.fleet.placement import explain
+from cortex.fleet.placement.decision import Assessment, Decision, Origin, Verdict
+from cortex.fleet.placement.eviction import due_for_recycling, expired
+from cortex.fleet.placement.place import Feasibility, UnmetPin, place, place_new, unmet_pins
 from cortex.fleet.queueing import plan
 from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.dispatch.event_log import EventLog
@@ -26,7 +26,7 @@ from cortex.gateway.dispatch.queues import Queues
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.waiting_requests import WaitingRequests
 from cortex.wire.errors import CortexError, InsufficientCapacity, ShuttingDown
-from cortex.wire.node import Discovery, Health, ModelStatus
+from cortex.wire.node.protocol import Discovery, Health, ModelStatus
 
 
 class Dispatcher(StateMachine):
@@ -259,9 +259,11 @@ class Dispatcher(StateMachine):
     @event
     def _raise_need(self, job: LoadJob, error: CortexError) -> None:
         """The load ran out of memory: count the model as needing more than there was, and try it once more."""
-        node = self._fleet_state.fleet.node(job.target.node)
-        devices = ledger(node) if node is not None else ()
-        have = sum(device.available_bytes for device in devices if device.index in job.reservation.devices)
+        have = 0
+        for name, reservation in ((job.target.node, job.reservation), *job.parts):
+            node = self._fleet_state.fleet.node(name)
+            devices = ledger(node) if node is not None else ()
+            have += sum(device.available_bytes for device in devices if device.index in reservation.devices)
         self._fleet_state.shortfalls[job.target] = Shortfall(self._clock(), max(have, job.need_bytes) + 1)
         self._retry_load(job, error)
 

@@ -9,12 +9,12 @@ from typing import Any, Protocol, TypeVar
 
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.model_jobs import Cause
-from cortex.gateway.dispatch.node_client import NodeClient
-from cortex.gateway.dispatch.poller import Poller
+from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.nodes.poller import Poller
 from cortex.gateway.metrics import Metrics
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.errors import CortexError, InsufficientCapacity, UpstreamUnavailable
-from cortex.wire.node import LoadRequest, ModelStatus, UnloadRequest
+from cortex.wire.node.protocol import LoadRequest, ModelStatus, UnloadRequest
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from cortex.fleet import explain
-from cortex.fleet.decision import Decision
+from cortex.fleet.placement import explain
+from cortex.fleet.placement.decision import Decision
 
 log = logging.getLogger(__name__)
 

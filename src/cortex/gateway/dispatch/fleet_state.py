@@ -16,7 +16,7 @@ from cortex.fleet.catalogue import Catalogue, Resolution
 from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.topology import Fleet, MemoryReservation, ModelOnNode, Node, Residency
 from cortex.gateway.config import Config, NeuronSection
-from cortex.wire.node import Discovery, Health, ModelState, ModelStatus
+from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
 
 MAX_RESOLVED_NAMES = 1024
 _ABSENT = frozenset({ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP})
@@ -56,10 +56,10 @@ class LoadJob:
     reservation: MemoryReservation
     """What it is counted as until it has loaded."""
     need_bytes: int
-    """What the decision found free, or freed by the victims."""
+    """What the decision found free, or freed by the victims, over all its nodes."""
     begun_at: float
-    max_bytes: int | None = None
-    """What memory ceilings let it take."""
+    max_bytes: tuple[int | None, ...] = ()
+    """What memory ceilings let it take of each of its nodes."""
     victims: frozenset[ModelOnNode] = frozenset()
     """Still to be unloaded before it can begin."""
     parts: tuple[tuple[str, MemoryReservation], ...] = ()

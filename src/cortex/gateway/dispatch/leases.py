@@ -7,13 +7,13 @@ from functools import cache, lru_cache
 from typing import Literal
 
 from cortex.fleet import routing
-from cortex.fleet.decision import Origin
+from cortex.fleet.placement.decision import Origin
 from cortex.fleet.prefixes import PrefixRecord
 from cortex.fleet.topology import ModelOnNode, Node, Residency
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.replica_loads import ReplicaLoads
 from cortex.wire.errors import CortexError, UnsupportedModality
-from cortex.wire.node import Dialect, ModelState
+from cortex.wire.node.protocol import Dialect, ModelState
 
 Need = Literal["response", "count", "embeddings"]
 """What a request needs from a node: a generated response, a token count, or embeddings."""

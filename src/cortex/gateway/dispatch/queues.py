@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from cortex.fleet.decision import Origin
+from cortex.fleet.placement.decision import Origin
 from cortex.fleet.queueing import Waiting
 from cortex.gateway.dispatch.leases import PendingRequest
 from cortex.wire.errors import Overloaded

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cortex.fleet.routing import PREFILL_TOKENS_PER_S, REQUEST_S, Replica
 from cortex.fleet.topology import ModelOnNode, Residency
-from cortex.wire.node import ModelLoad
+from cortex.wire.node.protocol import ModelLoad
 
 REPORT_AGE_S = 1.0
 """A report may still count requests that ended this long before it arrived."""

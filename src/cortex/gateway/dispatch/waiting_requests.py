@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cortex.fleet import explain
-from cortex.fleet.decision import Decision
+from cortex.fleet.placement import explain
+from cortex.fleet.placement.decision import Decision
 from cortex.gateway.dispatch.leases import LeasePool
 from cortex.gateway.dispatch.model_jobs import ModelJobs
 from cortex.gateway.dispatch.queues import Queues

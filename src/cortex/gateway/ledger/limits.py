@@ -14,7 +14,7 @@ import msgspec
 
 from cortex.gateway.ledger.keys import KeySection
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
-from cortex.wire.sampling import DEFAULT_COMPLETION_TOKENS
+from cortex.wire.fields.sampling import DEFAULT_COMPLETION_TOKENS
 from cortex.wire.words import plural
 
 MINUTE_S = 60

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cortex.fleet.decision import Origin
+from cortex.fleet.placement.decision import Origin
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Meter, Reservation

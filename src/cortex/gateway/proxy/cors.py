@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from cortex.http.request import Headers, Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Handler
-from cortex.wire.headers import ANTHROPIC_REQUEST_ID, DROPPED_TOOLS, IGNORED_FIELDS, NODE, UNENFORCED
+from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID, DROPPED_TOOLS, IGNORED_FIELDS, NODE, UNENFORCED
 
 ANY_ORIGIN = b"*"
 _READABLE = ("x-request-id", ANTHROPIC_REQUEST_ID, NODE, "retry-after", DROPPED_TOOLS, IGNORED_FIELDS, UNENFORCED)

@@ -13,8 +13,8 @@ import msgspec
 
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import ANONYMOUS
-from cortex.gateway.proxy.accounting import STATUS_CODE
-from cortex.gateway.proxy.activity import RequestRecord
+from cortex.gateway.proxy.accounting.activity import RequestRecord
+from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import Route, error_response
@@ -28,8 +28,8 @@ from cortex.parsing.relayed import RelayedBody
 from cortex.tasks import run_once
 from cortex.telemetry import Span
 from cortex.wire import error_encoding
-from cortex.wire.body import check_content_type
 from cortex.wire.errors import CortexError, InvalidAPIKey, ShuttingDown, shorten
+from cortex.wire.fields.body import check_content_type
 
 _JSON = b"application/json"
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")

@@ -14,8 +14,9 @@ import msgspec
 
 from cortex.fleet.prefixes import MAX_PREFIX_BYTES
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
-from cortex.gateway.dispatch.node_client import NOT_ADMITTED, error_from
-from cortex.gateway.proxy.accounting import STATUS_CODE, RequestAccounting
+from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
+from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
+from cortex.gateway.proxy.accounting.usage import reported_usage
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.redaction import (
     ErrorRedaction,
@@ -28,7 +29,6 @@ from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import CHAT, Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation, foreign_error
-from cortex.gateway.proxy.usage import reported_usage
 from cortex.http.observer import Keepalive, ObservedRelay, Outcome
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
@@ -38,11 +38,13 @@ from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.envelope import Envelope
 from cortex.tasks import run_once
 from cortex.telemetry import UNTRACED, Span
-from cortex.wire import errors, failure_report, openai_chat, usage_report
+from cortex.wire import errors
+from cortex.wire.dialects import openai_chat
+from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
-from cortex.wire.headers import ATTEMPT_ID, ERROR_DETAILS, NO_DETAILS, NODE, PRINCIPAL
-from cortex.wire.openai_responses import kept
-from cortex.wire.raw_fields import replace_model
+from cortex.wire.fields.raw_fields import replace_model
+from cortex.wire.node import failure_report, usage_report
+from cortex.wire.node.headers import ATTEMPT_ID, ERROR_DETAILS, NO_DETAILS, NODE, PRINCIPAL
 from cortex.wire.requests import GenerateRequest
 
 _PRINCIPAL_HEADER = PRINCIPAL.encode()

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from cortex.http.observer import Outcome
 from cortex.http.request import Headers
-from cortex.wire.openai_responses.kept import KeptResponse
+from cortex.wire.dialects.openai_responses.kept import KeptResponse
 
 
 class ResponseKeeper(Protocol):

@@ -10,10 +10,10 @@ from cortex.gateway.dispatch.leases import Need
 from cortex.http.request import Headers
 from cortex.http.server.server import Response
 from cortex.wire import error_encoding
-from cortex.wire.dialects import DIALECTS, Dialect, family
+from cortex.wire.dialects.registry import DIALECTS, Dialect, family
 from cortex.wire.errors import CortexError, Family
-from cortex.wire.headers import ANTHROPIC_REQUEST_ID
-from cortex.wire.node import Dialect as DialectName
+from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID
+from cortex.wire.node.protocol import Dialect as DialectName
 
 _ANTHROPIC_ID = ANTHROPIC_REQUEST_ID.encode()
 JSON_HEADERS = ((b"content-type", b"application/json"),)

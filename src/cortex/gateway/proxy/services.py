@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from cortex.gateway.config import GatewaySection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
-from cortex.gateway.dispatch.node_client import NodeClient
+from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.metrics import Metrics
-from cortex.gateway.proxy.activity import ActivityLog
+from cortex.gateway.proxy.accounting.activity import ActivityLog
+from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.admission import AdmissionController
-from cortex.gateway.proxy.disconnected_usage import DisconnectedUsage
 from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser

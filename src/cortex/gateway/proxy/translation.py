@@ -10,14 +10,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from cortex.gateway.dispatch.node_client import error_message
+from cortex.gateway.dispatch.nodes.client import error_message
 from cortex.gateway.proxy.routes import Route
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse
-from cortex.wire import error_encoding, errors, openai_chat, sse
-from cortex.wire import headers as our_headers
+from cortex.wire import error_encoding, errors, sse
+from cortex.wire.dialects import openai_chat
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Failure, Finish, Usage
+from cortex.wire.node import headers as our_headers
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
 

@@ -23,9 +23,9 @@ from cortex.http.request import Request
 from cortex.http.server.detached import DetachedExchange
 from cortex.http.server.parser import no_room
 from cortex.tasks import SupervisedTask, Supervisor
+from cortex.wire.dialects.openai_responses.kept import KeptResponse
+from cortex.wire.dialects.openai_responses.response import response_body
 from cortex.wire.errors import InvalidValue, Overloaded
-from cortex.wire.openai_responses.kept import KeptResponse
-from cortex.wire.openai_responses.response import response_body
 
 log = logging.getLogger(__name__)
 

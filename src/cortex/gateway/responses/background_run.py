@@ -14,7 +14,7 @@ from cortex.http.request import Headers
 from cortex.http.response_head import STREAM_HEADERS
 from cortex.http.server.detached import DetachedExchange
 from cortex.http.server.exchange import Exchange
-from cortex.wire.openai_responses.kept import KeptResponse
+from cortex.wire.dialects.openai_responses.kept import KeptResponse
 
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 """Events of one run that are kept for followers."""

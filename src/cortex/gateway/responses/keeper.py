@@ -18,8 +18,8 @@ from cortex.gateway.responses.whole_events import WholeEvents
 from cortex.http.observer import Outcome
 from cortex.http.request import Headers
 from cortex.parsing import items
-from cortex.wire.headers import NOT_STORED
-from cortex.wire.openai_responses.kept import KeptResponse
+from cortex.wire.dialects.openai_responses.kept import KeptResponse
+from cortex.wire.node.headers import NOT_STORED
 
 
 class StreamCapture:

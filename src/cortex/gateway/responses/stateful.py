@@ -27,6 +27,7 @@ from cortex.parsing import items
 from cortex.parsing.conversations import Completed, Completion, References
 from cortex.parsing.envelope import ABSENT, Facts
 from cortex.parsing.items import StoredTexts
+from cortex.wire.dialects.openai_responses.kept import KeptResponse
 from cortex.wire.errors import (
     BodyTooLarge,
     CortexError,
@@ -34,7 +35,6 @@ from cortex.wire.errors import (
     PreviousResponseNotFound,
     shorten,
 )
-from cortex.wire.openai_responses.kept import KeptResponse
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from aiohttp import web
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.neuron.config import NeuronConfig, check_key
 from cortex.settings import SettingsError
-from cortex.wire.body import check_content_type
 from cortex.wire.errors import CortexError, InvalidAPIKey
+from cortex.wire.fields.body import check_content_type
 
 log = logging.getLogger(__name__)
 

@@ -15,20 +15,20 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.client_connection import end_of_head
-from cortex.neuron.api.control import Control
+from cortex.neuron.api.connections.client import end_of_head
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.usage import UsageRecords
 from cortex.neuron.api.log_context import request_id
-from cortex.neuron.api.metrics import Metrics
-from cortex.neuron.api.models import ModelRoutes
-from cortex.neuron.api.tokens import Tokens
+from cortex.neuron.api.routes.control import Control
+from cortex.neuron.api.routes.metrics import Metrics
+from cortex.neuron.api.routes.models import ModelRoutes
+from cortex.neuron.api.routes.tokens import Tokens
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry import NoTracer, Tracer
-from cortex.wire import headers as our_headers
-from cortex.wire.dialects import ROUTES, family
+from cortex.wire.dialects.registry import ROUTES, family
 from cortex.wire.errors import Family, MalformedHTTP
+from cortex.wire.node import headers as our_headers
 
 log = logging.getLogger(__name__)
 

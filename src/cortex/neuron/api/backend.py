@@ -9,7 +9,7 @@ from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
-from cortex.wire.node import (
+from cortex.wire.node.protocol import (
     DeletedFiles,
     Discovery,
     FilesRequest,

@@ -6,8 +6,8 @@ from io import BytesIO
 
 from aiohttp import web
 
-from cortex.wire import headers
 from cortex.wire.errors import BodyTooLarge
+from cortex.wire.node import headers
 
 
 def principal_of(request: web.Request) -> str:

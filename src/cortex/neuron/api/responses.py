@@ -10,7 +10,7 @@ from aiohttp import web
 
 from cortex.neuron.text.errors import TextModelError
 from cortex.wire import error_encoding
-from cortex.wire.dialects import family
+from cortex.wire.dialects.registry import family
 from cortex.wire.errors import (
     CortexError,
     LoadFailed,

@@ -15,11 +15,11 @@ from aiohttp import web
 from cortex.http.connection_counts import ConnectionCounts
 from cortex.neuron.api import app
 from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
-from cortex.neuron.api.client_connection import ConnectionHandler
+from cortex.neuron.api.connections.client import ConnectionHandler
+from cortex.neuron.api.connections.listener import Listener
+from cortex.neuron.api.connections.peers import PeerConnector
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.listener import Listener
 from cortex.neuron.api.log_context import common_fields
-from cortex.neuron.api.peer_connections import PeerConnector
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.neuron.config import load as load_config
 from cortex.neuron.node.node import Node, Parts

@@ -19,12 +19,12 @@ from cortex.neuron.node.lifecycle import Lifecycle, transition
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
-from cortex.neuron.node.sleep_budget import SleepBudget
+from cortex.neuron.node.memory.sleep_budget import SleepBudget
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.model_host import Damaged, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 from cortex.wire.errors import CortexError, LoadFailed, Overloaded, Recovering, ShuttingDown
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ class ModelController:
     # For callers
 
     def want_ready(self, model: KnownModel) -> None:
-        """Starts to load `model`. A load in progress or done is joined, whatever its options."""
+        """Starts to load `model`. A load in progress or done is joined, whatever its options: the node has
+        rejected another quantisation before."""
         self._set_options(model)
         self._post(events.EnsureReady())
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
-from cortex.neuron.node.memory_ceilings import Ceilings
+from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.worker.device_claims import DeviceClaim, DeviceClaims
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.neuron.worker.factory import WorkerFactory
@@ -21,7 +21,7 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.replicas import LockDevices, WorkerReplicas
 from cortex.neuron.worker.supervisor import WorkerSupervisor
-from cortex.wire.node import Device, DeviceHealth
+from cortex.wire.node.protocol import Device, DeviceHealth
 
 log = logging.getLogger(__name__)
 

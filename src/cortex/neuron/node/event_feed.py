@@ -9,7 +9,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator
 
-from cortex.wire.node import NodeEvent
+from cortex.wire.node.protocol import NodeEvent
 
 
 class EventFeed:

@@ -28,7 +28,7 @@ from cortex.wire.errors import (
     Recovering,
     ShuttingDown,
 )
-from cortex.wire.node import ModelLoad
+from cortex.wire.node.protocol import ModelLoad
 from cortex.wire.prompt_overflow import prompt_too_long, prompt_too_long_for_memory
 from cortex.wire.words import plural
 

@@ -14,7 +14,7 @@ from typing import Literal
 from cortex.neuron.node import lifecycle_events as events
 from cortex.neuron.worker.backoff import BackoffPolicy, FaultHistory
 from cortex.wire.errors import CortexError, LoadFailed
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 
 
 @dataclass(frozen=True, slots=True)

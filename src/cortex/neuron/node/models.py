@@ -11,13 +11,13 @@ from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
-from cortex.neuron.node.memory_ceilings import ModelHolding, equal_parts
-from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel
+from cortex.neuron.node.memory.ceilings import ModelHolding, equal_parts
+from cortex.neuron.node.memory.sleep_budget import SleepBudget, SleepingModel
 from cortex.neuron.node.status import describe_model
-from cortex.neuron.node.texts import Texts
+from cortex.neuron.node.text.models import Texts
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.errors import CortexError
-from cortex.wire.node import ModelState, ModelStatus
+from cortex.wire.node.protocol import ModelState, ModelStatus
 
 
 class Models:

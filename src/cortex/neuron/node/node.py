@@ -27,32 +27,26 @@ from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
-from cortex.neuron.node.memory_ceilings import Ceilings, MemoryCeilings, ModelHolding, equal_parts
+from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding, equal_parts
+from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
-from cortex.neuron.node.prompts import Prompts
-from cortex.neuron.node.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.spanning.hosted_shares import HostedShares, ShareResources
 from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe_node
-from cortex.neuron.node.texts import Texts, TextSource
+from cortex.neuron.node.text.models import Texts, TextSource
+from cortex.neuron.node.text.prompts import Prompts
 from cortex.neuron.text.model import TextSurvey, survey_text
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices
 from cortex.neuron.worker.factory import ENGINE
 from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.quant_names import is_same_quant
 from cortex.tasks import SupervisedTask, Supervisor, run_once
-from cortex.wire.errors import LoadFailed, ShuttingDown, shorten
-from cortex.wire.node import (
-    Health,
-    LoadRequest,
-    ModelState,
-    ModelStatus,
-    NodeEvent,
-    UnloadRequest,
-)
+from cortex.wire.errors import LoadFailed, ModelInUse, ShuttingDown, shorten
+from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, NodeEvent, UnloadRequest
 
 log = logging.getLogger(__name__)
 
@@ -201,11 +195,29 @@ class Node:
             raise LoadFailed(f"this node has no harness {shorten(request.harness)!r}; it has {offered}")
         model = self._library.adopt(request)
         self.files.reject_if_deleting(model)
+        if request.quant is not None:
+            await self._free_another_quant(model.id, request.quant)
         if wait:
             await self._models.controller(model.id).ensure_ready(model)
         else:
             self._models.controller(model.id).want_ready(model)
         return self.model(request.model_id)
+
+    async def _free_another_quant(self, model_id: str, quant: str) -> None:
+        """Unload the model where it sleeps in another quantisation than `quant`. Raises ModelInUse where it serves in
+        another one: to join that would give the caller other weights than it asked for."""
+        held = self.model(model_id)
+        is_in_memory = held.state not in (ModelState.COLD, ModelState.FAILED, ModelState.UNLOADING)
+        if not is_in_memory or is_same_quant(quant, held.requested_quant, held.quant):
+            return
+        if held.state is ModelState.ASLEEP:
+            await self._models.controller(model_id).unload_if_asleep()
+            return
+        loaded = held.requested_quant or held.quant or "dense weights"
+        raise ModelInUse(
+            f"{shorten(model_id)} is {held.state.value} as {loaded}, not as {shorten(quant)}; unload it first, or "
+            "leave out the quantisation"
+        )
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
         """Returns when the model's memory is free; with `sleep`, when its device memory is. Running requests get
@@ -269,7 +281,11 @@ class Node:
     def _holdings(self) -> list[ModelHolding]:
         """What models, and the parts here of models that other nodes lead, hold of the devices."""
         shares = [
-            ModelHolding(share.model_id, share.devices, equal_parts(share.num_bytes, len(share.devices)))
+            ModelHolding(
+                share.model_id,
+                share.devices,
+                share.device_bytes if share.state == "ready" else equal_parts(share.num_bytes, len(share.devices)),
+            )
             for share in self.shares.statuses()
             if share.devices
         ]

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from cortex.wire import node as wire
 from cortex.wire.errors import CortexError, HubUnavailable
+from cortex.wire.node import protocol as wire
 
 log = logging.getLogger(__name__)
 

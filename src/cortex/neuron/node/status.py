@@ -11,10 +11,10 @@ from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.forecast import Footprint
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import Survey
-from cortex.neuron.node.sleep_budget import can_sleep
+from cortex.neuron.node.memory.sleep_budget import can_sleep
 from cortex.neuron.text.defaults import as_sampling
 from cortex.neuron.worker.discovery import Inventory
-from cortex.wire.node import Capabilities, Discovery, ModelLoad, ModelState, ModelStatus, QuantisedSize
+from cortex.wire.node.protocol import Capabilities, Discovery, ModelLoad, ModelState, ModelStatus, QuantisedSize
 
 
 def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[str, ...]) -> Discovery:

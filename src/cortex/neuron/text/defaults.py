@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.node import SamplingDefaults
+from cortex.wire.node.protocol import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)

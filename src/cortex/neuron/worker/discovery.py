@@ -18,7 +18,7 @@ import pynvml
 from pynvml import NVMLError
 
 from cortex.neuron.engine.memory.host import read_host_memory
-from cortex.wire.node import Device
+from cortex.wire.node.protocol import Device
 
 _library: Any = pynvml
 """As Any: the module is untyped and creates its error classes at import."""

@@ -14,7 +14,7 @@ from cortex.ipc.channel import ChannelMessage
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker.faults import FaultKind
-from cortex.wire.node import Device, DeviceKind
+from cortex.wire.node.protocol import Device, DeviceKind
 
 Activity = Literal["start", "idle", "load", "step", "unload"]
 """What the engine thread does; `load` is everything that moves weights. Each has its own timeout."""

@@ -11,9 +11,9 @@ import anthropic
 import openai
 import pytest
 
-from cortex.wire.dialects import ROUTES
+from cortex.wire.dialects.registry import ROUTES
 from cortex.wire.errors import LoadFailed, Overloaded, Recovering
-from cortex.wire.node import ModelState
+from cortex.wire.node.protocol import ModelState
 from cortex.wire.sse import Parser
 
 from ..conftest import Api, ChatBody

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from cortex.wire.dialects import ROUTES
-from cortex.wire.node import ModelState
+from cortex.wire.dialects.registry import ROUTES
+from cortex.wire.node.protocol import ModelState
 
 from ..conftest import Api, ChatBody, Until
 from .route_calls import ask, body, frames, received_until

@@ -15,7 +15,7 @@ from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
-from cortex.wire.node import Device
+from cortex.wire.node.protocol import Device
 
 GIB = 1 << 30
 CONFIG = {  # 13.8 GiB in bfloat16, of which embedding and head take 2.3

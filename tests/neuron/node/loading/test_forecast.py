@@ -22,7 +22,7 @@ from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import quantised_footprints
 from cortex.neuron.node.loading.preflight import inspect
-from cortex.wire.node import Device
+from cortex.wire.node.protocol import Device
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

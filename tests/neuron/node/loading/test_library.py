@@ -7,7 +7,7 @@ from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, Neur
 from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
 from cortex.settings import SamplingSection
 from cortex.wire.errors import LoadFailed, ModelNotFound
-from cortex.wire.node import LoadRequest, SamplingDefaults
+from cortex.wire.node.protocol import LoadRequest, SamplingDefaults
 
 
 @pytest.mark.parametrize(

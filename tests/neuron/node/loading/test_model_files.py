@@ -12,7 +12,7 @@ from faulty_models import running_node, write_model
 from cortex.neuron.node.loading.files import fetch, find_local
 from cortex.neuron.node.node import Node
 from cortex.wire.errors import LoadFailed, ModelInUse, ModelNotFound
-from cortex.wire.node import FilesRequest, LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.protocol import FilesRequest, LoadRequest, ModelState, UnloadRequest
 
 MODEL = "org/model"
 REQUEST = FilesRequest(model_id=MODEL)

@@ -13,7 +13,7 @@ from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, inspect, objection, recipe_for
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
-from cortex.wire.node import Device
+from cortex.wire.node.protocol import Device
 
 GIGABYTE = 10**9
 FACTS = ModelFacts(Path("m"), read_architecture(CONFIG))

@@ -10,8 +10,8 @@ import pytest
 
 from cortex.neuron.text.grammar.matcher import Matcher
 from cortex.neuron.text.template.prompt import PromptRules
-from cortex.wire.constraints import unenforced_parts
 from cortex.wire.errors import InvalidValue
+from cortex.wire.fields.constraints import unenforced_parts
 from cortex.wire.requests import OutputFormat, Tool, ToolChoice
 
 from .drawing import FAMILIES, TOOLS, draw, request

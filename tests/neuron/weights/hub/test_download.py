@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cortex.neuron.weights.errors import Cancelled, DownloadCorrupt, HubError, HubUnreachable
+from cortex.neuron.weights.errors import Cancelled, DownloadCorrupt, HubError, HubUnreachable, NotOnHub
 
 from .hub_client import MODEL, WEIGHTS, Client, StartHub
 
@@ -37,6 +37,14 @@ def reset_connection(handler: Any, data: bytes) -> None:
 
 def unavailable(handler: Any, data: bytes) -> None:
     handler.respond(503, b"later")
+
+
+def too_many_requests(handler: Any, data: bytes) -> None:
+    handler.respond(429, b"", {"retry-after": "1"})
+
+
+def gated(handler: Any, data: bytes) -> None:
+    handler.respond(403, b"{}", {"x-error-code": "GatedRepo"})
 
 
 def wrong_range(handler: Any, data: bytes) -> None:
@@ -67,6 +75,21 @@ def test_download_recovers_from_transfer_faults(
     path = client.resolve(hub)
     assert (path / "model.safetensors").read_bytes() == WEIGHTS
     assert client.reports == sorted(client.reports)
+
+
+def test_waits_as_long_as_the_hub_says_after_too_many_requests(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[too_many_requests])
+    began_s = time.monotonic()
+    assert client.resolve(hub).read_bytes() == WEIGHTS
+    assert time.monotonic() - began_s >= 1
+
+
+def test_download_of_a_gated_repository_fails_at_once(start_hub: StartHub, client: Client) -> None:
+    """The hub lists the files of such a repository for everyone."""
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[gated])
+    with pytest.raises(NotOnHub, match="accept its terms on the hub and set HF_TOKEN"):
+        client.resolve(hub)
+    assert len(hub.contents_requests()) == 1
 
 
 def test_next_call_resumes_a_failed_download(start_hub: StartHub, client: Client) -> None:

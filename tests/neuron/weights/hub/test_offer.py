@@ -33,7 +33,7 @@ def test_offer_of_a_repository_without_weights_is_rejected(start_hub: Any) -> No
     ("source", "environment", "error", "message"),
     [
         ("org/model", {"HF_HUB_OFFLINE": "1"}, HubUnreachable, "the node is offline"),
-        ("org/model", {"HF_ENDPOINT": "http://127.0.0.1:9"}, HubUnreachable, "cannot be reached"),
+        ("org/model", {"HF_ENDPOINT": "http://127.0.0.1:9"}, HubUnreachable, "check the network or HF_ENDPOINT"),
         ("not a name", {}, FilesMissing, "owner/name on the hub"),
         ("/", {}, NotOnHub, "is a path on this node"),
     ],

@@ -11,6 +11,9 @@ import pytest
 
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.errors import FilesMissing, HubError, HubUnreachable, NoDiskSpace, NotOnHub
+from cortex.neuron.weights.hub.listing import fetch_listing
+from cortex.neuron.weights.hub.source import HubSource
+from cortex.neuron.weights.hub.transport import Transport
 
 from .hub_client import COMMIT, MODEL, WANTED, WEIGHTS, Client, StartHub
 
@@ -33,6 +36,27 @@ def test_official_client_finds_the_downloaded_files(start_hub: StartHub, client:
     assert found == str(path / "model.safetensors")
     assert path == client.cache / "models--org--model" / "snapshots" / COMMIT
     assert (path / "config.json").is_symlink()
+
+
+def test_official_client_reads_the_same_listing_and_downloads_the_same_files(
+    start_hub: StartHub, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the fake hub gets wrong about the real one, the client that was written for the real one finds."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    hub = start_hub(MODEL, redirect_to=start_hub(MODEL).endpoint)
+    official = huggingface_hub.HfApi(endpoint=hub.endpoint, token=False)
+    info = official.model_info("org/model", revision="main", files_metadata=True)
+    listing = fetch_listing(Transport(hub.endpoint, None), HubSource("org/model"))
+    theirs = {
+        file.rfilename: (file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in info.siblings or ()
+    }
+    assert {file.path: (file.num_bytes, file.digest) for file in listing.files.values()} == theirs
+    assert listing.commit == info.sha
+    ours = client.resolve(hub)
+    for name in WANTED:
+        found = official.hf_hub_download("org/model", name, cache_dir=tmp_path / "theirs")
+        assert Path(found).read_bytes() == (ours / name).read_bytes()
+        assert Path(found).resolve().name == (ours / name).resolve().name  # the digest
 
 
 def test_does_not_download_cached_files_again(start_hub: StartHub, client: Client) -> None:
@@ -106,9 +130,15 @@ def test_sends_the_token_to_the_hub_but_not_to_a_redirect_target(start_hub: Star
     client.resolve(hub, cache_dir=client.cache / "third", environment={"HF_TOKEN": "hf_secret"})
 
 
+def test_rejects_a_token_that_no_header_can_carry(start_hub: StartHub, client: Client) -> None:
+    with pytest.raises(HubError, match="set HF_TOKEN to one token"):
+        client.resolve(start_hub(MODEL), environment={"HF_TOKEN": "hf_one\nhf_two"})
+
+
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
+        (401, "RepoNotFound", "check the name"),
         (404, "RepoNotFound", "check the name"),
         (403, "GatedRepo", "accept its terms"),
         (404, "RevisionNotFound", "revision"),
@@ -118,7 +148,31 @@ def test_rejection_by_the_hub_says_what_to_do(
     start_hub: StartHub, client: Client, status: int, code: str, message: str
 ) -> None:
     with pytest.raises(NotOnHub, match=message):
-        client.resolve(start_hub(MODEL, listing_status=status, listing_error_code=code))
+        client.resolve(start_hub(MODEL, listing_status=status, listing_headers={"x-error-code": code}))
+
+
+@pytest.mark.parametrize(
+    ("headers", "moment"),
+    [
+        ({"retry-after": "7000"}, "in 7000 s"),
+        ({"ratelimit": '"api";r=0;t=299', "ratelimit-policy": '"fixed window";"api";q=500;w=300'}, "in 299 s"),
+        ({}, "later"),
+    ],
+)
+def test_too_many_requests_says_when_to_try_again(
+    start_hub: StartHub, client: Client, headers: dict[str, str], moment: str
+) -> None:
+    hub = start_hub(MODEL, listing_status=429, listing_headers=headers)
+    with pytest.raises(HubUnreachable, match=f"too many requests, 429.; try again {moment}, or set HF_TOKEN"):
+        client.resolve(hub)
+    assert len(hub.requests) == (1 if headers else 3)
+
+
+def test_follows_the_redirect_of_a_renamed_repository(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub(MODEL, renamed_from="old/name")
+    path = client.resolve(hub, "old/name")
+    assert (path / "model.safetensors").read_bytes() == WEIGHTS
+    assert client.resolve(None, "old/name") == path
 
 
 @pytest.mark.parametrize(

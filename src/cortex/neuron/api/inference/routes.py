@@ -18,17 +18,18 @@ from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.session import Session
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
-from cortex.neuron.api.metrics import Metrics, RequestWatch
+from cortex.neuron.api.routes.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry import Tracer
-from cortex.wire import headers as our_headers
-from cortex.wire import openai_responses, usage_report
-from cortex.wire.body import check_content_type
-from cortex.wire.dialects import DIALECTS, Dialect, EventEncoder
+from cortex.wire.dialects import openai_responses
+from cortex.wire.dialects.openai_responses import kept
+from cortex.wire.dialects.registry import DIALECTS, Dialect, EventEncoder
 from cortex.wire.events import AnyEvent, Failure
-from cortex.wire.node import Dialect as DialectName
-from cortex.wire.openai_responses import kept
+from cortex.wire.fields.body import check_content_type
+from cortex.wire.node import headers as our_headers
+from cortex.wire.node import usage_report
+from cortex.wire.node.protocol import Dialect as DialectName
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.public_errors import public
 

@@ -17,7 +17,7 @@ from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.text.defaults import overridden
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Timing, Usage
-from cortex.wire.node import LoadRequest, ModelState, ModelStatus
+from cortex.wire.node.protocol import LoadRequest, ModelState, ModelStatus
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.response import summed
 

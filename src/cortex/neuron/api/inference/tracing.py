@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from cortex.neuron.api.log_context import request_id
-from cortex.neuron.api.metrics import RequestWatch
+from cortex.neuron.api.routes.metrics import RequestWatch
 from cortex.telemetry import UNTRACED, Span, Tracer
 from cortex.wire.errors import CortexError
 from cortex.wire.response import total_usage

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from aiohttp import web
 
 from cortex.neuron.api import responses
-from cortex.wire import failure_report, usage_report
-from cortex.wire.dialects import EventEncoder
+from cortex.wire.dialects.registry import EventEncoder
 from cortex.wire.errors import RouteNotFound, shorten
 from cortex.wire.events import AnyEvent, Failure, Finish, Usage
+from cortex.wire.node import failure_report, usage_report
 
 MAX_RECORDS = 1024
 WAIT_S = 2.0

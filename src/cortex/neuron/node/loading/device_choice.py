@@ -10,10 +10,10 @@ from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, device_row, gigabytes, usable_now
-from cortex.neuron.node.memory_ceilings import smallest
+from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
-from cortex.wire.node import Device
+from cortex.wire.node.protocol import Device
 from cortex.wire.words import plural
 
 DeviceLimit = Callable[[Device], int | None]

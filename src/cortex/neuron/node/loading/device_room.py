@@ -11,11 +11,11 @@ from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
-from cortex.neuron.node.memory_ceilings import MemoryCeilings
+from cortex.neuron.node.memory.ceilings import MemoryCeilings
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost, Resident
 from cortex.wire.errors import InsufficientCapacity
-from cortex.wire.node import Device
+from cortex.wire.node.protocol import Device
 
 _SETTLE_S = 2.0
 """A device may report memory as used for this long after it was freed."""

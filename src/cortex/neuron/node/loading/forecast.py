@@ -20,8 +20,8 @@ from cortex.neuron.models.packing import suits_cpus
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
-from cortex.neuron.node.memory_ceilings import Ceilings, smallest
-from cortex.wire.node import Device
+from cortex.neuron.node.memory.ceilings import Ceilings, smallest
+from cortex.wire.node.protocol import Device
 
 _MIN_KV_TOKENS = 256
 """A model is not loaded with less cache than this."""

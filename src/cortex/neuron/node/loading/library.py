@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 
 from cortex.neuron.config import DefaultModel, ModelEntry, ModelOptions, NeuronConfig
-from cortex.neuron.node.memory_ceilings import smallest
+from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
-from cortex.wire.body import MAX_MODEL_NAME
 from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
-from cortex.wire.node import KVDtype, LoadRequest, SamplingDefaults
+from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.protocol import KVDtype, LoadRequest, SamplingDefaults
 
 _CACHE_PREFIX = "models--"
 _PATH_PREFIXES = ("/", "./", "../", "~")
@@ -52,6 +52,8 @@ class KnownModel:
     """The operator's."""
     deterministic: bool = False
     pipeline_parallel: int = 1
+    max_bytes_of_nodes: tuple[int | None, ...] = ()
+    """The most that its layers take of each of `nodes`; empty: no limits."""
 
     @property
     def num_devices(self) -> int:
@@ -155,6 +157,7 @@ class Library:
             sampling=request.sampling.over(known.sampling),
             deterministic=request.deterministic or known.deterministic,
             memory_bytes=smallest(known.memory_bytes, max_bytes),
+            max_bytes_of_nodes=request.max_bytes_of_nodes,
         )
         return _with_own_quant(adopted)
 

@@ -25,9 +25,9 @@ from cortex.neuron.node.loading.device_room import DeviceRoom, wake_settled
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
 from cortex.neuron.node.loading.preflight import ModelFacts, gigabytes, inspect
-from cortex.neuron.node.memory_ceilings import smallest
+from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
-from cortex.neuron.node.texts import Texts
+from cortex.neuron.node.text.models import Texts
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.neuron.weights import errors as weight_errors
@@ -42,7 +42,7 @@ from cortex.wire.errors import (
     LoadFailed,
     SourceNotFound,
 )
-from cortex.wire.node import Device
+from cortex.wire.node.protocol import Device
 
 log = logging.getLogger(__name__)
 

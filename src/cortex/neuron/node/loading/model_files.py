@@ -21,7 +21,7 @@ from cortex.neuron.weights.hub import disk
 from cortex.neuron.weights.hub.offer import OfferRequest
 from cortex.neuron.weights.hub.source import HubSource, parse_source
 from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, shorten
-from cortex.wire.node import (
+from cortex.wire.node.protocol import (
     DeletedFiles,
     DiskUse,
     FilesRequest,

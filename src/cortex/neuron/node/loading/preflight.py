@@ -30,7 +30,7 @@ from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
-from cortex.wire.node import Device
+from cortex.wire.node.protocol import Device
 
 _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from cortex.wire.node import Progress, Stage
+from cortex.wire.node.protocol import Progress, Stage
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 _MIN_SAMPLE_S = 0.5

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
-from cortex.wire.relaxed_schema import relaxed
+from cortex.wire.fields.relaxed_schema import relaxed
 
 # With unbounded white space, small models write nothing else until they run out of tokens.
 _WHITE_SPACE: Final = r"[ \n\t]{0,32}"

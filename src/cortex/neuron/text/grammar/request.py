@@ -17,8 +17,8 @@ from cortex.neuron.text.grammar.lark import LarkGrammar, literal
 from cortex.neuron.text.output.detect import ReasoningMarkers, ToolSyntax
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.text.tools.grammar import MARKED, OPENINGS, add_calls, add_free_response
-from cortex.wire.constraints import is_constrained
 from cortex.wire.errors import InvalidValue, shorten
+from cortex.wire.fields.constraints import is_constrained
 from cortex.wire.requests import GenerateRequest, OutputFormat, Tool
 
 

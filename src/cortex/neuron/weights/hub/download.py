@@ -12,7 +12,7 @@ from typing import BinaryIO, Final
 
 from cortex.neuron.weights.errors import DownloadCorrupt, HubUnreachable
 from cortex.neuron.weights.hub.cache import RepositoryCache
-from cortex.neuron.weights.hub.listing import RemoteFile, raise_if_rejected
+from cortex.neuron.weights.hub.listing import MAX_BACKOFF_S, RemoteFile, rejection
 from cortex.neuron.weights.hub.transport import HubResponse, Interrupted, Transport
 
 _CHUNK_BYTES: Final = 256 << 10
@@ -20,7 +20,8 @@ _CHUNK_BYTES: Final = 256 << 10
 _MAX_RESPONSE_BYTES: Final = 16 << 30
 _MAX_ATTEMPTS_WITHOUT_PROGRESS: Final = 6
 BACKOFF_S: Final = 0.5
-_MAX_BACKOFF_S: Final = 15.0
+_MAX_RETRY_AFTER_S: Final = 60.0
+"""All attempts together outlast the five minutes for which the hub counts requests."""
 _MAX_CORRUPT_DOWNLOADS: Final = 2
 
 Report = Callable[[int], None]
@@ -73,21 +74,24 @@ class FileDownload:
 
     def _fetch(self, partial: Path) -> str:
         """Download the rest of `partial` and return its digest."""
-        num_without_progress, reason = 0, ""
+        num_without_progress = 0
+        closed = failure = Interrupted("the connection closed early")
         with partial.open("ab+") as output:
             digest = self._digest_of(output)
             while (position := output.tell()) < self._file.num_bytes:
                 if num_without_progress == _MAX_ATTEMPTS_WITHOUT_PROGRESS:
                     raise HubUnreachable(
                         f"{self._file.path} of {self._repository} stops at byte {position} of {self._file.num_bytes} "
-                        f"({reason}); try again to continue from there"
+                        f"({failure}); try again to continue from there"
                     )
                 if num_without_progress:
-                    self._transport.pause(min(_MAX_BACKOFF_S, BACKOFF_S * 2 ** (num_without_progress - 1)))
+                    backoff_s = min(MAX_BACKOFF_S, BACKOFF_S * 2 ** (num_without_progress - 1))
+                    self._transport.pause(max(backoff_s, min(_MAX_RETRY_AFTER_S, failure.retry_after_s)))
+                failure = closed
                 try:
-                    reason = self._append(output, digest)
+                    self._append(output, digest)
                 except Interrupted as error:
-                    reason = str(error)
+                    failure = error
                 num_without_progress = 0 if output.tell() > position else num_without_progress + 1
             # A blob must be complete under its name, even after a power failure.
             output.flush()
@@ -107,8 +111,8 @@ class FileDownload:
         self._report(output.tell())
         return digest
 
-    def _append(self, output: BinaryIO, digest: _Digest) -> str:
-        """Send one request for the missing bytes. Returns why it ended without an error; the caller checks progress."""
+    def _append(self, output: BinaryIO, digest: _Digest) -> None:
+        """Send one request for the missing bytes. Fewer may arrive: the caller checks. Raises Interrupted, HubError."""
         start = output.tell()
         end = min(self._file.num_bytes, start + _MAX_RESPONSE_BYTES)
         with self._transport.get(self._url, {"range": f"bytes={start}-{end - 1}"}) as response:
@@ -121,15 +125,13 @@ class FileDownload:
                 digest.restart()
                 start = 0
             else:
-                raise_if_rejected(response, self._repository)
-                return f"the hub responded with {response.status}"
+                raise rejection(response, self._repository)
             remaining = end - start
             while remaining and (chunk := response.read(min(_CHUNK_BYTES, remaining))):
                 output.write(chunk)
                 digest.update(chunk)
                 remaining -= len(chunk)
                 self._report(output.tell())
-        return "the connection closed early"
 
 
 class _Digest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import http.client
+import re
 import ssl
 import threading
 import urllib.parse
@@ -20,13 +21,20 @@ IDLE_TIMEOUT_S: Final = 20.0
 _MAX_REDIRECTS: Final = 6
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _USER_AGENT: Final = "cortex"
+_SECONDS: Final = re.compile(r"\s*(\d{1,9})\s*")
+_RESET: Final = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d{1,9})")
 
 
 _FAILURES: Final = (OSError, http.client.HTTPException)
 
 
 class Interrupted(Exception):
-    """The request failed in transit; a retry may help."""
+    """The request failed; a retry may help, after `retry_after_s` where the hub named a time."""
+
+    def __init__(self, reason: str, remedy: str = "check the network or HF_ENDPOINT", retry_after_s: float = 0) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+        self.retry_after_s = retry_after_s
 
 
 class HubResponse:
@@ -40,6 +48,12 @@ class HubResponse:
     def header(self, name: str) -> str:
         """The header's value, empty where it is absent."""
         return self._response.getheader(name) or ""
+
+    @property
+    def retry_after_s(self) -> float:
+        """The time until the hub accepts requests again, as `retry-after` or `ratelimit: "api";r=0;t=55` name it."""
+        match = _SECONDS.fullmatch(self.header("retry-after")) or _RESET.search(self.header("ratelimit"))
+        return float(match[1]) if match else 0.0
 
     def read(self, num_bytes: int) -> bytes:
         """At most `num_bytes` of the body; empty at its end. Raises Interrupted or Cancelled."""

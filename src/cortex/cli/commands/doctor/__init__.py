@@ -1,0 +1,1 @@
+"""`cortex doctor` and its checks."""

@@ -1,0 +1,211 @@
+"""The checks of `doctor`. Each yields findings; a finding that is not fine has a remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from cortex import __version__
+from cortex.cli.cache import cache_directory
+from cortex.cli.client import GatewayClient, GatewayUnreachable
+from cortex.cli.failures import CommandError
+from cortex.cli.output import size
+from cortex.cli.up.demo import SMOLLM2
+from cortex.cli.up.plan import reachable
+from cortex.settings import Listen, SettingsError
+from cortex.tls import client_context
+from cortex.wire.node.protocol import Discovery
+from cortex.wire.words import plural
+
+LOW_DISK_BYTES = 20 << 30
+"""Most model downloads do not fit into less."""
+
+
+class Severity(StrEnum):
+    FINE = "fine"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check. `remedy` is empty when it is fine."""
+
+    topic: str
+    verdict: Severity
+    what: str
+    remedy: str = ""
+
+
+def versions() -> Iterator[Finding]:
+    python = platform.python_version()
+    yield Finding("versions", Severity.FINE, f"cortex {__version__} on Python {python}, {platform.system()}")
+
+
+def engine() -> Iterator[Finding]:
+    """Whether this machine can run a neuron."""
+    missing = [name for name in ("torch", "aiohttp", "tokenizers", "jinja2") if importlib.util.find_spec(name) is None]
+    if missing:
+        what = f"gateway only: {', '.join(missing)} not installed"
+        remedy = "to serve models on this machine: pip install 'cortex-fleet[neuron]'"
+        yield Finding("engine", Severity.NOTE, what, remedy)
+    else:
+        yield Finding("engine", Severity.FINE, f"torch {importlib.metadata.version('torch')}")
+
+
+def gateway(client: GatewayClient) -> Iterator[Finding]:
+    """Whether a gateway responds, and what it reports about itself."""
+    try:
+        health = client.get("/health")
+        yield Finding("gateway", Severity.FINE, f"{client.url} responds")
+        for reason in health.get("reasons", ()):
+            remedy = "see `cortex status`, and the log of the gateway or of the node"
+            yield Finding("gateway", Severity.NOTE, str(reason), remedy)
+    except CommandError as error:
+        yield Finding("gateway", Severity.NOTE, error.message, error.remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEndpoint:
+    """A node as another program reaches it."""
+
+    topic: str
+    name: str
+    url: str
+    key_variable: str | None
+    ca_file: Path | None
+    kind: str = "neuron"
+
+    def check(self, program: str) -> Iterator[Finding]:
+        """`program`: the one that has the key."""
+        key = os.environ.get(self.key_variable, "").strip() if self.key_variable else None
+        if self.key_variable and not key:
+            yield self._problem(f"{self.key_variable} is not set", f"export {self.key_variable}=… where {program} runs")
+        try:
+            client = GatewayClient(self.url, key, 5.0, tls=client_context(self.ca_file))
+            if self.kind == "openai":
+                client.get("/v1/models")
+                yield Finding(self.topic, Severity.FINE, f"{self.name}: {self.url} responds")
+            else:
+                yield from self._discovered(msgspec.convert(client.get("/discovery"), Discovery))
+        except GatewayUnreachable as error:
+            what = f"no response from {self.url} ({error.reason})"
+            start = "start it" if self.kind == "openai" else "start it with `neuron serve`"
+            yield self._problem(what, f"{start}, or correct its endpoint")
+        except SettingsError as error:
+            yield self._problem(error.message, "correct ca_file")
+        except (CommandError, msgspec.ValidationError) as error:
+            problem = error.message if isinstance(error, CommandError) else error
+            what = f"unexpected response from {self.url} ({problem})"
+            yield self._problem(what, "correct its endpoint, kind or key_env")
+
+    def _problem(self, what: str, remedy: str) -> Finding:
+        return Finding(self.topic, Severity.PROBLEM, f"{self.name}: {what}", remedy)
+
+    def _discovered(self, discovery: Discovery) -> Iterator[Finding]:
+        devices = ", ".join(f"{device.name} {size(device.total_bytes)}" for device in discovery.devices)
+        yield Finding(self.topic, Severity.FINE, f"{self.name}: {devices}")
+        if discovery.version != __version__:
+            what = f"{self.name} runs version {discovery.version}, this is {__version__}"
+            yield Finding(self.topic, Severity.NOTE, what, "install the same version on both")
+        if discovery.driver_problem:
+            yield Finding(self.topic, Severity.NOTE, f"{self.name}: {discovery.driver_problem}", _driver_remedy())
+
+
+def devices(cpu_devices: int = 1) -> Iterator[Finding]:
+    """The devices of this machine, as a neuron sees them."""
+    if importlib.util.find_spec("pynvml") is None:
+        return  # the engine is not installed; `engine` reports it
+    from cortex.neuron.worker.discovery import discover, divided
+
+    inventory = divided(discover(), cpu_devices)
+    for device in inventory.devices:
+        reading = inventory.readings.get(device.index)
+        free = f", {size(reading.free_bytes)} free" if reading else ""
+        yield Finding("devices", Severity.FINE, f"{device.name}: {size(device.total_bytes)}{free}")
+    if inventory.driver_problem and Path("/dev/nvidiactl").exists():
+        yield Finding("devices", Severity.PROBLEM, inventory.driver_problem, _driver_remedy())
+
+
+def _driver_remedy() -> str:
+    return "see `nvidia-smi`; after a driver update, reboot or reload the module"
+
+
+def ports(listens: tuple[Listen, ...]) -> Iterator[Finding]:
+    """Whether the addresses can be bound."""
+    for listen in listens:
+        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+        try:
+            socket.create_server((listen.host, listen.port), family=family).close()
+            yield Finding("ports", Severity.FINE, f"{listen} is free")
+        except OSError as error:
+            if _is_ours(listen):
+                yield Finding("ports", Severity.FINE, f"{listen} is in use by cortex")
+                continue
+            remedy = "ignore this if cortex itself listens there; else stop that program or choose another port"
+            yield Finding("ports", Severity.NOTE, f"{listen}: {os.strerror(error.errno or 0)}", remedy)
+
+
+def _is_ours(listen: Listen) -> bool:
+    """Whether a gateway, its metrics or a neuron responds there."""
+    for path, mark in (("/health", b'"status"'), ("/metrics", b"cortex_")):
+        with contextlib.closing(http.client.HTTPConnection(reachable(listen.host), listen.port, timeout=2)) as probe:
+            try:
+                probe.request("GET", path)
+                if mark in probe.getresponse().read(1 << 20):
+                    return True
+            except (OSError, http.client.HTTPException):
+                return False  # or TLS, whose certificate may be of any name
+    return False
+
+
+def disk(hub_cache: Path | None = None) -> Iterator[Finding]:
+    """Free disk space in the model caches."""
+    folders = {"cortex cache": cache_directory(), "model cache": hub_cache or hub_cache_directory()}
+    for name, folder in folders.items():
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        free_bytes = shutil.disk_usage(existing).free
+        what = f"{name} {folder}: {size(free_bytes)} free"
+        if not os.access(existing, os.W_OK):
+            yield Finding("disk", Severity.PROBLEM, f"{name} {folder} cannot be written", "fix its permissions")
+        elif free_bytes < SMOLLM2.wheel_bytes + SMOLLM2.size_bytes:
+            yield Finding("disk", Severity.PROBLEM, what, "free space, or set CORTEX_CACHE / HF_HOME to another disk")
+        elif free_bytes < LOW_DISK_BYTES:
+            yield Finding("disk", Severity.NOTE, what, "large models do not fit; set HF_HOME to a larger disk")
+        else:
+            yield Finding("disk", Severity.FINE, what)
+
+
+def hub_cache_directory() -> Path:
+    """The directory of models that a neuron on this machine has downloaded."""
+    from cortex.neuron.weights.hub.cache import cache_directory  # here, because a gateway-only installation lacks it
+
+    return cache_directory(os.environ)
+
+
+def cache(hub_cache: Path | None = None) -> Iterator[Finding]:
+    """Models that are already on disk."""
+    demo = cache_directory() / "models" / SMOLLM2.file_name
+    if not demo.exists():
+        yield Finding("cache", Severity.FINE, "no demo model yet: the first `cortex up` downloads 93 MB")
+    elif demo.stat().st_size != SMOLLM2.size_bytes:
+        yield Finding("cache", Severity.NOTE, f"{demo} is damaged", "the next `cortex up` downloads it again")
+    else:
+        yield Finding("cache", Severity.FINE, f"the demo model is in {demo.parent}")
+    folders = (hub_cache or hub_cache_directory()).glob("models--*")
+    models = sorted(folder.name.removeprefix("models--") for folder in folders)
+    if models:
+        names = ", ".join(name.replace("--", "/") for name in models[:5]) + (", …" if len(models) > 5 else "")
+        yield Finding("cache", Severity.FINE, f"{plural(len(models), 'model')} from the hub: {names}")

@@ -1,0 +1,75 @@
+"""`cortex doctor`: check the usual problems and say how to fix them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from cortex.cli.client import DEFAULT_URL, GatewayClient, gateway_options
+from cortex.cli.commands.doctor import checks, configuration_checks
+from cortex.cli.commands.doctor.checks import Finding, Severity
+from cortex.cli.failures import Command, ExitCode
+from cortex.cli.output import console, json_option, print_json
+from cortex.wire.words import plural
+
+_MARKS = {Severity.FINE: ("✓", "green"), Severity.NOTE: ("!", "yellow"), Severity.PROBLEM: ("✗", "bold red")}
+
+
+@click.command(cls=Command)
+@click.option("-c", "--config", type=click.Path(path_type=Path), help="The cortex.toml to check.")
+@gateway_options
+@json_option
+def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
+    """Check the usual problems and say how to fix them.
+
+    Checks versions, configuration, databases, gateway, nodes, devices, ports, disk and cache. Exit code 1 when there is
+    a problem.
+    With --config, the gateway is expected at the address in that file, unless --url names another.
+    """
+    listens = configuration_checks.addresses(config)
+    if config is not None and gateway.url == DEFAULT_URL:
+        tls = configuration_checks.own_certificate(config)
+        gateway = gateway.at(f"{'http' if tls is None else 'https'}://{listens[0]}", tls)
+    findings = [
+        *checks.versions(),
+        *checks.engine(),
+        *configuration_checks.config(config),
+        *configuration_checks.discovery(config),
+        *configuration_checks.references(config),
+        *configuration_checks.database(config),
+        *checks.gateway(gateway),
+        *configuration_checks.nodes(config),
+        *checks.devices(),
+        *checks.ports(listens),
+        *checks.disk(),
+        *checks.cache(),
+    ]
+    return report(findings, as_json)
+
+
+def report(findings: Iterable[Finding], as_json: bool) -> int:
+    """Print the findings; return the exit code, FAILED when there is a problem."""
+    listed = list(findings)
+    if as_json:
+        print_json([asdict(finding) for finding in listed])
+    else:
+        show(listed, console())
+    return ExitCode.FAILED if any(finding.verdict is Severity.PROBLEM for finding in listed) else ExitCode.OK
+
+
+def show(findings: list[Finding], out: Console) -> None:
+    topic = ""
+    for finding in findings:
+        mark, style = _MARKS[finding.verdict]
+        label = finding.topic if finding.topic != topic else ""
+        topic = finding.topic
+        out.print(Text.assemble((f"{label:<10}", "bold"), (f"{mark} ", style), finding.what), soft_wrap=True)
+        if finding.remedy:
+            out.print(Text.assemble(" " * 12, ("→ ", style), finding.remedy), soft_wrap=True)
+    problems = sum(finding.verdict is Severity.PROBLEM for finding in findings)
+    out.print(f"\n{plural(problems, 'problem')} to fix" if problems else "\nno problems found", style="bold")

@@ -1,0 +1,1 @@
+"""What commands show of jobs, loads and responses while they run."""

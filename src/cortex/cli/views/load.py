@@ -1,0 +1,46 @@
+"""A model's state, progress and memory in words."""
+
+from __future__ import annotations
+
+from cortex.cli.output import size
+from cortex.cli.views.progress import ProgressView
+from cortex.wire.node.protocol import ModelState, ModelStatus
+
+
+def fraction_done(status: ModelStatus) -> float | None:
+    """Progress of the present stage, 0 to 1; None when it is unknown."""
+    progress = status.progress
+    if progress is None or progress.total_bytes <= 0:
+        return None
+    return min(1.0, progress.done_bytes / progress.total_bytes)
+
+
+def describe(status: ModelStatus) -> str:
+    """State and progress: `loading: read 42%, 3 s left`."""
+    text = str(status.state)
+    if status.progress is not None and status.state in (ModelState.LOADING, ModelState.DOWNLOADING):
+        text += f": {status.progress.stage}"
+        if (fraction := fraction_done(status)) is not None:
+            text += f" {fraction:.0%}"
+        if status.progress.eta_s is not None:
+            text += f", {status.progress.eta_s:.0f} s left"
+    return text
+
+
+def reason_of(status: ModelStatus) -> str:
+    """The node's reason for a failure, without the model's id in front of it."""
+    return (status.reason or "the node gave no reason").removeprefix(f"{status.id}: ")
+
+
+def memory_of(status: ModelStatus) -> str:
+    """`23.6 GiB`, `~23.6 GiB` for an estimate, or the host memory of a model asleep."""
+    if status.state is ModelState.ASLEEP:
+        return f"{size(status.host_bytes)} in RAM"
+    if status.measured_bytes is not None:
+        return size(status.measured_bytes)
+    return f"~{size(status.estimate_bytes)}" if status.estimate_bytes is not None else ""
+
+
+def show(view: ProgressView, status: ModelStatus) -> None:
+    stage = f" ({status.progress.stage})" if status.progress else ""
+    view.update(status.id, describe(status), fraction_done(status), f"{status.state}{stage}")

@@ -1,0 +1,169 @@
+"""What placement decided, with the reason for every node: the source of errors, `explain` and the event log."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from cortex.fleet.topology import MemoryReservation, ModelOnNode
+from cortex.wire.node.protocol import DeviceKind
+
+from .eviction import Occupant, Protection
+
+Origin = Literal["request", "background", "operator"]
+"""A client, a client through a background alias (never evicts), or the operator (may load `manual` models)."""
+
+Action = Literal["route", "join", "wake", "load", "wait", "reject"]
+"""`route`: ready there. `join`: starting there, wait for it. `wake`, `load`: start it there, victims first.
+`wait`: it will fit once current requests end. `reject`: waiting would not help."""
+
+
+class Verdict(StrEnum):
+    """The result of placement for one node, best first."""
+
+    RESIDENT = "resident"
+    STARTING = "starting"
+    ASLEEP = "asleep"
+    """Its weights are in the node's host memory, and its device has room for them."""
+    FITS = "fits"
+    FITS_AFTER_EVICTION = "fits_after_eviction"
+    BLOCKED = "blocked"
+    """Would fit without models that are busy, recently loaded or changing state; waiting helps."""
+    CROWDED = "crowded"
+    """Would fit if other programs on the host used less memory; waiting may help."""
+    DRAINING = "draining"
+    UNHEALTHY = "unhealthy"
+    FAILED = "failed"
+    """Failed to load there within `retry_failed_after_s`."""
+    HELD = "held"
+    """Only pinned or more important models could make room; waiting does not help."""
+    TOO_SMALL = "too_small"
+    TOO_FEW_DEVICES = "too_few_devices"
+    CANNOT_SPAN = "cannot_span"
+    """The model must span more devices (`min_devices`) than the node supports for one model."""
+    WRONG_HARNESS = "wrong_harness"
+    MANUAL = "manual"
+    """Only the operator loads it."""
+    EXCLUDED = "excluded"
+    """The catalogue keeps the model on other nodes (`only_on`)."""
+    NOT_LISTED = "not_listed"
+    """The node does not list the model."""
+
+
+class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What is needed and what is available on one device."""
+
+    index: int
+    kind: DeviceKind
+    name: str
+    total_bytes: int
+    foreign_bytes: int
+    kept_free_bytes: int
+    """The part of the free memory that the node leaves free at a load."""
+    ceiling_bytes: int | None = None
+    """The most that models may hold there, where the operator limits it."""
+    available_bytes: int
+    need_bytes: int | None
+    """The model's share on each device; `None` when its size is unknown."""
+    chosen: bool = False
+
+
+class Assessment(msgspec.Struct, frozen=True, kw_only=True):
+    """One node's verdict with its numbers."""
+
+    node: str
+    verdict: Verdict
+    reason: str
+    pinned: bool = False
+    """The catalogue pins the model on this node."""
+    asleep: bool = False
+    """Its weights are in this node's host memory: it wakes instead of loading from disk."""
+    need_bytes: int | None = None
+    """The bytes that had to be found, over all its devices."""
+    takes_bytes: int | None = None
+    """What it will take there, over all its devices; more than the need where there is room for more KV cache."""
+    max_bytes: int | None = None
+    """What memory ceilings let it take there, over all its devices; `None` without a ceiling."""
+    is_cut: bool = False
+    """Its KV cache will be smaller there than it could be."""
+    devices: tuple[int, ...] = ()
+    victims: tuple[Occupant, ...] = ()
+    rows: tuple[DeviceRow, ...] = ()
+    held_by: frozenset[Protection] = frozenset()
+    """The lasting protections that keep the model out, where the verdict is `held`."""
+    ceiling_bytes: int | None = None
+    """The most that models may hold on the node, where the operator limits it."""
+    occupants: tuple[Occupant, ...] = ()
+    """The models that hold memory there, and why each may or may not be evicted."""
+    load: float = 0.0
+    """How busy the model is there, where it is resident."""
+    parts: tuple[Assessment, ...] = ()
+    """Of a model that spans nodes: the assessments of the nodes that share it with this one."""
+
+    @property
+    def evictions(self) -> tuple[ModelOnNode, ...]:
+        """The victims, each on the node that serves it."""
+        return tuple(ModelOnNode(victim.lead or self.node, victim.model_id) for victim in self.victims)
+
+    def reservation(self, model_id: str) -> MemoryReservation:
+        """What a load of the model there is counted as until it ends."""
+        takes_bytes = self.takes_bytes or 0
+        needs = {row.index: row.need_bytes or 0 for row in self.rows if row.chosen}
+        total = sum(needs.values())
+        parts = tuple(-(-takes_bytes * needs.get(index, 0) // total) for index in self.devices) if total else ()
+        return MemoryReservation(model_id=model_id, devices=self.devices, num_bytes=takes_bytes, device_bytes=parts)
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome, with every assessment, best node first."""
+
+    model_id: str
+    at: float
+    origin: Origin
+    action: Action
+    assessments: tuple[Assessment, ...]
+
+    @property
+    def chosen(self) -> Assessment | None:
+        """The node to use; `None` when the action is `wait` or `reject`."""
+        return self.assessments[0] if self.action in ("route", "join", "wake", "load") else None
+
+    @property
+    def node(self) -> str | None:
+        return self.chosen.node if self.chosen else None
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return self.chosen.devices if self.chosen else ()
+
+    @property
+    def victims(self) -> tuple[str, ...]:
+        """Models to unload on `node` before the load."""
+        return tuple(victim.model_id for victim in self.chosen.victims) if self.chosen else ()
+
+    @property
+    def evictions(self) -> tuple[ModelOnNode, ...]:
+        """The victims, with those on the other nodes of a model that spans nodes; each once, on the node that serves
+        it."""
+        places = (self.chosen, *self.chosen.parts) if self.chosen else ()
+        return tuple(dict.fromkeys(eviction for place in places for eviction in place.evictions))
+
+    @property
+    def parts(self) -> tuple[Assessment, ...]:
+        return self.chosen.parts if self.chosen else ()
+
+    @property
+    def need_bytes(self) -> int | None:
+        return self.chosen.need_bytes if self.chosen else None
+
+    @property
+    def max_bytes(self) -> tuple[int | None, ...]:
+        """What the load may take of each of its nodes at most."""
+        return tuple(place.max_bytes for place in (self.chosen, *self.chosen.parts)) if self.chosen else ()
+
+    @property
+    def takes_bytes(self) -> int | None:
+        """What the load is counted as until it ends."""
+        return self.chosen.takes_bytes if self.chosen else None

@@ -1,0 +1,175 @@
+"""Which models are evicted to make room, and why others are not.
+
+Never evicted: a busy model, a pinned one, one loaded less than `min_residency_s` ago, one of higher priority than the
+newcomer; and nothing at all for a background request. Models of equal priority may evict each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from cortex.fleet.catalogue import ModelSpec
+from cortex.fleet.rules import EvictionRules
+from cortex.fleet.topology import ON_DEVICE, Fleet, ModelOnNode, Node, Residency
+from cortex.wire.node.protocol import ModelState
+from cortex.wire.words import plural
+
+WHOLE_NODE = -1
+"""The key of a shortfall that an unload on any device of the node relieves: one of the node's memory ceiling."""
+
+
+class Protection(StrEnum):
+    """Why a model must not be evicted."""
+
+    BUSY = "busy"
+    YOUNG = "young"
+    CHANGING = "changing"
+    """Loading, recovering or unloading: its memory cannot be reassigned now."""
+    PINNED = "pinned"
+    PRIORITY = "priority"
+    BACKGROUND = "background"
+    """The newcomer is a background request."""
+    UNMANAGED = "unmanaged"
+    """The node does not unload models on request."""
+    PART = "part"
+    """It is a part of a model that a node outside the fleet serves."""
+
+    @property
+    def is_temporary(self) -> bool:
+        """Whether it ends by itself; the others last until the operator changes something."""
+        return self in (Protection.BUSY, Protection.YOUNG, Protection.CHANGING)
+
+
+class Occupant(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that holds memory on a node, as a possible victim."""
+
+    model_id: str
+    priority: int
+    last_used: float
+    device_bytes: dict[int, int]
+    """What its unload would free, by device index."""
+    protection: Protection | None = None
+    """`None`: it may be evicted."""
+    reason: str | None = None
+    """The protection in words, with its numbers."""
+    lead: str | None = None
+    """The node that serves it, if this one has only a part of it: it is unloaded there."""
+    ranks: frozenset[int] = frozenset()
+    """The devices that it is divided among, if it is."""
+    num_nodes: int = 1
+    """Those that it has equal parts on."""
+    is_leaving: bool = False
+    """Evicted already for the same newcomer, which takes room on another of its nodes."""
+
+    @property
+    def whole_bytes(self) -> int:
+        """What its eviction frees on all of its nodes."""
+        return self.num_bytes * self.num_nodes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.device_bytes.values())
+
+    def frees(self, index: int) -> int:
+        """What its unload would free of a device, or of the ceiling of the `WHOLE_NODE`."""
+        return self.num_bytes if index == WHOLE_NODE else self.device_bytes.get(index, 0)
+
+
+def protection(
+    held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float, *, background: bool
+) -> tuple[Protection, str] | None:
+    """Why `held` must not be evicted for `newcomer`; `None` when it may. Lasting reasons come before temporary ones."""
+    spec = fleet.catalogue.spec(held.model_id)
+    if held.state is ModelState.UNLOADING:
+        return Protection.CHANGING, f"unloading for {now - held.state_since:.0f} s"
+    if not node.has_lifecycle:
+        return Protection.UNMANAGED, "its node does not unload models on request"
+    if held.pinned or spec.is_pinned_on(node.name):
+        return Protection.PINNED, f"pinned on {node.name}"
+    if spec.priority > newcomer.priority:
+        return Protection.PRIORITY, f"its priority {spec.priority} is higher than {newcomer.priority}"
+    if background:
+        return Protection.BACKGROUND, "background requests evict nothing"
+    if held.state is not ModelState.READY:
+        return Protection.CHANGING, f"{held.state} for {now - held.state_since:.0f} s"
+    if held.is_busy:
+        running = max(held.in_flight, held.status.load.running + held.status.load.waiting)
+        return Protection.BUSY, f"busy with {plural(running, 'request')}"
+    age_s = now - held.state_since
+    if age_s < fleet.rules.min_residency_s:
+        return Protection.YOUNG, f"loaded {age_s:.0f} s ago, kept for at least {fleet.rules.min_residency_s:.0f} s"
+    return None
+
+
+def choose(
+    occupants: Sequence[Occupant],
+    shortfall: Mapping[int, int],
+    rules: EvictionRules,
+    *,
+    in_the_way: Sequence[Occupant] = (),
+) -> tuple[Occupant, ...] | None:
+    """The occupants to evict for `shortfall` (bytes by device or `WHOLE_NODE`), or `None` when they cannot cover it.
+    `in_the_way`: those of them that must leave, whatever their size.
+
+    Least recently used first (`lru`), or lowest priority and then least recently used (`priority`), until it fits. Then
+    victims that turn out to be unnecessary are dropped, the largest first: no victim in the result can be left out.
+    Models that are leaving already are chosen first, and stay in the result.
+    """
+
+    def order(occupant: Occupant) -> tuple[float, ...]:
+        by_use = (occupant.last_used, occupant.num_bytes)
+        by_rules = (occupant.priority, *by_use) if rules.strategy == "priority" else by_use
+        return (not occupant.is_leaving, *by_rules)
+
+    if any(occupant.protection is not None for occupant in in_the_way):
+        return None
+    victims = list(in_the_way)
+    for occupant in sorted(occupants, key=order):
+        if _covers(victims, shortfall):
+            break
+        if occupant.protection is None and occupant not in victims and any(map(occupant.frees, shortfall)):
+            victims.append(occupant)
+    if not _covers(victims, shortfall):
+        return None
+    optional = [victim for victim in victims if victim not in in_the_way]
+    for victim in sorted(optional, key=lambda occupant: (occupant.is_leaving, -occupant.num_bytes)):
+        others = [other for other in victims if other is not victim]
+        if _covers(others, shortfall):
+            victims = others
+    return tuple(victims)
+
+
+def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
+    """The models whose `ttl_s` has passed: ready ones unused for that long, and those asleep for that long.
+
+    Pinned models never expire.
+    """
+    found = []
+    for node in fleet.nodes:
+        if not (node.healthy and node.has_lifecycle):
+            continue
+        for held in node.residencies.values():
+            spec = fleet.catalogue.spec(held.model_id)
+            if spec.ttl_s is None or held.state not in (ModelState.READY, ModelState.ASLEEP):
+                continue
+            unused_s = now - max(held.last_used, held.state_since)
+            if not held.is_busy and not held.pinned and not spec.is_pinned_on(node.name) and unused_s >= spec.ttl_s:
+                found.append(ModelOnNode(node.name, held.model_id))
+    return tuple(found)
+
+
+def due_for_recycling(node: Node, rules: EvictionRules) -> bool:
+    """Whether the node's workers should be replaced: enough loads since the last time, and the node is idle."""
+    return 0 < rules.defrag_after_cycles <= node.num_loads and node.has_lifecycle and node.healthy and node.is_idle
+
+
+def occupies(held: Residency) -> bool:
+    """Whether it holds device memory, or is about to."""
+    return held.state in ON_DEVICE
+
+
+def _covers(victims: Sequence[Occupant], shortfall: Mapping[int, int]) -> bool:
+    return all(sum(victim.frees(index) for victim in victims) >= missing for index, missing in shortfall.items())

@@ -1,0 +1,195 @@
+"""A decision for people: table rows, JSON, text, and the error for a client. One wording everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cortex.fleet.units import gib
+from cortex.wire.errors import (
+    CortexError,
+    InsufficientCapacity,
+    LoadFailed,
+    ModelNotFound,
+    Overloaded,
+    UpstreamUnavailable,
+)
+
+from .decision import Assessment, Decision, Verdict
+from .eviction import Protection
+
+HEADER = ("node", "device", "total", "have", "need", "verdict", "why")
+
+
+def rows(decision: Decision) -> tuple[tuple[str, ...], ...]:
+    """One row per node and device, under `HEADER`; verdict and reason are in a node's first row."""
+    return tuple(row for assessment in decision.assessments for row in _rows(assessment))
+
+
+def text(decision: Decision) -> str:
+    """A plain table, then the outcome in one line."""
+    table = (HEADER, *rows(decision))
+    widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join([*lines, outcome(decision)])
+
+
+def outcome(decision: Decision) -> str:
+    """What was decided, in one sentence."""
+    model_id, node = decision.model_id, decision.node
+    match decision.action:
+        case "route":
+            return f"{model_id} is ready on {node}."
+        case "join":
+            return f"{model_id} is starting on {node}."
+        case "wake" | "load":
+            verb = "wake" if decision.action == "wake" else "load"
+            names = [f"{model} on {place}" if place != node else model for place, model in decision.evictions]
+            victims = f" after unloading {', '.join(names)}" if names else ""
+            devices = f" (device {', '.join(map(str, decision.devices))})" if decision.devices else ""
+            parts = "".join(f" and a part on {part.node}" for part in decision.parts)
+            return f"{verb} {model_id} on {node}{devices}{parts}{victims}."
+        case "wait":
+            first = decision.assessments[0]
+            return f"{model_id} waits for room on {first.node}: {first.reason}."
+        case "reject":
+            return rejection(decision).message
+
+
+def as_json(decision: Decision) -> dict[str, Any]:
+    """The decision as plain data, for `/fleet/decisions` and the details of an error."""
+    return {
+        "model": decision.model_id,
+        "at": decision.at,
+        "origin": decision.origin,
+        "action": decision.action,
+        "node": decision.node,
+        "devices": list(decision.devices),
+        "victims": list(dict.fromkeys(eviction.model for eviction in decision.evictions)),
+        "outcome": outcome(decision),
+        "nodes": [_assessment_json(assessment) for assessment in decision.assessments],
+    }
+
+
+def rejection(decision: Decision) -> CortexError:
+    """The error for a request whose decision is `reject`, or `wait` for an operator's order."""
+    error = _ERRORS.get(_decisive(decision), InsufficientCapacity)
+    if any(_waits_for_foreground(assessment) for assessment in decision.assessments):
+        error = Overloaded
+    details = {"nodes": [_assessment_json(assessment) for assessment in decision.assessments]}
+    return error(_rejection_message(decision, error), details=details)
+
+
+_ERRORS: dict[Verdict | None, type[CortexError]] = {
+    None: UpstreamUnavailable,
+    Verdict.BLOCKED: Overloaded,
+    Verdict.CROWDED: Overloaded,
+    Verdict.DRAINING: UpstreamUnavailable,
+    Verdict.UNHEALTHY: UpstreamUnavailable,
+    Verdict.FAILED: LoadFailed,
+    Verdict.MANUAL: UpstreamUnavailable,
+    Verdict.EXCLUDED: UpstreamUnavailable,
+    Verdict.NOT_LISTED: ModelNotFound,
+}
+
+
+def _waits_for_foreground(assessment: Assessment) -> bool:
+    """Whether the model is kept out only because the request is a background one; another request could load it."""
+    return assessment.verdict is Verdict.HELD and assessment.held_by == {Protection.BACKGROUND}
+
+
+def _decisive(decision: Decision) -> Verdict | None:
+    """The verdict that selects the error: the best one, since assessments come best first."""
+    return decision.assessments[0].verdict if decision.assessments else None
+
+
+def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
+    if not decision.assessments:
+        return f"{decision.model_id} cannot run: the fleet has no nodes; add one under [[neurons]]."
+    per_node = "; ".join(f"{assessment.node}: {_why(assessment)}" for assessment in decision.assessments)
+    if _decisive(decision) is Verdict.CANNOT_SPAN:
+        return f"no node can run {decision.model_id} over the devices that it asks for. {per_node}."
+    lead = {
+        Overloaded: f"there is no room for {decision.model_id} now",
+        LoadFailed: f"{decision.model_id} could not be loaded",
+        UpstreamUnavailable: f"no node can serve {decision.model_id} now",
+        ModelNotFound: f"no node has {decision.model_id}",
+    }.get(error, f"{decision.model_id} fits nowhere in the fleet")
+    return f"{lead}. {per_node}."
+
+
+def _why(assessment: Assessment) -> str:
+    """The reason, with the bytes needed and available where memory decides and the reason does not contain them."""
+    if assessment.verdict not in (Verdict.BLOCKED, Verdict.CROWDED, Verdict.HELD):
+        return assessment.reason
+    deciding = next(
+        (part for part in assessment.parts if f"{part.node}: {part.reason}" == assessment.reason), assessment
+    )
+    if not deciding.rows:
+        return assessment.reason
+    have = max(row.available_bytes for row in deciding.rows)
+    return f"{assessment.reason} (need {gib(deciding.rows[0].need_bytes)}, have {gib(have)})"
+
+
+def _rows(assessment: Assessment) -> Iterator[tuple[str, ...]]:
+    if not assessment.rows:
+        yield (assessment.node, "", "", "", gib(assessment.need_bytes), assessment.verdict.value, assessment.reason)
+    for number, row in enumerate(assessment.rows):
+        verdict, reason = (assessment.verdict.value, assessment.reason) if number == 0 else ("", "")
+        mark = "*" if row.chosen else ""
+        yield (
+            assessment.node if number == 0 else "",
+            f"{row.index}{mark} {row.name}",
+            gib(row.total_bytes),
+            gib(row.available_bytes),
+            gib(row.need_bytes),
+            verdict,
+            reason,
+        )
+
+
+def _assessment_json(assessment: Assessment) -> dict[str, Any]:
+    return {
+        "node": assessment.node,
+        "verdict": assessment.verdict.value,
+        "reason": assessment.reason,
+        "pinned": assessment.pinned,
+        "need_bytes": assessment.need_bytes,
+        "takes_bytes": assessment.takes_bytes,
+        "ceiling_bytes": assessment.ceiling_bytes,
+        "victims": [victim.model_id for victim in assessment.victims],
+        "parts": [
+            {
+                "node": part.node,
+                "verdict": part.verdict.value,
+                "reason": part.reason,
+                "takes_bytes": part.takes_bytes,
+                "devices": list(part.devices),
+                "victims": [victim.model_id for victim in part.victims],
+            }
+            for part in assessment.parts
+        ],
+        "devices": [
+            {
+                "index": row.index,
+                "name": row.name,
+                "total_bytes": row.total_bytes,
+                "other_programs_bytes": row.foreign_bytes,
+                "kept_free_bytes": row.kept_free_bytes,
+                "ceiling_bytes": row.ceiling_bytes,
+                "have_bytes": row.available_bytes,
+                "need_bytes": row.need_bytes,
+                "chosen": row.chosen,
+            }
+            for row in assessment.rows
+        ],
+        "occupants": [
+            {
+                "model": occupant.model_id,
+                "bytes": occupant.num_bytes,
+                "may_leave": occupant.protection is None,
+                "reason": occupant.reason,
+            }
+            for occupant in assessment.occupants
+        ],
+    }

@@ -1,0 +1,324 @@
+"""Whether a model fits on the devices of a node: now, after eviction, later, or never."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
+import msgspec
+
+from cortex.fleet.catalogue import MEBIBYTE, ModelSpec
+from cortex.fleet.memory import DeviceLedger, Need, ledger
+from cortex.fleet.topology import Fleet, ModelOnNode, Node
+from cortex.fleet.units import gib
+from cortex.wire.node.protocol import ModelState, ModelStatus
+from cortex.wire.words import plural
+
+from .decision import Assessment, DeviceRow, Origin, Verdict
+from .eviction import Occupant, Protection
+from .occupants import occupants_of
+from .rooms import MOST_LAYERS, Division, Room, free_devices, harm, rooms
+
+
+class _Finding(msgspec.Struct, frozen=True):
+    """What `_find_room` found."""
+
+    verdict: Verdict
+    reason: str
+    room: Room = Room(())
+    held_by: frozenset[Protection] = frozenset()
+
+
+class Fitting:
+    """`spec` on the devices of `node`, by their memory."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        node: Node,
+        fleet: Fleet,
+        now: float,
+        *,
+        need: Need | None,
+        origin: Origin,
+        spans: bool = False,
+        leaving: frozenset[ModelOnNode] = frozenset(),
+    ) -> None:
+        """`need`: `None` where its size is unknown. `spans`: the node takes a part of it; `leaving`: what is evicted
+        for it on other nodes."""
+        held = node.residencies.get(spec.id)
+        count = max(spec.min_devices, spec.pipeline_parallel)
+        self._stage_layers: tuple[int, ...] = ()
+        if held is not None:
+            count, self._stage_layers = max(count, held.status.num_devices), held.status.stage_layers
+        self._by_layers = spec.pipeline_parallel > 1 or bool(self._stage_layers)
+        self._num_layers = sum(self._stage_layers) or MOST_LAYERS
+        self._spans = spans or bool(node.nodes_of(spec))
+        self._has_replicas = held is not None and held.status.num_devices > 1 and held.status.parallel is None
+        if count > spec.min_devices:
+            spec = msgspec.structs.replace(spec, min_devices=count, pipeline_parallel=1)
+        self._spec, self._node, self._fleet, self._need = spec, node, fleet, need
+        self._held = held
+        self._devices = ledger(node)
+        self._occupants = occupants_of(spec, node, self._devices, fleet, now, origin, leaving)
+        self._eligible = _eligible(spec, self._devices)
+
+    def wake(self) -> Assessment | None:
+        """How a model that is asleep wakes on its devices, at its previous size; `None` where they have no room, and
+        if it is not asleep."""
+        homes = [share.devices for share in self._node.shares if share.model_id == self._spec.id and share.is_asleep]
+        if self._held is not None and self._held.state is ModelState.ASLEEP:
+            homes.append(self._held.status.devices)
+        if not homes:
+            return None
+        home = [device for device in self._eligible if device.index in homes[0]] or self._eligible
+        need = self._need
+        for size in (None,) if need is None else (need.takes_bytes, need.comfortable_bytes, need.least_bytes):
+            waking = self._assess(home, size, asleep=True)
+            if waking.verdict in (Verdict.ASLEEP, Verdict.FITS_AFTER_EVICTION):
+                return waking
+        return None
+
+    def load(self) -> Assessment:
+        """A load, on any devices. A model is placed where its full footprint is free. Other models are evicted only
+        for its comfortable footprint; where they cannot be, its minimum footprint will do."""
+        need = self._need
+        if need is None:
+            return self._assess(self._eligible, None)
+        whole = self._assess(self._eligible, need.takes_bytes)
+        if whole.verdict is Verdict.FITS or need.least_bytes == need.takes_bytes:
+            return whole
+        comfortable = self._assess(self._eligible, need.comfortable_bytes)
+        if comfortable.verdict in (Verdict.FITS, Verdict.FITS_AFTER_EVICTION):
+            return comfortable
+        return self._assess(self._eligible, need.least_bytes)
+
+    def _assess(self, candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool = False) -> Assessment:
+        spec, node, need = self._spec, self._node, self._need
+        by_layers, num_layers = self._by_layers, self._num_layers
+        limit = node.max_devices_per_model
+        count = _device_count(spec, candidates, size, limit=limit, by_layers=by_layers, num_layers=num_layers)
+        division = None if size is None else Division(size, count or spec.min_devices, by_layers, num_layers)
+        is_divided = self._spans or ((count or 1) > 1 and not self._has_replicas)
+
+        def excludes(occupant: Occupant) -> frozenset[int]:
+            # Devices of divided models take turns; only within one node can they agree on an order.
+            return occupant.ranks if is_divided and (self._spans or occupant.num_nodes > 1) else frozenset()
+
+        found = _find_room(
+            spec,
+            node,
+            candidates,
+            self._occupants,
+            self._fleet,
+            self._stage_layers,
+            excludes,
+            count=count,
+            division=division,
+        )
+        verdict, reason, room = found.verdict, found.reason, found.room
+        if verdict is Verdict.TOO_SMALL and self._held is not None:
+            reason += _smaller_form(self._held.status, candidates)
+        if asleep and verdict is Verdict.FITS:
+            verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
+        takes_bytes = None if need is None or size is None else _taken(need.takes_bytes, size, room)
+        return Assessment(
+            node=node.name,
+            verdict=verdict,
+            reason=reason,
+            pinned=node.name in spec.pinned_on,
+            asleep=asleep,
+            need_bytes=size,
+            takes_bytes=takes_bytes,
+            max_bytes=room.max_bytes,
+            is_cut=need is not None and takes_bytes is not None and takes_bytes < need.takes_bytes,
+            devices=tuple(sorted(device.index for device in room.devices)),
+            victims=room.victims,
+            rows=_rows(self._devices, division, room),
+            held_by=found.held_by,
+            ceiling_bytes=node.ceiling_bytes,
+            occupants=self._occupants,
+        )
+
+
+def capacity_bytes(spec: ModelSpec, node: Node, count: int) -> int:
+    """What a load could take of the largest `count` empty devices."""
+    largest = sorted((device.capacity_bytes for device in _eligible(spec, ledger(node))), reverse=True)[:count]
+    return sum(largest) if node.ceiling_bytes is None else min(sum(largest), node.ceiling_bytes)
+
+
+def need_and_have(node: Node, need: Need | None, count: int) -> tuple[DeviceRow, ...]:
+    """The device rows for a model over `count` devices, where memory does not decide the verdict."""
+    return _rows(ledger(node), None if need is None else Division(need.takes_bytes, count), Room(()))
+
+
+def _taken(wanted_bytes: int, sure_bytes: int, room: Room) -> int:
+    """What a load will take of `room`: `wanted_bytes`, or what is usable once the victims are unloaded. If all devices
+    get the same share, the one with the least room decides."""
+    usable_bytes = list(map(room.usable_bytes, room.devices))
+    room_bytes = sum(usable_bytes) if room.by_layers else len(usable_bytes) * min(usable_bytes, default=0)
+    taken_bytes = min(wanted_bytes, room_bytes)
+    return max(sure_bytes, taken_bytes if room.max_bytes is None else min(taken_bytes, room.max_bytes))
+
+
+def _find_room(
+    spec: ModelSpec,
+    node: Node,
+    eligible: Sequence[DeviceLedger],
+    occupants: tuple[Occupant, ...],
+    fleet: Fleet,
+    stage_layers: tuple[int, ...],
+    excludes: Callable[[Occupant], frozenset[int]],
+    *,
+    count: int | None,
+    division: Division | None,
+) -> _Finding:
+    limit = node.max_devices_per_model
+    if spec.min_devices > limit:
+        by = "pipeline_parallel" if division is not None and division.by_layers else "min_devices"
+        reason = f"cannot span {spec.min_devices} devices ({by}), at most {limit} per model"
+        return _Finding(Verdict.CANNOT_SPAN, reason)
+    if len(eligible) < spec.min_devices:
+        return _Finding(Verdict.TOO_FEW_DEVICES, _too_few(spec, node, len(eligible)))
+    if count is None:
+        return _Finding(Verdict.TOO_SMALL, _too_small(node, eligible, division))
+    excluded = frozenset[int]().union(*map(excludes, occupants))
+    usable = [device for device in eligible if device.index not in excluded]
+    if division is None and len(usable) >= count:
+        emptiest = sorted(usable, key=lambda device: (-device.available_bytes, device.index))[:count]
+        return _Finding(Verdict.FITS, "size unknown; the node checks it at load", Room(tuple(emptiest)))
+    division = division or Division(0, count)
+    if devices := free_devices(usable, division, fleet.placement):
+        size = gib(division.num_bytes) if division.by_layers else f"{gib(division.share)} per device"
+        reason = f"needs {size}, which is free{division.explained(devices, stage_layers)}"
+        return _Finding(Verdict.FITS, reason, Room(devices, by_layers=division.by_layers))
+
+    sets = [
+        devices
+        for devices in combinations(eligible, count)
+        if division.fits(devices, lambda device: device.capacity_bytes)
+    ]
+
+    def cheapest(candidates: Sequence[Occupant], have: Callable[[DeviceLedger], int]) -> Room | None:
+        found = rooms(sets, candidates, fleet, division, have, excludes)
+        return min(found, key=harm, default=None)
+
+    if room := cheapest(occupants, lambda device: device.balance_bytes):
+        names = ", ".join(victim.model_id for victim in room.victims)
+        return _Finding(Verdict.FITS_AFTER_EVICTION, f"fits after unloading {names}", room)
+    later = [_after_waiting(occupant) for occupant in occupants]
+    if room := cheapest(later, lambda device: device.balance_bytes):
+        return _Finding(Verdict.BLOCKED, _waits_for(room.victims, occupants))
+    if room := cheapest(later, lambda device: device.balance_bytes + device.foreign_bytes):
+        foreign = sum(device.foreign_bytes for device in room.devices)
+        return _Finding(Verdict.CROWDED, f"other programs use {gib(foreign)} of its memory")
+    emptied = [msgspec.structs.replace(occupant, protection=None) for occupant in occupants]
+    room = cheapest(emptied, lambda device: device.balance_bytes + device.foreign_bytes)
+    if room is None:
+        return _Finding(Verdict.CROWDED, "the device reports less free memory than its models and other programs leave")
+    in_the_way = {victim.model_id for victim in room.victims}
+    kept = [each for each in later if each.protection is not None and each.model_id in in_the_way]
+    reasons = "; ".join(f"{occupant.model_id}: {occupant.reason}" for occupant in kept)
+    return _Finding(
+        Verdict.HELD,
+        f"only models that cannot be evicted could make room ({reasons})",
+        held_by=frozenset(occupant.protection for occupant in kept if occupant.protection is not None),
+    )
+
+
+def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger]) -> list[DeviceLedger]:
+    """The devices to consider; a host with GPUs does not run models on its CPU."""
+    kind = "cuda" if any(device.kind == "cuda" for device in devices) else "cpu"
+    smallest = spec.min_device_vram_mb * MEBIBYTE
+    return [device for device in devices if device.kind == kind and device.total_bytes >= smallest]
+
+
+def _device_count(
+    spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int | None, *, limit: int, by_layers: bool, num_layers: int
+) -> int | None:
+    """How many devices to spread over: the fewest of `min_devices`, twice that, four times … that could hold it, up to
+    `limit`, the most that the node supports for one model. By layers: exactly `min_devices`."""
+    count = spec.min_devices
+    ceiling = eligible[0].node_ceiling_bytes if eligible else None
+    if size is not None and ceiling is not None and size > ceiling:
+        return None
+    while count <= min(limit, len(eligible)):
+        if size is None:
+            return count
+        if Division(size, count, by_layers, num_layers).fits(eligible, lambda device: device.capacity_bytes):
+            return count
+        if by_layers:
+            return None
+        count *= 2
+    return None
+
+
+def _after_waiting(occupant: Occupant) -> Occupant:
+    """The occupant without a protection that ends by itself."""
+    if occupant.protection is not None and occupant.protection.is_temporary:
+        return msgspec.structs.replace(occupant, protection=None)
+    return occupant
+
+
+def _waits_for(victims: Sequence[Occupant], occupants: Sequence[Occupant]) -> str:
+    reasons = {occupant.model_id: occupant.reason for occupant in occupants}
+    waited_for = [victim.model_id for victim in victims if reasons[victim.model_id]]
+    return "; ".join(f"waits for {model_id}: {reasons[model_id]}" for model_id in waited_for)
+
+
+def _too_few(spec: ModelSpec, node: Node, count: int) -> str:
+    if node.problem:
+        return node.problem
+    size = f" of at least {gib(spec.min_device_vram_mb * MEBIBYTE)}" if spec.min_device_vram_mb else ""
+    return f"needs {plural(spec.min_devices, 'device')}{size}, has {count}"
+
+
+def _too_small(node: Node, eligible: Sequence[DeviceLedger], division: Division | None) -> str:
+    """Why even the empty devices have no room: a ceiling, or their size."""
+    count, share = (1, 0) if division is None else (division.num_devices, division.share)
+    ceiling = node.ceiling_bytes
+    if division is not None and division.by_layers and (ceiling is None or division.num_bytes <= ceiling):
+        largest = sorted((device.capacity_bytes for device in eligible), reverse=True)[:count]
+        return f"needs {gib(division.num_bytes)} on {plural(count, 'device')}, which have {gib(sum(largest))} together"
+    if ceiling is not None and count * share > ceiling:
+        return f"needs {gib(count * share)}, and models may take {gib(ceiling)} of the node (`memory_mb`)"
+    widest = max(eligible, key=lambda device: device.capacity_bytes)
+    reason = f"needs {gib(share)} per device, the largest has {gib(widest.capacity_bytes)}"
+    if any(device.usable_bytes(device.total_bytes) >= share for device in eligible):
+        reason = f"needs {gib(share)} per device, and models may take {gib(widest.capacity_bytes)} of one (`memory_mb`)"
+    if node.max_devices_per_model == 1 and len(eligible) > 1:
+        reason += "; the node runs a model on one device"
+    return reason
+
+
+def _smaller_form(status: ModelStatus, devices: Sequence[DeviceLedger]) -> str:
+    """The most bits with which dense weights would fit, if they do not as they are."""
+    widest_bytes = max((device.capacity_bytes for device in devices), default=0)
+    for size in sorted(status.quantised, key=lambda each: -each.least_bytes):
+        share_bytes = -(-size.least_bytes // status.num_devices)
+        if share_bytes <= widest_bytes:
+            return f'; with `quant = "{size.quant}"` in models.toml it needs {gib(share_bytes)}'
+    return ""
+
+
+def _rows(devices: Sequence[DeviceLedger], division: Division | None, room: Room) -> tuple[DeviceRow, ...]:
+    chosen = frozenset(device.index for device in room.devices)
+    shares: dict[int, int] = {}
+    if division is not None:
+        shares = dict.fromkeys((device.index for device in devices), division.share)
+        shares |= division.shares(room.devices, room.usable_bytes)
+    return tuple(
+        DeviceRow(
+            index=device.index,
+            kind=device.kind,
+            name=device.name,
+            total_bytes=device.total_bytes,
+            foreign_bytes=device.foreign_bytes,
+            kept_free_bytes=max(0, device.balance_bytes) - device.usable_bytes(device.balance_bytes),
+            ceiling_bytes=device.ceiling_bytes,
+            available_bytes=device.available_bytes,
+            need_bytes=shares.get(device.index),
+            chosen=device.index in chosen,
+        )
+        for device in devices
+    )

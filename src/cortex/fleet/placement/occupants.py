@@ -1,0 +1,82 @@
+"""The models that hold memory on a node, and why each may or may not be evicted for another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cortex.fleet.catalogue import ModelSpec
+from cortex.fleet.memory import DeviceLedger
+from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
+from cortex.wire.node.protocol import ModelShare
+
+from .decision import Origin
+from .eviction import Occupant, Protection, occupies, protection
+
+
+def occupants_of(
+    spec: ModelSpec,
+    node: Node,
+    devices: Sequence[DeviceLedger],
+    fleet: Fleet,
+    now: float,
+    origin: Origin,
+    leaving: frozenset[ModelOnNode],
+) -> tuple[Occupant, ...]:
+    """Every model that holds memory on `node`, or has reserved some, whole or in part."""
+    found = []
+    reserved = {reservation.model_id: reservation for reservation in node.reservations}
+    shares = {share.model_id: share for share in node.shares if not share.is_asleep}
+    for model_id in {**node.residencies, **reserved, **shares}:
+        known = fleet.catalogue.spec(model_id)
+        held, lead = node.residencies.get(model_id), None
+        if (share := shares.get(model_id)) is not None:
+            lead = fleet.lead_of(share)
+            held = None if lead is None else lead[1]
+        kept: tuple[Protection, str] | None
+        if (reservation := reserved.get(model_id)) is not None:
+            kept = Protection.CHANGING, "load ordered"
+            indices, num_nodes = (
+                reservation.devices,
+                max((len(each.nodes_of(known)) for each in fleet.nodes), default=0),
+            )
+            is_divided = num_nodes > 1 or len(indices) > 1
+        elif share is not None:
+            kept = _protection_of_part(share, lead, spec, fleet, now, origin)
+            indices, num_nodes, is_divided = share.devices, 2 if held is None else len(held.status.nodes), True
+        elif held is not None and occupies(held):
+            kept = protection(held, node, spec, fleet, now, background=origin == "background")
+            indices, num_nodes = held.status.devices, len(held.status.nodes)
+            is_divided = held.status.parallel is not None
+        else:
+            continue
+        serving = node.name if lead is None else lead[0].name
+        found.append(
+            Occupant(
+                model_id=model_id,
+                priority=known.priority,
+                last_used=now if held is None else held.last_used,
+                device_bytes={device.index: taken for device in devices if (taken := device.held_by(model_id))},
+                protection=kept[0] if kept else None,
+                reason=kept[1] if kept else None,
+                lead=None if lead is None else serving,
+                ranks=frozenset(indices if is_divided else ()),
+                num_nodes=max(1, num_nodes),
+                is_leaving=ModelOnNode(serving, model_id) in leaving,
+            )
+        )
+    return tuple(found)
+
+
+def _protection_of_part(
+    share: ModelShare, lead: tuple[Node, Residency] | None, spec: ModelSpec, fleet: Fleet, now: float, origin: Origin
+) -> tuple[Protection, str] | None:
+    """Why the model of a part must not be evicted, on the node that serves it."""
+    if lead is None:
+        return Protection.PART, f"a part of it; {share.lead} serves it, which is not in this fleet"
+    node, held = lead
+    if not node.healthy:
+        return Protection.CHANGING, f"a part of it; {node.name}, which serves it, is down"
+    if not occupies(held):
+        return Protection.CHANGING, f"a part of it, which is being freed; {node.name} has unloaded it"
+    kept = protection(held, node, spec, fleet, now, background=origin == "background")
+    return kept and (kept[0], f"a part of it; on {node.name}: {kept[1]}")

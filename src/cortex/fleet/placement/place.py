@@ -1,0 +1,245 @@
+"""Where a model runs: one verdict per node, and the best of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from cortex.fleet.catalogue import MEBIBYTE, Catalogue, ModelSpec
+from cortex.fleet.memory import Need, need_of
+from cortex.fleet.rules import PlacementRules
+from cortex.fleet.topology import STARTING, Fleet, Node, Residency
+from cortex.wire.node.protocol import ModelShare, ModelState, ModelStatus
+
+from .decision import Action, Assessment, Decision, Origin, Verdict
+from .eviction import occupies
+from .fitting import Fitting, need_and_have
+from .spanning import fit_over_nodes
+
+_ORDER = {verdict: rank for rank, verdict in enumerate(Verdict)}
+_ACTIONS: dict[Verdict, Action] = {
+    Verdict.RESIDENT: "route",
+    Verdict.STARTING: "join",
+    Verdict.ASLEEP: "wake",
+    Verdict.FITS: "load",
+    Verdict.FITS_AFTER_EVICTION: "load",
+    Verdict.BLOCKED: "wait",
+    Verdict.CROWDED: "wait",
+}
+
+
+def place(
+    model_id: str,
+    fleet: Fleet,
+    now: float,
+    *,
+    origin: Origin = "request",
+    only_on: str | None = None,
+) -> Decision:
+    """Decide where `model_id` runs.
+
+    Order: resident and least loaded; starting; asleep; fits in free memory; fits after evicting (fewest bytes, least
+    recently used, lowest priority). Within each, nodes where the model is pinned come first, then those where it is
+    asleep. `only_on` restricts the decision to one node.
+    """
+    spec = fleet.catalogue.spec(model_id)
+    assessments = [
+        assess(spec, node, fleet, now, origin=origin) for node in fleet.nodes if only_on in (None, node.name)
+    ]
+    assessments.sort(key=partial(_preference, rules=fleet.placement))
+    action = _action(assessments[0]) if assessments else "reject"
+    return Decision(model_id=model_id, at=now, origin=origin, action=action, assessments=tuple(assessments))
+
+
+def place_new(model_id: str, num_bytes: int, fleet: Fleet, now: float) -> Decision:
+    """Where the operator could load a model that no node has yet, of which only the size is known."""
+    spec = ModelSpec(id=model_id, vram_mb=max(1, -(-num_bytes // MEBIBYTE)))
+    others = tuple(known for known in fleet.catalogue.models if known.id != model_id)
+    catalogue = Catalogue(models=(*others, spec))
+    return place(model_id, msgspec.structs.replace(fleet, catalogue=catalogue), now, origin="operator")
+
+
+def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> Assessment:
+    """Assess `spec` on `node`."""
+    held = node.residencies.get(spec.id)
+    need = need_of(spec, node, fleet)
+    if (raised := node.raised_needs.get(spec.id)) is not None:
+        need = Need(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
+    found = _without_memory(spec, node, held, fleet, now, origin)
+    if found is None and (peers := _peers(spec, held, fleet)):
+        return fit_over_nodes(spec, node, peers, fleet, now, need=need, origin=origin)
+    if need is not None:
+        need = need.part_of(max(1, len(node.nodes_of(spec))))
+    if found is None:
+        fitting = Fitting(spec, node, fleet, now, need=need, origin=origin)
+        return fitting.wake() or fitting.load()
+    verdict, reason = found
+    return Assessment(
+        node=node.name,
+        verdict=verdict,
+        reason=reason,
+        pinned=node.name in spec.pinned_on,
+        need_bytes=None if need is None else need.takes_bytes,
+        takes_bytes=None if need is None else need.takes_bytes,
+        devices=() if held is None else held.status.devices,
+        rows=need_and_have(node, need, _num_devices(spec, node)),
+        ceiling_bytes=node.ceiling_bytes,
+        load=0.0 if held is None else _load(held),
+    )
+
+
+class Feasibility:
+    """Which nodes could serve a model, now or after making room, if the operator loads it. Of one snapshot.
+
+    For the whole catalogue of a large fleet: of the many models that a node lists, only those that hold memory matter
+    for another one, and they are found once.
+    """
+
+    def __init__(self, fleet: Fleet, now: float) -> None:
+        self._fleet = fleet
+        self._now = now
+        self._occupying = [
+            {model_id: held for model_id, held in node.residencies.items() if occupies(held)} for node in fleet.nodes
+        ]
+
+    def nodes(self, model_id: str) -> tuple[str, ...]:
+        """The names of the nodes."""
+        nodes = tuple(
+            msgspec.structs.replace(node, residencies={**occupying, model_id: node.residencies[model_id]})
+            if model_id in node.residencies
+            else msgspec.structs.replace(node, residencies=occupying)
+            for node, occupying in zip(self._fleet.nodes, self._occupying, strict=True)
+        )
+        decision = place(model_id, msgspec.structs.replace(self._fleet, nodes=nodes), self._now, origin="operator")
+        return tuple(assessment.node for assessment in decision.assessments if assessment.verdict in _ACTIONS)
+
+
+def _layers(node: Node, held: Residency, fleet: Fleet) -> str:
+    """How many layers each device holds, of a model that is divided by layers."""
+    places: list[tuple[str, ModelStatus | ModelShare]] = [("", held.status)]
+    places += [(f" of {peer.name}", share) for peer, share in fleet.parts(node.name, held.model_id)]
+    parts = [
+        f"{count} on device {device}{where}"
+        for where, place in places
+        for count, device in zip(place.stage_layers, place.devices, strict=False)
+    ]
+    return f"; layers: {', '.join(parts)}" if parts else ""
+
+
+def _peers(spec: ModelSpec, held: Residency | None, fleet: Fleet) -> tuple[str, ...]:
+    """The nodes that take parts of the model: by the catalogue, or as its lead is configured. Of those that the lead
+    knows under other names, only the lead can say what they need."""
+    if spec.nodes or held is None:
+        return spec.nodes[1:]
+    peers = held.status.nodes[1:]
+    return peers if all(fleet.node(name) is not None for name in peers) else ()
+
+
+def _num_devices(spec: ModelSpec, node: Node) -> int:
+    held = node.residencies.get(spec.id)
+    reported = 0 if held is None else len(held.status.devices)
+    return reported or spec.devices_per_node(max(1, len(node.nodes_of(spec))))
+
+
+class UnmetPin(NamedTuple):
+    """A pinned model that is not loaded where it should be."""
+
+    node: str | None
+    """`None`: any node will do."""
+    model: str
+
+
+def unmet_pins(fleet: Fleet) -> tuple[UnmetPin, ...]:
+    """The pinned models that should be loaded and are not."""
+    found = []
+    for spec in fleet.catalogue.models:
+        if spec.policy != "pinned":
+            continue
+        if spec.pinned_on:
+            named = (fleet.node(name) for name in spec.pinned_on)
+            found += [
+                UnmetPin(node.name, spec.id)
+                for node in named
+                if node is not None and node.healthy and not _is_loaded_or_starting(spec, node)
+            ]
+        elif not any(_is_loaded_or_starting(spec, node) for node in fleet.nodes if node.healthy):
+            found.append(UnmetPin(None, spec.id))
+    return tuple(found)
+
+
+def _is_loaded_or_starting(spec: ModelSpec, node: Node) -> bool:
+    held = node.residencies.get(spec.id)
+    is_reserved = any(reservation.model_id == spec.id for reservation in node.reservations)
+    return is_reserved or (held is not None and (held.state is ModelState.READY or held.state in STARTING))
+
+
+def _without_memory(
+    spec: ModelSpec, node: Node, held: Residency | None, fleet: Fleet, now: float, origin: Origin
+) -> tuple[Verdict, str] | None:
+    """The verdict where memory does not matter; `None` where it does."""
+    if not node.healthy:
+        return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
+    if node.draining:
+        return Verdict.DRAINING, node.why_draining
+    if held is not None and (part := fleet.draining_part(node, held)) is not None:
+        return Verdict.DRAINING, f"{part.name} has a part of it, and is {part.why_draining}"
+    if held is not None and held.state is ModelState.READY:
+        return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}{_layers(node, held, fleet)}"
+    if held is not None and held.state in STARTING:
+        return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
+    if any(reservation.model_id == spec.id for reservation in node.reservations):
+        return Verdict.STARTING, "load ordered"
+    if held is not None and held.state is ModelState.UNLOADING:
+        return Verdict.BLOCKED, f"unloading for {now - held.state_since:.0f} s"
+    if not node.has_lifecycle:
+        return Verdict.NOT_LISTED, "does not serve this model, and does not load models on request"
+    if held is None and not fleet.catalogue.has(spec.id):
+        return Verdict.NOT_LISTED, "does not list this model, and neither does the catalogue"
+    if spec.policy == "manual" and origin != "operator":
+        return Verdict.MANUAL, "loaded only by the operator: run `cortex load`"
+    if spec.only_on and node.name not in spec.only_on:
+        return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.only_on)} (`only_on` in models.toml)"
+    if spec.nodes and node.name in spec.nodes[1:]:
+        return Verdict.EXCLUDED, f"takes a part of it; {spec.nodes[0]} serves it (`nodes` in models.toml)"
+    if spec.nodes and node.name != spec.nodes[0]:
+        return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.nodes)} (`nodes` in models.toml)"
+    if spec.harness not in node.harnesses:
+        return Verdict.WRONG_HARNESS, f"has no harness `{spec.harness}`, only {', '.join(node.harnesses) or 'none'}"
+    if held is not None and held.state is ModelState.FAILED and origin != "operator":
+        age_s = now - held.state_since
+        if age_s < fleet.rules.retry_failed_after_s:
+            return Verdict.FAILED, held.status.reason or f"failed to load {age_s:.0f} s ago"
+    return None
+
+
+def _load(held: Residency) -> float:
+    """The number of requests, with KV cache use as the tie-break."""
+    reported = held.status.load
+    return max(held.in_flight, reported.running + reported.waiting) + min(reported.kv_used_fraction, 0.99)
+
+
+def _action(assessment: Assessment) -> Action:
+    action = _ACTIONS.get(assessment.verdict, "reject")
+    return "wake" if action == "load" and assessment.asleep else action
+
+
+def _preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | str, ...]:
+    chosen = [row for row in assessment.rows if row.chosen]
+    left_over = sum(row.available_bytes - (row.need_bytes or 0) for row in chosen)
+    size_known = assessment.need_bytes is not None
+    return (
+        _ORDER[assessment.verdict],
+        not assessment.pinned,
+        not assessment.asleep,
+        assessment.load,
+        sum(victim.whole_bytes for victim in assessment.victims),
+        max((victim.last_used for victim in assessment.victims), default=0.0),
+        max((victim.priority for victim in assessment.victims), default=0),
+        not size_known,
+        assessment.is_cut,
+        # A model of unknown size goes where most is free.
+        left_over if size_known and rules.strategy == "pack" else -left_over,
+        assessment.node,
+    )

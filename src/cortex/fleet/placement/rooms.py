@@ -1,0 +1,176 @@
+"""Room for a model on a node: sets of devices, and the models whose eviction frees enough of them.
+
+Two things limit what a model may take: the memory of each device, and the operator's ceilings (`memory_mb`) for a
+device and for the whole node. An unload on any device relieves the ceiling of the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from cortex.fleet.memory import DeviceLedger
+from cortex.fleet.rules import PlacementRules
+from cortex.fleet.topology import Fleet
+from cortex.fleet.units import gib
+
+from .eviction import WHOLE_NODE, Occupant, choose
+
+MOST_LAYERS = 128
+"""Assumed of a model until its node has read how many it has."""
+
+
+class Division(msgspec.Struct, frozen=True):
+    """How the bytes of a model are divided among devices: in equal shares, or by layers, in proportion to memory."""
+
+    num_bytes: int
+    num_devices: int
+    by_layers: bool = False
+    num_layers: int = MOST_LAYERS
+
+    @property
+    def share(self) -> int:
+        """What each device takes on average."""
+        return -(-self.num_bytes // self.num_devices)
+
+    @property
+    def least_share(self) -> int:
+        """What each device takes at least: of a model that is divided by layers, one of them."""
+        return -(-self.num_bytes // self.num_layers) if self.by_layers else self.share
+
+    def shares(self, devices: Sequence[DeviceLedger], have: Callable[[DeviceLedger], int]) -> dict[int, int]:
+        """What each of `devices` takes, by index. `have`: the memory that layers are divided by."""
+        total = sum(map(have, devices))
+        if not self.by_layers or not total:
+            return {device.index: self.share for device in devices}
+        return {device.index: -(-self.num_bytes * have(device) // total) for device in devices}
+
+    def fits(self, devices: Sequence[DeviceLedger], have: Callable[[DeviceLedger], int]) -> bool:
+        """Whether as many of `devices` as it needs have room for it."""
+        roomy = sorted((room for room in map(have, devices) if room >= self.least_share), reverse=True)
+        if len(roomy) < self.num_devices:
+            return False
+        return not self.by_layers or sum(roomy[: self.num_devices]) >= self.num_bytes
+
+    def explained(self, devices: Sequence[DeviceLedger], stage_layers: Sequence[int]) -> str:
+        """Why the shares on `devices` are what they are, if they differ. `stage_layers`: as far as the node knows."""
+        if not self.by_layers:
+            return smallest_share(devices)
+        in_order = sorted(devices, key=lambda device: device.index)
+        shares = self.shares(in_order, lambda device: device.available_bytes)
+        counts = stage_layers if len(stage_layers) == len(in_order) else ()
+        parts = [f"{gib(shares[device.index])} on device {device.index}" for device in in_order]
+        if counts:
+            parts = [f"{count} layers, {part}" for count, part in zip(counts, parts, strict=True)]
+        return f"; layers by memory: {'; '.join(parts)}"
+
+
+class Room(msgspec.Struct, frozen=True):
+    """Devices to use, and the models to evict from them or, for the node's ceiling, from others."""
+
+    devices: tuple[DeviceLedger, ...]
+    victims: tuple[Occupant, ...] = ()
+    by_layers: bool = False
+
+    def freed_bytes(self, index: int) -> int:
+        return sum(victim.frees(index) for victim in self.victims)
+
+    def usable_bytes(self, device: DeviceLedger) -> int:
+        """What a load may take of a device once the victims are unloaded."""
+        freed_bytes = self.freed_bytes(device.index)
+        usable_bytes = device.usable_bytes(device.balance_bytes + freed_bytes)
+        if device.ceiling_bytes is None:
+            return usable_bytes
+        return max(0, min(usable_bytes, device.ceiling_bytes - device.committed_bytes + freed_bytes))
+
+    @property
+    def max_bytes(self) -> int | None:
+        """What the ceilings let a load take here, over all devices. These take equal shares; layers are divided by the
+        node, within the ceilings of its devices."""
+        limits = [
+            len(self.devices) * (device.ceiling_bytes - device.committed_bytes + self.freed_bytes(device.index))
+            for device in self.devices
+            if device.ceiling_bytes is not None and not self.by_layers
+        ]
+        limits += [
+            device.node_left_bytes + self.freed_bytes(WHOLE_NODE)
+            for device in self.devices[:1]
+            if device.node_left_bytes is not None
+        ]
+        return max(1, min(limits)) if limits else None
+
+
+def free_devices(
+    eligible: Sequence[DeviceLedger], division: Division, rules: PlacementRules
+) -> tuple[DeviceLedger, ...]:
+    """Devices with room for the model: the fullest ones, or the emptiest if models are spread or this one is divided by
+    layers. Empty if there are too few."""
+    count, share = division.num_devices, division.share
+    sign = -1 if rules.strategy == "spread" or division.by_layers else 1
+    if not division.fits(eligible, lambda device: device.available_bytes):
+        return ()
+    roomy = sorted(
+        (
+            device
+            for device in eligible
+            if device.available_bytes >= division.least_share and _fits_node(device, count * share)
+        ),
+        key=lambda device: (sign * device.available_bytes, device.index),
+    )
+    return tuple(roomy[:count]) if len(roomy) >= count else ()
+
+
+def _fits_node(device: DeviceLedger, num_bytes: int) -> bool:
+    return device.node_left_bytes is None or num_bytes <= device.node_left_bytes
+
+
+def smallest_share(devices: Sequence[DeviceLedger]) -> str:
+    """Which of a model's devices decides how much each of them takes, if they differ."""
+    least, *others = sorted(devices, key=lambda device: device.available_bytes)
+    if not others or gib(least.available_bytes) == gib(others[-1].available_bytes):
+        return ""
+    return f"; device {least.index} with {gib(least.available_bytes)} free decides the share of each"
+
+
+def rooms(
+    sets: Sequence[tuple[DeviceLedger, ...]],
+    occupants: Sequence[Occupant],
+    fleet: Fleet,
+    division: Division,
+    have: Callable[[DeviceLedger], int],
+    excludes: Callable[[Occupant], frozenset[int]],
+) -> Iterator[Room]:
+    """The sets of devices on which evictions can make room, with their victims. `excludes`: the devices that the model
+    cannot share with an occupant."""
+    for devices in sets:
+        indices = {device.index for device in devices}
+        in_the_way = [occupant for occupant in occupants if excludes(occupant) & indices]
+        shares = division.shares(devices, lambda device: device.capacity_bytes)
+        missing = {device.index: _missing(device, shares[device.index], have(device)) for device in devices}
+        if (left_bytes := devices[0].node_left_bytes) is not None:
+            missing[WHOLE_NODE] = len(devices) * division.share - left_bytes
+        shortfall = {index: num_bytes for index, num_bytes in missing.items() if num_bytes > 0}
+        victims = choose(occupants, shortfall, fleet.rules, in_the_way=in_the_way)
+        if victims is not None:
+            yield Room(devices, victims, division.by_layers)
+
+
+def _missing(device: DeviceLedger, share: int, have_bytes: int) -> int:
+    """What must be freed for `share`, of the device's memory and of its ceiling."""
+    missing = device.free_bytes_for(share) - have_bytes
+    if device.ceiling_bytes is None:
+        return missing
+    return max(missing, device.committed_bytes + share - device.ceiling_bytes)
+
+
+def harm(room: Room) -> tuple[float, ...]:
+    """A sort key, the best room first: fewest evicted bytes, least recently used, lowest priority. Models that are
+    leaving already do not count."""
+    victims = [victim for victim in room.victims if not victim.is_leaving]
+    return (
+        sum(victim.whole_bytes for victim in victims),
+        max((victim.last_used for victim in victims), default=0.0),
+        max((victim.priority for victim in victims), default=0),
+        *(device.index for device in room.devices),
+    )

@@ -1,0 +1,1 @@
+"""How the gateway reaches its nodes: control calls, polls, and addresses found by DNS."""

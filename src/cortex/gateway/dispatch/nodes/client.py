@@ -1,0 +1,237 @@
+"""The control calls to one node. Reads have short timeouts; a load waits while the node responds to polls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from cortex.gateway.config import Config, NeuronSection
+from cortex.http.limits import UpstreamLimits
+from cortex.http.request import Headers
+from cortex.http.ticker import Ticker
+from cortex.http.upstream.pool import Pool
+from cortex.tls import client_context
+from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable, from_code
+from cortex.wire.events import Usage
+from cortex.wire.node.protocol import (
+    DeletedFiles,
+    Discovery,
+    FilesRequest,
+    Health,
+    HubRepository,
+    LoadRequest,
+    ModelState,
+    ModelStatus,
+    PullStatus,
+    Recycled,
+    UnloadRequest,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+POLL_TIMEOUT_S = 2.0
+LOAD_CALL_TIMEOUT_S = 3600.0
+"""A node may hold the load call until the model is ready; polls show meanwhile that the node is up."""
+CONTROL_TIMEOUT_S = 15.0
+DELETE_TIMEOUT_S = 120.0
+"""Deleting hundreds of gigabytes takes a slow disk a while."""
+HUB_TIMEOUT_S = 60.0
+"""A node tries several times to reach the hub."""
+USAGE_TIMEOUT_S = 4.0
+"""A node waits briefly for the end of the request whose usage is read."""
+STATE_POLL_S = 0.25
+NOT_ADMITTED = (401, 403)
+"""Statuses with which a node rejects the gateway itself, for its key or the name that it used for the node."""
+_CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
+
+
+class ForeignModel(msgspec.Struct, frozen=True):
+    """A model in the list of an OpenAI-compatible server. Servers name the context length differently."""
+
+    id: str
+    max_model_len: Any = None
+    context_length: Any = None
+    context_window: Any = None
+
+    @property
+    def context_tokens(self) -> int | None:
+        candidates = (self.max_model_len, self.context_length, self.context_window)
+        return next((value for value in candidates if type(value) is int and value > 0), None)
+
+
+class _ForeignList(msgspec.Struct, frozen=True):
+    data: tuple[ForeignModel, ...] = ()
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    message: str = ""
+    code: str | int | None = None
+
+
+class _ErrorEnvelope(msgspec.Struct, frozen=True):
+    error: _ErrorBody
+
+
+def error_message(body: bytes) -> str:
+    """The message in an error body, or empty."""
+    error = _error_in(body)
+    return error.message if error else ""
+
+
+def _error_in(body: bytes) -> _ErrorBody | None:
+    try:
+        return msgspec.json.decode(body, type=_ErrorEnvelope).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def error_from(node: str, status: int, body: bytes) -> CortexError:
+    """The error in a node's response, with its own message. A body of another form becomes UpstreamUnavailable."""
+    error = _error_in(body)
+    if error is None:
+        text = body[:200].decode("utf-8", "replace")
+        return UpstreamUnavailable(f"Node {node} responded {status} with an unreadable error: {text!r}")
+    if status in NOT_ADMITTED:
+        return UpstreamUnavailable(f"Node {node} does not admit this gateway; check its key_env. {error.message}")
+    if isinstance(error.code, str):
+        return from_code(error.code, error.message)
+    return UpstreamUnavailable(f"Node {node} responded {status}: {error.message}")
+
+
+class NodeClient:
+    """One node: its connections and its control calls. Owned by the server, used from its loop only."""
+
+    def __init__(
+        self,
+        section: NeuronSection,
+        ticker: Ticker,
+        *,
+        key: str | None,
+        connect_timeout_s: float,
+        idle_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.section = section
+        self.name = section.name
+        limits = UpstreamLimits(connect_s=connect_timeout_s, silence_s=idle_timeout_s)
+        self.pool = Pool(section.endpoint.rstrip("/").removesuffix("/v1"), ticker, limits, tls=tls)
+        self.headers: Headers = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
+        """Sent with every call to this node."""
+
+    @classmethod
+    def of(
+        cls, section: NeuronSection, ticker: Ticker, config: Config, directory: Path, env: Mapping[str, str]
+    ) -> NodeClient:
+        """The node that `section` of `config` describes, with its key from `env`. Relative paths start at `directory`.
+
+        Raises SettingsError when its `ca_file` cannot be used.
+        """
+        variable = config.key_variable(section)
+        key = env.get(variable, "").strip() if variable is not None else None
+        if variable is not None and not key:
+            log.warning("node %s has no key: the environment variable %s is not set", section.name, variable)
+        is_secure = section.endpoint.startswith("https:")
+        return cls(
+            section,
+            ticker,
+            key=key,
+            connect_timeout_s=config.gateway.connect_timeout_s,
+            idle_timeout_s=config.gateway.idle_timeout_s,
+            tls=client_context(config.ca_file(section, directory)) if is_secure else None,
+        )
+
+    async def discovery(self) -> Discovery:
+        """Raises UpstreamFault or CortexError, as all calls do."""
+        return await self._get(b"/discovery", Discovery)
+
+    async def health(self) -> Health:
+        return await self._get(b"/health", Health)
+
+    async def foreign_models(self) -> tuple[ForeignModel, ...]:
+        """The models of an OpenAI-compatible server."""
+        return (await self._get(b"/v1/models", _ForeignList)).data
+
+    async def load(self, request: LoadRequest) -> ModelStatus:
+        """Ensure the model is ready on this node; returns when it is. Raises the node's error when it cannot be.
+
+        The node may respond at once and continue to load, or respond at the end.
+        """
+        status = await self._post(b"/models/load", request, ModelStatus, LOAD_CALL_TIMEOUT_S)
+        while status.state in _CHANGING:
+            await asyncio.sleep(STATE_POLL_S)
+            status = await self._status(request.model_id)
+        if status.state is not ModelState.READY:
+            raise LoadFailed(status.reason or f"{request.model_id} is {status.state} after the load")
+        return status
+
+    async def unload(self, request: UnloadRequest, *, timeout_s: float) -> ModelStatus:
+        """Ensure the model is gone from this node's devices; returns when it is. With `sleep` it may be asleep then."""
+        status = await self._post(b"/models/unload", request, ModelStatus, timeout_s)
+        while status.state is ModelState.UNLOADING:
+            await asyncio.sleep(STATE_POLL_S)
+            status = await self._status(request.model_id)
+        absent = {ModelState.COLD, ModelState.FAILED} | ({ModelState.ASLEEP} if request.sleep else set())
+        if status.state not in absent:
+            raise LoadFailed(f"{request.model_id} is {status.state} after the unload")
+        return status
+
+    async def request_usage(self, attempt_id: str) -> Usage:
+        """The usage of a request whose client disconnected."""
+        return await self._get(f"/requests/{quote(attempt_id, safe='')}/usage".encode(), Usage, USAGE_TIMEOUT_S)
+
+    async def recycle(self, device: int, *, timeout_s: float) -> bool:
+        """Replace the worker of an empty device; False when the device is not empty after all."""
+        return (await self._post(f"/devices/{device}/recycle".encode(), {}, Recycled, timeout_s)).recycled
+
+    async def pull(self, request: FilesRequest) -> PullStatus:
+        """Start to download a model's files, or join the download in progress; returns at once."""
+        return await self._post(b"/files/pull", request, PullStatus, CONTROL_TIMEOUT_S)
+
+    async def pull_status(self, model: str) -> PullStatus:
+        return await self._get(f"/files/pulls/{quote(model)}".encode(), PullStatus)
+
+    async def cancel_pull(self, model: str) -> PullStatus:
+        """Returns when the download has ended."""
+        return await self._post(b"/files/cancel", FilesRequest(model_id=model), PullStatus, CONTROL_TIMEOUT_S)
+
+    async def delete_files(self, request: FilesRequest) -> DeletedFiles:
+        return await self._post(b"/files/delete", request, DeletedFiles, DELETE_TIMEOUT_S)
+
+    async def hub_repository(self, source: str) -> HubRepository:
+        """What a repository of the hub offers, as the node sees it."""
+        return await self._get(f"/hub/{quote(source)}".encode(), HubRepository, HUB_TIMEOUT_S)
+
+    async def _status(self, model: str) -> ModelStatus:
+        for status in (await self.health()).models:
+            if status.id == model:
+                return status
+        return ModelStatus(id=model, state=ModelState.COLD)
+
+    async def _get(self, target: bytes, kind: type[T], timeout_s: float = POLL_TIMEOUT_S) -> T:
+        return await self._fetch(b"GET", target, b"", kind, timeout_s)
+
+    async def _post(self, target: bytes, value: Any, kind: type[T], timeout_s: float) -> T:
+        return await self._fetch(b"POST", target, msgspec.json.encode(value), kind, timeout_s)
+
+    async def _fetch(self, method: bytes, target: bytes, body: bytes, kind: type[T], timeout_s: float) -> T:
+        headers = [*self.headers, (b"content-type", b"application/json")]
+        response = await self.pool.fetch(method, target, headers, body, timeout_s=timeout_s)
+        if response.status >= 400:
+            raise error_from(self.name, response.status, response.body)
+        try:
+            return msgspec.json.decode(response.body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            # To callers without a key, a neuron with keys reports its status and nothing else.
+            hint = "" if self.headers else "; if the node needs a key, set its key_env"
+            raise UpstreamUnavailable(
+                f"Node {self.name} responded to {target.decode()} with an unreadable body: {problem}{hint}"
+            ) from problem

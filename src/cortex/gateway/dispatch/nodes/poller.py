@@ -1,0 +1,111 @@
+"""Polls one node at an interval and reports each result to a listener."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.tasks import SupervisedTask, Supervisor
+from cortex.wire.errors import CortexError
+from cortex.wire.node.protocol import Capabilities, Dialect, Discovery, Health, ModelState, ModelStatus
+
+log = logging.getLogger(__name__)
+
+FOREIGN_DIALECTS: tuple[Dialect, ...] = ("openai_chat", "openai_completions")
+"""The dialects of any OpenAI-compatible server."""
+
+REDISCOVER_EVERY = 60
+"""The hardware of a node is read again after this many polls."""
+
+
+class PollListener(Protocol):
+    """Receives the results of polls. Called on the loop's thread; must not raise."""
+
+    def observed(self, node: str, discovery: Discovery, health: Health) -> None:
+        """A poll succeeded."""
+
+    def missed(self, node: str, why: str) -> None:
+        """A poll failed."""
+
+
+class Poller:
+    """Polls `client` every `interval_s`, and at once after `poll_soon`, until stopped. Owns its task."""
+
+    def __init__(self, client: NodeClient, listener: PollListener, interval_s: float, tasks: Supervisor) -> None:
+        self._client = client
+        self._listener = listener
+        self._interval_s = interval_s
+        self._tasks = tasks
+        self._discovery: Discovery | None = None
+        self._uptime_s = 0.0
+        self._num_polls = 0
+        self._wake = asyncio.Event()
+        self._task: SupervisedTask | None = None
+
+    def start(self) -> None:
+        self._task = self._tasks.start(f"poll {self._client.name}", self._run)
+
+    def cancel(self) -> None:
+        """Report nothing from now on."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def stop(self) -> None:
+        """Report nothing from now on; returns when the task has ended."""
+        self.cancel()
+        if self._task is not None:
+            await self._task.ended()
+
+    def poll_soon(self) -> None:
+        """Poll now instead of at the next interval."""
+        self._wake.set()
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            await self.poll()
+            try:
+                async with asyncio.timeout(self._interval_s):  # unlike `wait_for`, never swallows a cancellation
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    async def poll(self) -> None:
+        """Poll once and report the result."""
+        try:
+            discovery, health = await (self._read() if self._client.section.kind == "neuron" else self._read_foreign())
+        except (UpstreamFault, CortexError) as problem:
+            self._discovery = None
+            self._listener.missed(self._client.name, str(problem))
+        except Exception as problem:
+            # A bug here must not leave the node's last report in force.
+            self._discovery = None
+            self._listener.missed(self._client.name, f"the poll failed in the gateway: {problem!r}")
+            raise
+        else:
+            self._listener.observed(self._client.name, discovery, health)
+
+    async def _read(self) -> tuple[Discovery, Health]:
+        health = await self._client.health()
+        restarted = health.uptime_s < self._uptime_s
+        if self._discovery is None or restarted or self._num_polls % REDISCOVER_EVERY == 0:
+            self._discovery = await self._client.discovery()
+        self._uptime_s = health.uptime_s
+        self._num_polls += 1
+        return self._discovery, health
+
+    async def _read_foreign(self) -> tuple[Discovery, Health]:
+        """A foreign server counts as a node without devices whose models are always ready."""
+        models = await self._client.foreign_models()
+        capable = Capabilities(tools=True, embeddings=True)
+        statuses = tuple(
+            ModelStatus(id=model.id, state=ModelState.READY, context_tokens=model.context_tokens, capabilities=capable)
+            for model in models
+        )
+        discovery = Discovery(
+            host=self._client.name, os="", version="", devices=(), harnesses=(), dialects=FOREIGN_DIALECTS
+        )
+        return discovery, Health(status="ok", uptime_s=0.0, devices=(), models=statuses)

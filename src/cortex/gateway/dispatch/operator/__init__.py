@@ -1,0 +1,1 @@
+"""What operators order by hand, and what of it outlives a restart."""

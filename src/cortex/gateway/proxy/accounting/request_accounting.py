@@ -1,0 +1,227 @@
+"""Accounts for one inference request when it has ended: usage, counters, span, log line and activity."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from dataclasses import dataclass
+from functools import partial
+
+from cortex.gateway.dispatch.leases import Lease
+from cortex.gateway.proxy.accounting.activity import Capture, RequestRecord
+from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.routes import Route
+from cortex.gateway.proxy.services import Services
+from cortex.http.observer import Outcome
+from cortex.telemetry import UNTRACED, Span
+from cortex.wire.errors import CortexError
+from cortex.wire.events import Usage
+
+log = logging.getLogger("cortex.access")
+
+# A module global is looked up faster than a member of its class.
+_COMPLETE, _DISCONNECTED = Outcome.COMPLETE, Outcome.CLIENT_DISCONNECTED
+
+_GATEWAY_ID = os.urandom(8).hex().encode()
+_attempt_numbers = itertools.count(1)
+STATUS_CODE = "http.response.status_code"
+BYTES_PER_TOKEN = 4
+BYTES_PER_STREAMED_TOKEN = 200
+"""The size of an event with one token."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestAccounting:
+    """The facts about one request. The `ProxyRequest` writes them and calls `close` exactly once."""
+
+    services: Services
+    route: Route
+    admitted: AdmittedRequest
+    id: bytes
+    span: Span
+    num_request_bytes: int
+    stream: bool
+    started_at: float
+    """When all of its bytes were there."""
+    status: int = 0
+    """The HTTP status for the client; 0 before there is one."""
+    error_code: str | None = None
+    error_message: str | None = None
+    """For operators: it may name nodes and files."""
+    capture: Capture | None = None
+    waited_s: float = 0.0
+    """Time in queues."""
+    load_s: float = 0.0
+    """The part of `waited_s` in which the model was loaded."""
+    failed_nodes: tuple[str, ...] = ()
+    num_attempts: int = 0
+    """How often it was sent to a node."""
+    attempt_number: int = 0
+    """Differs for every attempt of this gateway."""
+    overhead_s: float | None = None
+    """The time that the gateway itself took until it first sent the request."""
+    sent_at: float = 0.0
+    """When it was last sent to a node."""
+    first_data_at: float | None = None
+
+    def sent(self, lease: Lease) -> None:
+        """The request is about to be sent to a node."""
+        self.sent_at = self.services.clock()
+        if self.overhead_s is None:
+            self.overhead_s = self.sent_at - self.started_at - lease.waited_s
+        self.num_attempts += 1
+        self.attempt_number = next(_attempt_numbers)
+        self.waited_s += lease.waited_s
+        self.load_s += lease.load_s
+
+    @property
+    def attempt_id(self) -> bytes:
+        """The latest attempt, as its node knows it."""
+        return b"%b-%x" % (_GATEWAY_ID, self.attempt_number)
+
+    def failed_with(self, error: CortexError) -> None:
+        """The client gets this error, or as much of it as its key may see."""
+        self.error_code, self.error_message = error.code, error.message
+
+    def failed_at(self, lease: Lease) -> None:
+        """A node did not serve the request; another one may."""
+        self.failed_nodes += (lease.node,)
+        self.services.metrics.retries.labels(self.admitted.model, lease.node).inc()
+
+    def close(self, lease: Lease | None, outcome: Outcome, reported: Usage | None, num_response_bytes: int) -> None:
+        """The response has ended. `lease` is the last node's, `reported` the usage that the response reports."""
+        services = self.services
+        now = services.clock()
+        node = lease.node if lease is not None else ""
+        disconnected = outcome is _DISCONNECTED
+        has_response = self.first_data_at is not None and self.status < 400 and self.route.generates
+        usage = reported if has_response else None
+        estimate = self._estimate(num_response_bytes) if has_response and usage is None else None
+        if disconnected and usage is None and lease is not None and lease.has_lifecycle and self.route.generates:
+            services.disconnected_usage.fetch(
+                services.nodes.get(node), self.attempt_id.decode(), estimate, partial(self._settle, lease, outcome, now)
+            )
+        else:
+            usage = usage or estimate
+            self._settle(lease, outcome, now, usage)
+        if lease is not None and reported is not None and outcome is _COMPLETE and has_response:
+            num_computed = reported.prompt_tokens - reported.cached_tokens
+            first_token_s = self.first_data_at - self.sent_at if self.stream and self.first_data_at else None
+            services.dispatcher.measured(lease, num_computed, first_token_s, now - self.sent_at)
+        if disconnected:
+            services.metrics.disconnects.labels(self._phase()).inc()
+        if failure := self._failure():
+            services.metrics.errors.labels(self.admitted.model, node, failure).inc()
+        if node:
+            self._count(node, now, usage)
+        if self.span is not UNTRACED:
+            self._end_span(node, outcome, usage)
+        if services.config.access_log:
+            self._log(node, now, outcome, usage)
+
+    def _estimate(self, num_response_bytes: int) -> Usage:
+        """A rough estimate by size, for a response that reports no usage: it must not be free."""
+        return Usage(
+            prompt_tokens=self.num_request_bytes // BYTES_PER_TOKEN,
+            completion_tokens=num_response_bytes // (BYTES_PER_STREAMED_TOKEN if self.stream else BYTES_PER_TOKEN),
+        )
+
+    def _settle(self, lease: Lease | None, outcome: Outcome, ended_at: float, usage: Usage | None) -> None:
+        """Record the usage, once it is known."""
+        model, reservation = self.admitted.model, self.admitted.reservation
+        node = lease.node if lease is not None else ""
+        reservation.settle(usage, model=model, node=node)
+        if usage is not None:
+            self.services.metrics.spend(model, reservation.principal).add(usage)
+        first = self.first_data_at if self.stream else None
+        number, wall_time = self.services.activity.stamp()
+        self.services.activity.append(
+            RequestRecord(
+                number=number,
+                id=self.id,
+                ended_at=wall_time,
+                key_id=self.admitted.key.id if self.admitted.key is not None else None,
+                key_name=reservation.principal,
+                model=model,
+                node=node,
+                dialect=self.route.dialect,
+                path=self.route.path,
+                status=self.status,
+                outcome=self._result(outcome),
+                waited_s=self.waited_s if self.num_attempts else ended_at - self.started_at,
+                load_s=self.load_s,
+                first_token_s=first - self.started_at if first is not None else None,
+                duration_s=ended_at - self.started_at,
+                num_attempts=self.num_attempts,
+                usage=usage,
+                error_code=self._failure(),
+                error_message=self.error_message,
+                reason=self._reason(lease),
+                capture=self.capture,
+            )
+        )
+
+    def _reason(self, lease: Lease | None) -> str:
+        """Why the request went to its last node."""
+        if lease is None:
+            return "sent to no node" if not self.num_attempts else f"failed on {', '.join(self.failed_nodes)}"
+        return f"{lease.reason}, after {', '.join(self.failed_nodes)} failed" if self.failed_nodes else lease.reason
+
+    def _phase(self) -> str:
+        if self.first_data_at is not None:
+            return "decode"
+        return "prefill" if self.num_attempts else "wait"
+
+    def _result(self, outcome: Outcome) -> str:
+        """The outcome for operators. A stream that ended with an error event is complete for the relay only."""
+        return "failed" if self.error_code is not None and outcome is _COMPLETE else outcome
+
+    def _failure(self) -> str | None:
+        return self.error_code or (f"status_{self.status}" if self.status >= 400 else None)
+
+    def _count(self, node: str, now: float, usage: Usage | None) -> None:
+        metrics = self.services.metrics
+        traffic = metrics.traffic(self.admitted.model, node)
+        traffic.num_requests += 1
+        traffic.duration.observe(now - self.started_at)
+        if self.overhead_s is not None:
+            metrics.overhead.observe(self.overhead_s)
+        # The first byte of a whole response comes with its last token: only streams show when the first token came.
+        first = self.first_data_at if self.stream else None
+        if first is not None:
+            traffic.first_token.observe(first - self.started_at)
+        if usage is not None:
+            later_tokens = usage.completion_tokens - 1
+            if first is not None and now > first and later_tokens > 0:
+                traffic.speed.observe(later_tokens / (now - first))
+
+    def _end_span(self, node: str, outcome: Outcome, usage: Usage | None) -> None:
+        attributes: dict[str, str | int | float] = {
+            "cortex.request_id": self.id.decode(),
+            "cortex.principal": self.admitted.reservation.principal,
+            "cortex.node": node,
+            "cortex.outcome": self._result(outcome),
+            "cortex.attempts": self.num_attempts,
+            "gen_ai.request.model": self.admitted.model,
+            STATUS_CODE: self.status,
+        }
+        if usage is not None:
+            attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+            attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
+        self.span.end(attributes, error=self._failure())
+
+    def _log(self, node: str, now: float, outcome: Outcome, usage: Usage | None) -> None:
+        fields = {
+            "request_id": self.id.decode(),
+            "principal": self.admitted.reservation.principal,
+            "model": self.admitted.model,
+            "node": node,
+            "route": self.route.path.decode(),
+            "status": self.status,
+            "outcome": self._result(outcome),
+            "duration_ms": round(1000 * (now - self.started_at), 1),
+        }
+        if usage is not None:
+            fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+        log.info("request", extra=fields)

@@ -1,0 +1,1 @@
+"""The routes of a node besides inference: control, models, token counts, metrics."""

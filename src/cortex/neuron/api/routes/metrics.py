@@ -1,0 +1,206 @@
+"""The node's metrics: `neuron_*` in Prometheus' text format."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cortex.neuron.api.backend import Backend
+from cortex.wire.errors import CortexError
+from cortex.wire.events import AnyEvent, Finish, Usage
+from cortex.wire.node.protocol import DeviceHealth, ModelState, ModelStatus
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 5)
+_STATES = tuple(state for state in ModelState if state is not ModelState.UNREACHABLE)
+UNKNOWN_MODEL = "unknown"
+"""Label of requests for unknown models, so that clients cannot create time series."""
+
+
+class Metrics:
+    """Owns its registry. Requests update the counters; gauges are read at each scrape."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._registry = CollectorRegistry()
+        counter, histogram = self._counter, self._histogram
+        self.requests = counter("requests", "Requests that ended, by outcome.", "model", "dialect", "outcome")
+        self.errors = counter("request_errors", "Requests that ended in an error, by its code.", "model", "code")
+        self.disconnects = counter("client_disconnects", "Disconnected clients, by phase.", "model", "phase")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.", "model")
+        self.cached_tokens = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache.", "model")
+        self.completion_tokens = counter("completion_tokens", "Tokens generated.", "model")
+        self.reasoning_tokens = counter("reasoning_tokens", "Generated tokens that were reasoning.", "model")
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token, queue and load included.", _SECONDS
+        )
+        self.inter_token = histogram("inter_token_seconds", "Between two outputs of a response.", _TOKEN_SECONDS)
+        self.duration = histogram("request_duration_seconds", "From arrival to the end.", _SECONDS)
+        self._registry.register(_NodeState(backend))
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(f"neuron_{name}", documentation, labels, registry=self._registry)
+
+    def _histogram(self, name: str, documentation: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(f"neuron_{name}", documentation, ["model"], buckets=tuple(buckets), registry=self._registry)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    @contextmanager
+    def watch(self, dialect: str) -> Iterator[RequestWatch]:
+        """Counts one request, however it ends."""
+        watch = RequestWatch(self)
+        outcome = "ok"
+        try:
+            yield watch
+        except CortexError as error:
+            watch.failed(error)
+            raise
+        except (asyncio.CancelledError, ConnectionError):
+            outcome = "disconnected"
+            self.disconnects.labels(watch.model, watch.phase()).inc()
+            if not watch.finishes:
+                watch.count(watch.usage())
+            raise
+        except Exception:
+            outcome = "error"
+            self.errors.labels(watch.model, CortexError.code).inc()
+            raise
+        finally:
+            outcome = "error" if watch.error_code else outcome
+            self.requests.labels(watch.model, dialect, outcome).inc()
+            self.duration.labels(watch.model).observe(time.monotonic() - watch.began_s)
+
+
+class RequestWatch:
+    """One request's counters and timers. Owned by the request's task."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.began_s = time.monotonic()
+        self.model = UNKNOWN_MODEL
+        self.phase: Callable[[], str] = lambda: "read"
+        self.usage: Callable[[], Usage] = Usage
+        """Usage so far, for a request that has not finished."""
+        self.error_code: str | None = None
+        """The error that ended it, if any."""
+        self.finishes: list[Finish] = []
+        """The ends of the choices that have ended."""
+        self._metrics = metrics
+        self._last_s = self.began_s
+        self._inter_token: Histogram | None = None
+        """Set at the first token, so that the label is looked up once and not for every token."""
+
+    def observe(self, events: Iterable[AnyEvent]) -> None:
+        """Observes a batch of the response's events."""
+        now_s = time.monotonic()
+        passed_s, self._last_s = now_s - self._last_s, now_s
+        if self._inter_token is None:
+            self._metrics.first_token.labels(self.model).observe(passed_s)
+            self._inter_token = self._metrics.inter_token.labels(self.model)
+        else:
+            self._inter_token.observe(passed_s)
+        for event in events:
+            if isinstance(event, Finish):
+                self.finishes.append(event)
+                self.count(event.usage)
+
+    def count(self, usage: Usage) -> None:
+        """Counts used tokens."""
+        self._metrics.prompt_tokens.labels(self.model).inc(usage.prompt_tokens)
+        self._metrics.cached_tokens.labels(self.model).inc(usage.cached_tokens)
+        self._metrics.completion_tokens.labels(self.model).inc(usage.completion_tokens)
+        self._metrics.reasoning_tokens.labels(self.model).inc(usage.reasoning_tokens)
+
+    def failed(self, error: CortexError) -> None:
+        """The request ended in `error`, before or after its first byte."""
+        self.error_code = error.code
+        self._metrics.errors.labels(self.model, error.code).inc()
+
+
+class _NodeState(Collector):
+    """The state of the node and the engines' counters at the time of the scrape."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        health = self._backend.health()
+        uptime = GaugeMetricFamily("neuron_uptime_seconds", "Since the node started.", value=health.uptime_s)
+        restarts = CounterMetricFamily(
+            "neuron_task_restarts", "Background tasks that failed and were started again.", labels=["task"]
+        )
+        for task, count in self._backend.task_restarts().items():
+            restarts.add_metric([task], count)
+        return [uptime, restarts, *_of_models(health.models), *_of_devices(health.devices), *self._of_engines()]
+
+    def _of_engines(self) -> Iterator[Metric]:
+        stats = self._backend.engine_stats()
+        yield _counter("engine_steps", "Steps of the engine.", {m: s.steps for m, s in stats.items()})
+        yield _counter(
+            "preemptions", "Sequences put back into the queue.", {m: s.preemptions for m, s in stats.items()}
+        )
+        yield _gauge("kv_pages", "Pages of the KV cache.", "model", {m: s.num_pages for m, s in stats.items()})
+        yield _gauge(
+            "kv_used_pages", "Pages that running sequences hold.", "model", {m: s.used_pages for m, s in stats.items()}
+        )
+        yield _gauge(
+            "kv_cached_pages",
+            "Pages that hold a reusable prefix.",
+            "model",
+            {m: s.cached_pages for m, s in stats.items()},
+        )
+
+
+def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
+    loads = {model.id: model.load for model in models}
+    yield _gauge("queue_depth", "Requests that wait.", "model", {m: load.waiting for m, load in loads.items()})
+    yield _gauge("running_requests", "Requests that run.", "model", {m: load.running for m, load in loads.items()})
+    used = {m: load.kv_used_fraction for m, load in loads.items()}
+    yield _gauge("kv_used_fraction", "Share of the cache pages in use.", "model", used)
+    speeds = {m: load.tokens_per_s for m, load in loads.items()}
+    yield _gauge("tokens_per_second", "Completion tokens over the last few seconds.", "model", speeds)
+    sizes = {model.id: model.measured_bytes for model in models if model.state is not ModelState.ASLEEP}
+    yield _gauge("model_bytes", "Device memory that a loaded model takes.", "model", sizes)
+    sleeping = {model.id: model.host_bytes for model in models if model.host_bytes}
+    yield _gauge("model_sleeping_bytes", "Host memory that a sleeping model's weights take.", "model", sleeping)
+    states = GaugeMetricFamily("neuron_model_state", "1 for the state a model is in.", labels=["model", "state"])
+    for model in models:
+        for state in _STATES:
+            states.add_metric([model.id, state.value], float(model.state is state))
+    yield states
+
+
+def _of_devices(devices: Iterable[DeviceHealth]) -> Iterator[Metric]:
+    by_index = {str(device.index): device for device in devices}
+    total = {index: device.total_bytes for index, device in by_index.items()}
+    yield _gauge("device_memory_total_bytes", "Memory of the device.", "device", total)
+    free = {index: device.free_bytes for index, device in by_index.items()}
+    yield _gauge("device_memory_free_bytes", "Free memory as the device reports it.", "device", free)
+    utilisation = {index: device.utilisation for index, device in by_index.items()}
+    yield _gauge("device_utilisation", "How busy the device is, 0 to 1.", "device", utilisation)
+    temperature = {index: device.temperature_c for index, device in by_index.items()}
+    yield _gauge("device_temperature_celsius", "Temperature of the device.", "device", temperature)
+
+
+def _gauge(name: str, documentation: str, label: str, values: Mapping[str, float | None]) -> Metric:
+    family = GaugeMetricFamily(f"neuron_{name}", documentation, labels=[label])
+    for key, value in values.items():
+        if value is not None:
+            family.add_metric([key], value)
+    return family
+
+
+def _counter(name: str, documentation: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(f"neuron_{name}", documentation, labels=["model"])
+    for model, value in values.items():
+        family.add_metric([model], value)
+    return family

@@ -1,0 +1,59 @@
+"""`/v1/models`, in a form that both vendors' SDKs read, with fields of our own beside it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+
+from cortex.neuron.api import responses
+from cortex.neuron.api.backend import Backend
+from cortex.wire.errors import UnsupportedModality
+from cortex.wire.model_list import model_list
+from cortex.wire.node.protocol import ModelState, ModelStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRoutes:
+    backend: Backend
+    created: int = field(default_factory=lambda: int(time.time()))
+    """The SDKs require a date; the start of the node is the best one known."""
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/models", self.list),
+            web.get("/v1/models/{id:.+}", self.entry),
+            web.post("/v1/embeddings", self.embeddings),
+        ]
+
+    async def list(self, request: web.Request) -> web.Response:
+        return responses.json(model_list([self._body(status) for status in self.backend.models()], request.query.get))
+
+    async def entry(self, request: web.Request) -> web.Response:
+        return responses.json(self._body(self.backend.model(request.match_info["id"])))
+
+    async def embeddings(self, _: web.Request) -> web.Response:
+        raise UnsupportedModality("No model on this node supports embeddings; use a node whose models do.")
+
+    def _body(self, status: ModelStatus) -> dict[str, Any]:
+        return {
+            "id": status.id,
+            "object": "model",
+            "type": "model",
+            "display_name": status.id,
+            "created": self.created,
+            "created_at": datetime.fromtimestamp(self.created, UTC).isoformat().replace("+00:00", "Z"),
+            "owned_by": "neuron",
+            "loaded": status.state is ModelState.READY,
+            "state": status.state.value,
+            "max_model_len": status.context_tokens,
+            "limit": {
+                "context": status.context_tokens,
+                "input": status.max_input_tokens,
+                "output": status.max_output_tokens,
+            },
+            "capabilities": status.capabilities,
+        }

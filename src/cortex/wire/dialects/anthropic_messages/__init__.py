@@ -1,0 +1,22 @@
+"""The Anthropic messages dialect."""
+
+from cortex.wire.dialects.anthropic_messages.billing import strip_billing_header
+from cortex.wire.dialects.anthropic_messages.request import parse
+from cortex.wire.dialects.anthropic_messages.stream import Encoder, fold, stream_error
+from cortex.wire.errors import Family
+from cortex.wire.sse import frame
+
+FAMILY = Family.ANTHROPIC
+ID_PREFIX = "msg_"
+KEEPALIVE = frame(b'{"type":"ping"}', "ping")
+
+__all__ = [
+    "FAMILY",
+    "ID_PREFIX",
+    "KEEPALIVE",
+    "Encoder",
+    "fold",
+    "parse",
+    "stream_error",
+    "strip_billing_header",
+]

@@ -1,0 +1,158 @@
+"""Parses a messages body into a `GenerateRequest`. What becomes of each field is in its field table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cortex.wire.dialects.anthropic_messages.content import read_blocks, read_text_blocks
+from cortex.wire.dialects.openai_chat.request import CONTINUE
+from cortex.wire.errors import shorten
+from cortex.wire.fields.body import LARGEST_COUNT, Fields
+from cortex.wire.fields.sampling import MAX_TEMPERATURE, read_response_format, read_stops
+from cortex.wire.fields.tables.anthropic_messages import FIELDS
+from cortex.wire.fields.tools import ToolList
+from cortex.wire.requests import (
+    GenerateRequest,
+    Message,
+    OutputFormat,
+    Part,
+    Sampling,
+    Text,
+    Thinking,
+    Tool,
+    ToolChoice,
+    ToolResult,
+)
+
+
+def parse(body: bytes) -> GenerateRequest:
+    """Also for `/v1/messages/count_tokens`, whose body is the same without `max_tokens`.
+
+    Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`.
+    """
+    fields = FIELDS.read(body)
+    if not fields.array("messages"):
+        raise fields.invalid("messages", "it is required and must hold at least one message")
+    messages: list[Message] = []
+    if system := _read_system(fields, "system"):
+        messages.append(Message(role="system", parts=system))
+    for message in fields.objects("messages"):
+        messages += _read_message(message)
+    found = _read_tools(fields)
+    output, thinking = _read_output_config(fields)
+    metadata = fields.object("metadata")
+    return GenerateRequest(
+        model=fields.model(),
+        messages=tuple(messages),
+        tools=tuple(found.tools),
+        tool_choice=_read_tool_choice(fields, found),
+        output=output,
+        thinking=thinking,
+        sampling=Sampling(
+            temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
+            top_k=fields.integer("top_k", low=0, high=LARGEST_COUNT),
+            top_p=fields.number("top_p", low=0, high=1),
+            max_tokens=fields.integer("max_tokens", low=1, high=LARGEST_COUNT),
+            stop=read_stops(fields, "stop_sequences"),
+        ),
+        stream=fields.flag("stream") or False,
+        include_usage=True,
+        template_args={CONTINUE: True} if _is_prefilled(messages) else {},
+        user=metadata.text("user_id") if metadata else None,
+        dropped_tools=tuple(found.dropped),
+        ignored_fields=fields.unknown,
+    )
+
+
+def _read_system(fields: Fields, name: str) -> tuple[Text, ...]:
+    value = fields.raw(name)
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        return (Text(text=value),)
+    return tuple(read_text_blocks(fields, name))
+
+
+def _read_message(fields: Fields) -> Iterator[Message]:
+    """A user turn with tool results becomes tool messages and user messages, in the order of its blocks."""
+    role = fields.required_text("role")
+    if role in ("system", "developer"):
+        if parts := _read_system(fields, "content"):
+            yield Message(role="system", parts=parts)
+        return
+    blocks = list(read_blocks(fields))
+    if role == "assistant":
+        yield Message(role="assistant", parts=tuple(blocks))
+        return
+    parts_so_far: list[Part] = []
+    for block in blocks:
+        if not isinstance(block, ToolResult):
+            parts_so_far.append(block)
+            continue
+        if parts_so_far:
+            yield Message(role="user", parts=tuple(parts_so_far))
+            parts_so_far = []
+        yield Message(role="tool", parts=(block,))
+    if parts_so_far or not blocks:
+        yield Message(role="user", parts=tuple(parts_so_far))
+
+
+def _is_prefilled(messages: list[Message]) -> bool:
+    """Whether the conversation ends with text of the assistant, which this dialect continues."""
+    last = messages[-1]
+    return last.role == "assistant" and bool(last.parts) and all(isinstance(part, Text) for part in last.parts)
+
+
+def _read_tools(fields: Fields) -> ToolList:
+    """The custom tools. Tools of other types run on the vendor's servers and are dropped."""
+    found = ToolList()
+    for tool in fields.objects("tools"):
+        kind = tool.text("type") or "custom"
+        if kind != "custom":
+            found.dropped.append(kind)
+            continue
+        found.tools.append(
+            Tool(
+                name=tool.required_text("name"),
+                parameters=tool.mapping("input_schema") or {},
+                description=tool.text("description"),
+                strict=tool.flag("strict") or False,
+            )
+        )
+    return found
+
+
+def _read_tool_choice(fields: Fields, found: ToolList) -> ToolChoice:
+    choice = fields.object("tool_choice")
+    if choice is None:
+        return found.resolve(fields, "auto", None, parallel=True)
+    kind = choice.text("type") or "auto"
+    parallel = not choice.flag("disable_parallel_tool_use")
+    return found.resolve(fields, "named" if kind == "tool" else kind, choice.text("name"), parallel=parallel)
+
+
+def _read_output_config(fields: Fields) -> tuple[OutputFormat | None, Thinking]:
+    config = fields.object("output_config")
+    output = fields.object("output_format")
+    if config is not None:
+        output = config.object("format") or output
+    thinking = _read_thinking(fields.object("thinking"), config.text("effort") if config else None)
+    return (read_response_format(output) if output is not None else None), thinking
+
+
+def _read_thinking(requested: Fields | None, effort: str | None) -> Thinking:
+    """Without `thinking` there is none. `adaptive` leaves the decision to the model's template."""
+    if requested is None:
+        return Thinking(effort=effort, shown=False, off_by_default=True)
+    match requested.text("type"):
+        case "disabled":
+            return Thinking(enabled=False, effort=effort, shown=False)
+        case "enabled" | "adaptive" as kind:
+            return Thinking(
+                enabled=True if kind == "enabled" else None,
+                effort=effort,
+                budget_tokens=requested.integer("budget_tokens", low=0, high=LARGEST_COUNT),
+                shown=requested.text("display") != "omitted",
+            )
+        case other:
+            raise requested.invalid("type", f"'{shorten(other or '')}' is not known; use enabled, disabled or adaptive")

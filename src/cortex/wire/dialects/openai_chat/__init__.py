@@ -1,0 +1,25 @@
+"""The OpenAI chat-completions dialect, for clients and for other servers behind the gateway."""
+
+from cortex.wire.dialects.openai_chat.request import parse
+from cortex.wire.dialects.openai_chat.stream import Encoder, fold
+from cortex.wire.dialects.openai_chat.upstream_request import build
+from cortex.wire.dialects.openai_chat.upstream_response import ResponseDecoder, unfold
+from cortex.wire.dialects.openai_chunks import stream_error
+from cortex.wire.errors import Family
+from cortex.wire.sse import COMMENT as KEEPALIVE
+
+FAMILY = Family.OPENAI
+ID_PREFIX = "chatcmpl-"
+
+__all__ = [
+    "FAMILY",
+    "ID_PREFIX",
+    "KEEPALIVE",
+    "Encoder",
+    "ResponseDecoder",
+    "build",
+    "fold",
+    "parse",
+    "stream_error",
+    "unfold",
+]

@@ -1,0 +1,207 @@
+"""Parses a chat-completions body into a `GenerateRequest`. What becomes of each field is in its field table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from cortex.wire.errors import UnsupportedModality, shorten
+from cortex.wire.fields.body import LARGEST_COUNT, Fields
+from cortex.wire.fields.custom_tools import arguments_of
+from cortex.wire.fields.sampling import (
+    MAX_TOP_LOGPROBS,
+    read_effort,
+    read_limits,
+    read_output_format,
+    read_prompt_logprobs,
+    read_sampling,
+    read_truncation,
+)
+from cortex.wire.fields.tables.openai_chat import FIELDS
+from cortex.wire.fields.tools import ToolList, read_arguments, read_function
+from cortex.wire.requests import (
+    GenerateRequest,
+    Image,
+    Message,
+    Part,
+    Reasoning,
+    Role,
+    Sampling,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
+
+CONTINUE = "continue_final_message"
+TEMPLATE_SWITCHES = (CONTINUE, "add_generation_prompt")
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+def parse(body: bytes) -> GenerateRequest:
+    """Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`."""
+    fields = FIELDS.read(body)
+    if not fields.array("messages"):
+        raise fields.invalid("messages", "it is required and must hold at least one message")
+    found = _read_tools(fields)
+    as_functions = bool(fields.array("functions"))
+    stream_options = fields.object("stream_options")
+    template_args = _read_template_args(fields)
+    return GenerateRequest(
+        model=fields.model(),
+        messages=tuple(_read_message(message) for message in fields.objects("messages")),
+        truncate_prompt_tokens=read_truncation(fields),
+        tools=tuple(found.tools),
+        tool_choice=_read_tool_choice(fields, found, as_functions=as_functions),
+        as_functions=as_functions,
+        output=read_output_format(fields, fields.object("response_format")),
+        thinking=_read_thinking(fields, template_args),
+        sampling=_read_chat_sampling(fields),
+        stream=fields.flag("stream") or False,
+        include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
+        continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
+        template_args=template_args,
+        user=fields.text("user"),
+        dropped_tools=tuple(found.dropped),
+        unenforced=tuple(found.unenforced),
+        ignored_fields=fields.unknown,
+    )
+
+
+def _read_chat_sampling(fields: Fields) -> Sampling:
+    wanted = fields.flag("logprobs") or False
+    top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
+    if top_logprobs and not wanted:
+        raise fields.invalid("top_logprobs", "set 'logprobs' to true to get them")
+    max_tokens, n = read_limits(fields)
+    return msgspec.structs.replace(
+        read_sampling(fields),
+        max_tokens=fields.integer("max_completion_tokens", low=1, high=LARGEST_COUNT) or max_tokens,
+        n=n,
+        logprobs=wanted,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=read_prompt_logprobs(fields),
+    )
+
+
+def _read_thinking(fields: Fields, template_args: dict[str, Any]) -> Thinking:
+    """The template's switch takes precedence over `enable_thinking`, and that over the effort."""
+    thinking = read_effort(fields.text("reasoning_effort"))
+    switch = template_args.get("enable_thinking", template_args.get("thinking"))
+    if not isinstance(switch, bool):
+        switch = fields.flag("enable_thinking")
+    shown = fields.flag("include_reasoning") is not False
+    return msgspec.structs.replace(thinking, enabled=thinking.enabled if switch is None else switch, shown=shown)
+
+
+def _read_template_args(fields: Fields) -> dict[str, Any]:
+    """`chat_template_kwargs`, and the two switches that self-hosted servers also accept as fields of the body."""
+    template_args = dict(fields.mapping("chat_template_kwargs") or {})
+    for name in TEMPLATE_SWITCHES:
+        if (switch := fields.flag(name)) is not None:
+            template_args[name] = switch
+    return template_args
+
+
+def _read_message(fields: Fields) -> Message:
+    """One message. An unknown role becomes `user`, because templates only know the standard roles."""
+    role = _ROLES.get(fields.required_text("role"), "user")
+    name = fields.text("name")
+    content = tuple(_read_content(fields))
+    if role == "tool":
+        call_id = fields.text("tool_call_id") or name or ""
+        results = tuple(part for part in content if isinstance(part, Text | Image))
+        return Message(role="tool", parts=(ToolResult(call_id=call_id, parts=results),), name=name)
+    if role != "assistant":
+        return Message(role=role, parts=content, name=name)
+    parts: list[Part] = []
+    if reasoning := fields.text("reasoning_content") or fields.text("reasoning"):
+        parts.append(Reasoning(text=reasoning))
+    parts += content
+    parts += _read_tool_calls(fields)
+    return Message(role="assistant", parts=tuple(parts), name=name)
+
+
+def _read_content(fields: Fields) -> Iterator[Text | Image | Reasoning]:
+    content = fields.raw("content")
+    if content is None or content == "":
+        return
+    if isinstance(content, str):
+        yield Text(text=content)
+        return
+    if not isinstance(content, list):
+        raise fields.invalid("content", "expected a string, an array of parts or null")
+    for part in fields.objects("content"):
+        yield _read_part(part)
+
+
+def _read_part(part: Fields) -> Text | Image | Reasoning:
+    match part.text("type"):
+        case "image_url" | "input_image":
+            holder = part.raw("image_url")
+            image = part.object("image_url") if isinstance(holder, dict) else None
+            return Image(url=image.required_text("url") if image else part.required_text("image_url"))
+        case "refusal":
+            return Text(text=part.required_text("refusal"))
+        case "thinking" | "reasoning":
+            return Reasoning(text=part.text("thinking") or part.text("text") or "")
+        case "text" | "input_text" | "output_text" | None:
+            return Text(text=part.required_text("text"))
+        case other:
+            raise UnsupportedModality(
+                f"Content of type '{shorten(other)}' is not supported by the models here; send text or images.",
+                param=part.param("type"),
+            )
+
+
+def _read_tool_calls(fields: Fields) -> Iterator[ToolCall]:
+    for index, call in enumerate(fields.objects("tool_calls")):
+        if (custom := call.object("custom")) is not None:
+            text = custom.text("input") or ""
+            yield ToolCall(
+                id=call.text("id") or f"call_{index}", name=custom.required_text("name"), arguments=arguments_of(text)
+            )
+            continue
+        function = call.object("function") or call
+        yield ToolCall(
+            id=call.text("id") or f"call_{index}",
+            name=function.required_text("name"),
+            arguments=read_arguments(function, "arguments"),
+        )
+    if (legacy := fields.object("function_call")) is not None:
+        name = legacy.required_text("name")
+        yield ToolCall(id=name, name=name, arguments=read_arguments(legacy, "arguments"))
+
+
+def _read_tools(fields: Fields) -> ToolList:
+    found = ToolList()
+    for tool in fields.objects("tools"):
+        found.add(tool, tool.text("type") or "function")
+    found.tools += [read_function(function) for function in fields.objects("functions")]
+    return found
+
+
+def _read_tool_choice(fields: Fields, found: ToolList, *, as_functions: bool) -> ToolChoice:
+    """The choice among tools, or with `as_functions` among functions: their dialect has one call per response."""
+    parallel = not as_functions and fields.flag("parallel_tool_calls") is not False
+    field = "function_call" if as_functions and "function_call" in fields else "tool_choice"
+    if not isinstance(fields.raw(field), dict):
+        return found.resolve(fields, fields.text(field) or "auto", None, parallel=parallel)
+    named = fields.object(field)
+    assert named is not None
+    if (allowed := named.object("allowed_tools")) is not None:
+        choice = found.resolve(fields, allowed.text("mode") or "auto", None, parallel=parallel)
+        return found.restrict(choice, allowed)
+    function = named.object("function") or named.object("custom") or named
+    return found.resolve(fields, "named", function.text("name"), parallel=parallel)

@@ -1,0 +1,214 @@
+"""The OpenAI completions dialect: continues a raw prompt, without template and tools."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from cortex.wire import errors
+from cortex.wire.dialects.openai_chunks import (
+    SYSTEM_FINGERPRINT,
+    ChunkEncoder,
+    prompt_logprobs_body,
+    stream_error,
+    usage_body,
+)
+from cortex.wire.errors import Family
+from cortex.wire.events import (
+    AnyEvent,
+    Failure,
+    Finish,
+    Logprobs,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+    UsageSoFar,
+)
+from cortex.wire.fields.body import LARGEST_TOKEN, Fields
+from cortex.wire.fields.sampling import (
+    MAX_CHOICES,
+    MAX_TOP_LOGPROBS,
+    read_limits,
+    read_output_format,
+    read_prompt_logprobs,
+    read_sampling,
+    read_truncation,
+)
+from cortex.wire.fields.tables.openai_completions import FIELDS
+from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
+from cortex.wire.response import ResponseChoice, gather, total_usage
+from cortex.wire.sse import COMMENT as KEEPALIVE
+
+FAMILY = Family.OPENAI
+ID_PREFIX = "cmpl-"
+
+__all__ = ["FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+
+
+def parse(body: bytes) -> GenerateRequest:
+    """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
+    fields = FIELDS.read(body)
+    max_tokens, n = read_limits(fields, fewest_tokens=0)
+    top_logprobs = fields.integer("logprobs", low=0, high=MAX_TOP_LOGPROBS)
+    echo = fields.flag("echo") or False
+    prompt, *more_prompts = _read_prompts(fields)
+    if (num_choices := n * (1 + len(more_prompts))) > MAX_CHOICES:
+        raise fields.invalid(
+            "prompt", f"{num_choices} choices in one request, at most {MAX_CHOICES}; send fewer prompts"
+        )
+    stream_options = fields.object("stream_options")
+    return GenerateRequest(
+        model=fields.model(),
+        prompt=prompt,
+        more_prompts=tuple(more_prompts),
+        echo=echo,
+        truncate_prompt_tokens=read_truncation(fields),
+        output=read_output_format(fields, fields.object("response_format")),
+        sampling=msgspec.structs.replace(
+            read_sampling(fields),
+            max_tokens=max_tokens,
+            n=n,
+            logprobs=top_logprobs is not None,
+            top_logprobs=top_logprobs or 0,
+            prompt_logprobs=read_prompt_logprobs(fields),
+        ),
+        stream=fields.flag("stream") or False,
+        include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
+        continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
+        user=fields.text("user"),
+        ignored_fields=fields.unknown,
+    )
+
+
+def _read_prompts(fields: Fields) -> list[Prompt]:
+    """One prompt or more: a string, an array of token ids, or an array of either."""
+    given = fields.raw("prompt")
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list) or not given:
+        raise fields.invalid("prompt", "it is required: a string, an array of token ids, or an array of either")
+    if all(isinstance(item, str) for item in given):
+        return list(given)
+    if all(isinstance(item, list) for item in given):
+        return [_read_ids(fields, item) for item in given]
+    return [_read_ids(fields, given)]
+
+
+def _read_ids(fields: Fields, given: list[Any]) -> tuple[int, ...]:
+    if set(map(type, given)) == {int} and min(given) >= 0 and max(given) <= LARGEST_TOKEN:
+        return tuple(given)
+    raise fields.invalid("prompt", "expected strings only, or arrays of token ids")
+
+
+class Encoder(ChunkEncoder):
+    """Events to chunks. One per response.
+
+    Token offsets count characters from the start of the choice's text, which begins with the prompt if it is echoed.
+    """
+
+    def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
+        super().__init__("text_completion", request, id=id, created=created, model=model)
+        self._offsets: dict[int, int] = {}
+        self._counting: set[int] = set()
+        """Choices whose first token was sent; from then on the tokens count the characters."""
+
+    def encode(self, event: AnyEvent) -> bytes:
+        match event:
+            case TextDelta(text=text) | ReasoningDelta(text=text):
+                return self._chunk([self._choice(event.index, text, {"finish_reason": None})])
+            case Logprobs(tokens=tokens):
+                self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
+                return b""
+            case UsageSoFar(usage=usage):
+                self._continuous[event.index] = usage
+                return b""
+            case Finish():
+                return self._finished(event, self._chunk([self._choice(event.index, "", _finish_body(event))]))
+            case Failure(code=code, message=message):
+                return stream_error(errors.from_code(code, message))
+            case _:
+                return b""  # this dialect has neither roles nor tool calls
+
+    def _choice(self, index: int, text: str, finish: dict[str, str | None]) -> dict[str, Any]:
+        tokens = self._logprobs.pop(index, None)
+        offset = self._offsets.get(index, 0)
+        if tokens is not None:
+            self._counting.add(index)
+            self._offsets[index] = offset + sum(map(_num_characters, tokens))
+        elif index not in self._counting:
+            self._offsets[index] = offset + len(text)
+        logprobs = None if tokens is None else _logprobs_body(tokens, offset)
+        return {"index": index, "text": text, "logprobs": logprobs, **finish}
+
+
+def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
+    """The whole response as one body. Raises the error of a `Failure`."""
+    received = list(events)
+    choices = gather(received)
+    return msgspec.json.encode(
+        {
+            "id": id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+            "choices": [_choice_body(choice, _num_echoed(received, choice.index), request) for choice in choices],
+            "usage": usage_body(total_usage(choice.finish for choice in choices)),
+        }
+    )
+
+
+def _num_echoed(events: Sequence[AnyEvent], index: int) -> int:
+    """Characters of a choice before its first token."""
+    mine = (event for event in events if event.index == index)
+    before = itertools.takewhile(lambda event: not isinstance(event, Logprobs), mine)
+    return sum(len(event.text) for event in before if isinstance(event, TextDelta | ReasoningDelta))
+
+
+def _choice_body(choice: ResponseChoice, echoed: int, request: GenerateRequest) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "index": choice.index,
+        "text": "".join(block.text for block in choice.blocks if isinstance(block, Text | Reasoning)),
+        "logprobs": _logprobs_body(choice.logprobs, echoed) if choice.logprobs else None,
+        **_finish_body(choice.finish),
+    }
+    if request.sampling.prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprobs_body(choice.prompt_logprobs)
+    return body
+
+
+def _finish_body(finish: Finish) -> dict[str, str | None]:
+    body: dict[str, str | None] = {"finish_reason": finish.reason}
+    if finish.stop_sequence is not None:
+        body["stop_reason"] = finish.stop_sequence
+    return body
+
+
+def _logprobs_body(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    return {
+        "tokens": [token.token for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [_top_body(token) for token in tokens],
+        "text_offset": list(_offsets(tokens, offset)),
+    }
+
+
+def _offsets(tokens: Sequence[TokenLogprob], offset: int) -> Iterator[int]:
+    for token in tokens:
+        yield offset
+        offset += _num_characters(token)
+
+
+def _num_characters(token: TokenLogprob) -> int:
+    return len(token.token) if token.bytes else 0
+
+
+def _top_body(token: TokenLogprob) -> dict[str, float | None] | None:
+    """The likeliest tokens; for a token of the prompt also itself."""
+    if token.logprob is None:
+        return None
+    own = {} if token.rank is None else {token.token: token.logprob}
+    return {**own, **{other.token: other.logprob for other in token.top}}

@@ -1,0 +1,144 @@
+"""Reads input items of the responses dialect into messages.
+
+The dialect splits one assistant turn into several items (reasoning, message, calls). They are joined again, because
+chat templates expect one turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cortex.wire.errors import UnsupportedModality, shorten
+from cortex.wire.fields.body import Fields, json_text
+from cortex.wire.fields.custom_tools import arguments_of
+from cortex.wire.fields.tables.openai_responses import ITEMS
+from cortex.wire.fields.tables.table import Treatment
+from cortex.wire.fields.tools import read_arguments
+from cortex.wire.requests import Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
+
+_ROLES: dict[str, Role] = {"system": "system", "developer": "developer", "assistant": "assistant"}
+
+
+_WITHOUT_EFFECT = frozenset(kind.name for kind in ITEMS if kind.treatment is Treatment.TOLERATED)
+
+
+def read_input(fields: Fields, noted: list[str]) -> list[Message]:
+    """The conversation in `input`. Types of items without effect are added to `noted`; others that are not known raise
+    `InvalidValue`, because the model would not see them."""
+    given = fields.raw("input")
+    if isinstance(given, str):
+        return [Message(role="user", parts=(Text(text=given),))]
+    if not isinstance(given, list) or not given:
+        raise fields.invalid("input", "it is required: a string or an array of items")
+    conversation = _Conversation()
+    for item in fields.objects("input"):
+        _read_item(item, conversation, noted)
+    return conversation.close()
+
+
+class _Conversation:
+    """Messages so far, and the parts of an assistant turn that may continue."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._turn: list[Part] = []
+
+    def add(self, message: Message) -> None:
+        self._close_turn()
+        self._messages.append(message)
+
+    def add_reasoning(self, reasoning: Reasoning) -> None:
+        if any(not isinstance(part, Reasoning) for part in self._turn):
+            self._close_turn()
+        self._turn.append(reasoning)
+
+    def add_content(self, parts: list[Part]) -> None:
+        if any(not isinstance(part, Reasoning) for part in self._turn):
+            self._close_turn()
+        self._turn += parts
+
+    def add_call(self, call: ToolCall) -> None:
+        self._turn.append(call)
+
+    def close(self) -> list[Message]:
+        self._close_turn()
+        return self._messages
+
+    def _close_turn(self) -> None:
+        if self._turn:
+            self._messages.append(Message(role="assistant", parts=tuple(self._turn)))
+            self._turn = []
+
+
+def _read_item(item: Fields, conversation: _Conversation, noted: list[str]) -> None:
+    kind = item.text("type") or "message"
+    match kind:
+        case "message":
+            role = _ROLES.get(item.required_text("role"), "user")
+            parts: list[Part] = list(_read_content(item, "content"))
+            if role == "assistant":
+                conversation.add_content(parts)
+            else:
+                conversation.add(Message(role=role, parts=tuple(parts)))
+        case "reasoning":
+            if text := _reasoning_text(item):
+                conversation.add_reasoning(Reasoning(text=text, signature=item.text("encrypted_content")))
+        case "function_call":
+            conversation.add_call(_read_call(item, read_arguments(item, "arguments")))
+        case "custom_tool_call":
+            conversation.add_call(_read_call(item, arguments_of(item.text("input") or "")))
+        case "function_call_output" | "custom_tool_call_output":
+            result = ToolResult(
+                call_id=item.required_text("call_id"), parts=tuple(_read_content(item, "output", as_json=True))
+            )
+            conversation.add(Message(role="tool", parts=(result,)))
+        case "item_reference":
+            raise item.invalid("type", "items are not stored here; send the item itself")
+        case _ if kind in _WITHOUT_EFFECT:
+            noted.append(kind)
+        case _:
+            raise item.invalid("type", f"items of type '{shorten(kind)}' are not supported; remove the item")
+
+
+def _read_call(item: Fields, arguments: str) -> ToolCall:
+    return ToolCall(
+        id=item.text("call_id") or item.required_text("id"), name=item.required_text("name"), arguments=arguments
+    )
+
+
+def _reasoning_text(item: Fields) -> str:
+    """The reasoning text if the client sent it, else its summary."""
+    for name in ("content", "summary"):
+        if text := "".join(part.text("text") or "" for part in item.objects(name)):
+            return text
+    return ""
+
+
+def _read_content(item: Fields, name: str, *, as_json: bool = False) -> Iterator[Text | Image]:
+    """A string or parts. With `as_json`, any other value becomes its JSON text: a tool may return an object."""
+    content = item.raw(name)
+    if content is None or content == "":
+        return
+    if isinstance(content, str):
+        yield Text(text=content)
+    elif as_json and not (isinstance(content, list) and all(isinstance(p, dict) and "type" in p for p in content)):
+        yield Text(text=json_text(content))
+    else:
+        for part in item.objects(name):
+            yield _read_part(part)
+
+
+def _read_part(part: Fields) -> Text | Image:
+    match part.text("type"):
+        case "input_image" | "image_url":
+            image = part.object("image_url") if isinstance(part.raw("image_url"), dict) else None
+            return Image(url=image.required_text("url") if image else part.required_text("image_url"))
+        case "refusal":
+            return Text(text=part.required_text("refusal"))
+        case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text" | None:
+            return Text(text=part.required_text("text"))
+        case other:
+            raise UnsupportedModality(
+                f"Content of type '{shorten(other)}' is not supported by the models here; send text or images.",
+                param=part.param("type"),
+            )

@@ -1,0 +1,119 @@
+"""Parses a responses body into a `GenerateRequest`. What becomes of each field is in its field table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cortex.wire.dialects.openai_responses.items import read_input
+from cortex.wire.errors import shorten
+from cortex.wire.fields.body import LARGEST_COUNT, Fields
+from cortex.wire.fields.sampling import (
+    MAX_TOP_LOGPROBS,
+    read_effort,
+    read_output_format,
+    read_sampling,
+    read_truncation,
+)
+from cortex.wire.fields.tables.openai_responses import FIELDS, TOOLS
+from cortex.wire.fields.tools import ToolList
+from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, ToolChoice
+
+ECHOED = (
+    "instructions",
+    "max_tool_calls",
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "reasoning",
+    "safety_identifier",
+    "service_tier",
+    "text",
+    "tool_choice",
+    "tools",
+    "truncation",
+    "user",
+)
+"""Request fields that the response object repeats as the client wrote them."""
+
+
+def parse(body: bytes) -> GenerateRequest:
+    """Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`."""
+    fields = FIELDS.read(body)
+    noted: list[str] = []
+    messages = read_input(fields, noted)
+    if instructions := fields.text("instructions"):
+        messages.insert(0, Message(role="system", parts=(Text(text=instructions),)))
+    found = _read_tools(fields)
+    reasoning = fields.object("reasoning")
+    text = fields.object("text")
+    return GenerateRequest(
+        model=fields.model(),
+        messages=tuple(messages),
+        truncate_prompt_tokens=read_truncation(fields),
+        tools=tuple(found.tools),
+        tool_choice=_read_tool_choice(fields, found),
+        output=read_output_format(fields, text.object("format") if text else None),
+        thinking=read_effort(reasoning.text("effort") if reasoning else None),
+        sampling=_read_sampling(fields),
+        stream=fields.flag("stream") or False,
+        include_usage=True,
+        template_args=fields.mapping("chat_template_kwargs") or {},
+        user=fields.text("user"),
+        metadata=_read_echoed(fields),
+        truncate=_read_truncation(fields),
+        dropped_tools=(*noted, *found.dropped),
+        unenforced=tuple(found.unenforced),
+        ignored_fields=fields.unknown,
+    )
+
+
+def _read_echoed(fields: Fields) -> dict[str, Any]:
+    """The fields that the response repeats, with the tools that are in force."""
+    echoed = {name: fields.raw(name) for name in ECHOED if name in fields}
+    if "tools" in echoed:
+        known = {kind.name for kind in TOOLS}
+        echoed["tools"] = [tool for tool in echoed["tools"] if tool.get("type", "function") in known]
+    return echoed
+
+
+def _read_truncation(fields: Fields) -> bool:
+    given = fields.text("truncation") or "disabled"
+    if given not in ("auto", "disabled"):
+        raise fields.invalid("truncation", "it must be `auto` or `disabled`")
+    return given == "auto"
+
+
+def _read_sampling(fields: Fields) -> Sampling:
+    top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
+    wanted = top_logprobs > 0 or "message.output_text.logprobs" in fields.texts("include")
+    return msgspec.structs.replace(
+        read_sampling(fields),
+        max_tokens=fields.integer("max_output_tokens", low=1, high=LARGEST_COUNT),
+        logprobs=wanted,
+        top_logprobs=top_logprobs,
+    )
+
+
+def _read_tools(fields: Fields) -> ToolList:
+    found = ToolList()
+    for tool in fields.objects("tools"):
+        found.add(tool, tool.text("type") or "function")
+    return found
+
+
+def _read_tool_choice(fields: Fields, found: ToolList) -> ToolChoice:
+    parallel = fields.flag("parallel_tool_calls") is not False
+    if not isinstance(fields.raw("tool_choice"), dict):
+        return found.resolve(fields, fields.text("tool_choice") or "auto", None, parallel=parallel)
+    choice = fields.object("tool_choice")
+    assert choice is not None
+    match choice.text("type"):
+        case "allowed_tools":
+            resolved = found.resolve(fields, choice.text("mode") or "auto", None, parallel=parallel)
+            return found.restrict(resolved, choice)
+        case "function" | "custom" | None:
+            return found.resolve(fields, "named", choice.text("name"), parallel=parallel)
+        case other:
+            raise fields.invalid("tool_choice", f"tools of type '{shorten(other)}' do not run here; name a function")

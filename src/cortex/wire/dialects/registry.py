@@ -1,0 +1,70 @@
+"""The dialects by route and by name, for the gateway and the neuron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from cortex.wire.dialects import anthropic_messages, openai_chat, openai_completions, openai_responses
+from cortex.wire.errors import CortexError, Family
+from cortex.wire.events import AnyEvent
+from cortex.wire.node.protocol import Dialect as DialectName
+from cortex.wire.requests import GenerateRequest
+
+
+class EventEncoder(Protocol):
+    """Encodes one response as a stream: events in order to bytes, `b""` for an event that the dialect does not send."""
+
+    def encode(self, event: AnyEvent, /) -> bytes: ...
+
+
+class _MakeEncoder(Protocol):
+    def __call__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> EventEncoder: ...
+
+
+class Dialect(Protocol):
+    """The interface of each codec module."""
+
+    @property
+    def FAMILY(self) -> Family: ...  # noqa: N802
+
+    @property
+    def ID_PREFIX(self) -> str: ...  # noqa: N802
+
+    @property
+    def KEEPALIVE(self) -> bytes: ...  # noqa: N802
+
+    @property
+    def Encoder(self) -> _MakeEncoder: ...  # noqa: N802
+
+    def parse(self, body: bytes) -> GenerateRequest: ...
+
+    def fold(
+        self, events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str
+    ) -> bytes: ...
+
+    def stream_error(self, error: CortexError) -> bytes: ...
+
+
+DIALECTS: Mapping[DialectName, Dialect] = {
+    "openai_chat": openai_chat,
+    "openai_completions": openai_completions,
+    "openai_responses": openai_responses,
+    "anthropic_messages": anthropic_messages,
+}
+
+ROUTES: Mapping[str, DialectName] = {
+    "/v1/chat/completions": "openai_chat",
+    "/v1/completions": "openai_completions",
+    "/v1/responses": "openai_responses",
+    "/v1/messages": "anthropic_messages",
+}
+"""`POST` paths that generate, and the dialect of each."""
+
+
+def family(path: str, *, is_anthropic: bool = False) -> Family:
+    """The error format that clients of `path` expect. Both vendors' clients list models: there `is_anthropic` decides,
+    which says that the request has Anthropic's version header."""
+    if path.startswith("/v1/messages") or (is_anthropic and path.startswith("/v1/models")):
+        return Family.ANTHROPIC
+    return Family.OPENAI

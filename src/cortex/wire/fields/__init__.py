@@ -1,0 +1,1 @@
+"""How dialects read the fields of a request, and the table of fields of each dialect."""

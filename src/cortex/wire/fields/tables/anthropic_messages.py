@@ -1,0 +1,50 @@
+"""Fields of `POST /v1/messages`."""
+
+from __future__ import annotations
+
+from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, rejected, tolerated
+
+_TOOLS = [{"name": "weather", "input_schema": {"type": "object"}}]
+
+FIELDS = FieldTable(
+    (
+        honoured("model", "other"),
+        honoured("messages", [{"role": "user", "content": "other"}]),
+        honoured("system", "be brief"),
+        honoured("max_tokens", 9),
+        honoured("tools", _TOOLS),
+        honoured("tool_choice", {"type": "any"}, tools=_TOOLS),
+        honoured("thinking", {"type": "enabled", "budget_tokens": 1024}, "absent: no thinking"),
+        honoured("output_config", {"effort": "low"}, "`effort` and `format`"),
+        honoured("output_format", {"type": "json_schema", "schema": {"type": "object"}}),
+        honoured("temperature", 0.5),
+        honoured("top_p", 0.5),
+        honoured("top_k", 5),
+        honoured("stop_sequences", ["END"]),
+        honoured("stream", True),
+        honoured("metadata", {"user_id": "u"}),
+        tolerated("cache_control", {"type": "ephemeral"}, "prefixes are always cached"),
+        tolerated("context_management", {"edits": []}, "the client compacts"),
+        tolerated("service_tier", "auto"),
+        tolerated("inference_geo", "eu"),
+        tolerated("betas", ["x"]),
+        tolerated("speed", "fast"),
+        rejected("container", "c", "no container runs here; remove it", ""),
+        rejected("mcp_servers", [{"url": "x"}], "MCP servers are called by the client here; remove it", []),
+    ),
+)
+
+TOOLS = (Kind("custom", Treatment.HONOURED, "the default type"),)
+"""Types of tools. Others run on the vendor's servers, or have a schema that only the vendor's models know."""
+
+BLOCKS = (
+    Kind("text", Treatment.HONOURED),
+    Kind("image", Treatment.HONOURED, "rejected by models that read text only"),
+    Kind("document", Treatment.HONOURED, "text only; PDF is rejected"),
+    Kind("search_result", Treatment.HONOURED),
+    Kind("tool_use", Treatment.HONOURED),
+    Kind("tool_result", Treatment.HONOURED),
+    Kind("thinking", Treatment.HONOURED),
+    Kind("redacted_thinking", Treatment.TOLERATED, "encrypted for the vendor's models"),
+)
+"""Types of content blocks. Others are rejected."""

@@ -1,0 +1,60 @@
+"""Fields of `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from cortex.wire.fields.tables.shared import ACCOUNT, EXTENSIONS, OUTPUT, PROMPT, SAMPLING, STREAM
+from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, rejected, tolerated
+
+_WEATHER = {"name": "weather", "parameters": {"type": "object"}}
+_TOOLS = [{"type": "function", "function": _WEATHER}]
+
+FIELDS = FieldTable(
+    (
+        honoured("model", "other"),
+        honoured("messages", [{"role": "user", "content": "other"}], "a role that is not known is shown as `user`"),
+        honoured("tools", _TOOLS),
+        honoured("tool_choice", "required", tools=_TOOLS),
+        honoured("parallel_tool_calls", False),
+        honoured("functions", [_WEATHER], "the former name of `tools`; the response has `function_call`"),
+        honoured("function_call", "none", "the former name of `tool_choice`", functions=[_WEATHER]),
+        honoured("max_tokens", 9),
+        honoured("max_completion_tokens", 9, "takes precedence over `max_tokens`"),
+        honoured("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
+        honoured("n", 2),
+        honoured("logprobs", True),
+        honoured("top_logprobs", 2, logprobs=True),
+        honoured("prompt_logprobs", 1, "vLLM; not in a stream"),
+        honoured("response_format", {"type": "json_object"}),
+        honoured("reasoning_effort", "low"),
+        honoured("enable_thinking", False),
+        honoured("include_reasoning", False, "leaves the reasoning out of the response"),
+        honoured("chat_template_kwargs", {"enable_thinking": False}),
+        honoured("add_generation_prompt", False),
+        honoured("continue_final_message", True),
+        honoured("user", "u"),
+        tolerated("verbosity", "low", "a hint that open models do not know"),
+        tolerated("prediction", {"type": "content", "content": "x"}, "a hint for speed"),
+        tolerated("add_special_tokens", False, "the template writes the special tokens"),
+        rejected("modalities", ["text", "audio"], "the models here write text only", ["text"]),
+        rejected("audio", {"voice": "x"}, "the models here write text only; remove it", {}),
+        rejected("web_search_options", {"search_context_size": "low"}, "no search runs here; remove it"),
+        rejected("chat_template", "x", "a model's own template is always used; remove it", ""),
+        rejected("documents", [{"text": "x"}], "documents are not given to templates; put them into a message", []),
+        rejected("echo", True, "the prompt is not repeated; remove it", False),
+        rejected("separate_reasoning", False, "reasoning is always separate from the content", True),
+        rejected("reasoning_format", "none", "reasoning is always separate from the content", "auto", "deepseek"),
+        rejected("mm_processor_kwargs", {"a": 1}, "this server reads text only; remove it", {}),
+    ),
+    STREAM,
+    SAMPLING,
+    OUTPUT,
+    PROMPT,
+    ACCOUNT,
+    EXTENSIONS,
+)
+
+TOOLS = (
+    Kind("function", Treatment.HONOURED),
+    Kind("custom", Treatment.HONOURED, "free text; a grammar is shown to the model and not enforced"),
+)
+"""Types of tools. Others run on the vendor's servers."""

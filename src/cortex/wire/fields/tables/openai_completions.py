@@ -1,0 +1,31 @@
+"""Fields of `POST /v1/completions`."""
+
+from __future__ import annotations
+
+from cortex.wire.fields.tables.shared import ACCOUNT, EXTENSIONS, OUTPUT, PROMPT, SAMPLING, STREAM
+from cortex.wire.fields.tables.table import FieldTable, honoured, rejected
+
+FIELDS = FieldTable(
+    (
+        honoured("model", "other"),
+        honoured("prompt", "other", "a string, token ids, or a list of either"),
+        honoured("echo", True),
+        honoured("max_tokens", 9, "0: no tokens, with `echo` the prompt alone"),
+        honoured("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
+        honoured("n", 2),
+        honoured("logprobs", 2, "with `echo` also of the prompt"),
+        honoured("prompt_logprobs", 1, "vLLM; not in a stream"),
+        honoured("response_format", {"type": "json_object"}),
+        honoured("user", "u"),
+        rejected("suffix", "x", "filling in the middle is not supported; send the text in 'prompt'", ""),
+        rejected("best_of", 3, "ranking of candidates is not supported; request several with 'n'", 1),
+        rejected("add_special_tokens", False, "send the prompt as token ids to leave them out", True),
+        rejected("prompt_embeds", "x", "a prompt is text or token ids"),
+    ),
+    STREAM,
+    SAMPLING,
+    OUTPUT,
+    PROMPT,
+    ACCOUNT,
+    EXTENSIONS,
+)

@@ -1,0 +1,79 @@
+"""Fields of `POST /v1/responses`."""
+
+from __future__ import annotations
+
+from cortex.wire.fields.tables.shared import EXTENSIONS, OUTPUT, PROMPT, SAMPLING
+from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, rejected, tolerated
+
+_TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+
+FIELDS = FieldTable(
+    (
+        honoured("model", "other"),
+        honoured("input", "other"),
+        honoured("instructions", "be brief"),
+        honoured("tools", _TOOLS),
+        honoured("tool_choice", "required", tools=_TOOLS),
+        honoured("parallel_tool_calls", False),
+        honoured("max_output_tokens", 9),
+        honoured("top_logprobs", 2),
+        honoured("include", ["message.output_text.logprobs"], "log-probabilities; others have nothing to add"),
+        honoured("text", {"format": {"type": "json_object"}}),
+        tolerated("text.verbosity", "low", "a hint that open models do not know"),
+        honoured("reasoning", {"effort": "low"}),
+        tolerated("reasoning.summary", "auto", "the reasoning itself is returned"),
+        honoured("chat_template_kwargs", {"enable_thinking": False}),
+        honoured("stream", True),
+        tolerated("stream_options", {"include_obfuscation": False}, "nothing is obfuscated"),
+        honoured("user", "u"),
+        honoured("metadata", {"k": "v"}, "repeated in the response"),
+        honoured("service_tier", "auto", "repeated in the response"),
+        honoured("safety_identifier", "s", "repeated in the response"),
+        honoured("prompt_cache_key", "k", "repeated in the response"),
+        honoured("max_tool_calls", 3, "repeated in the response; it concerns tools that run on a server"),
+        honoured("truncation", "auto", "drops the oldest turns of a conversation that exceeds the context"),
+        tolerated("prompt_cache_retention", "24h"),
+        tolerated("store", True, "a gateway stores the response; a node does not"),
+        tolerated("client_metadata", {"k": "v"}),
+        tolerated("context_management", [{"type": "compaction"}], "the client compacts"),
+        rejected(
+            "previous_response_id", "resp_1", "a gateway stores responses; send the whole conversation in 'input'"
+        ),
+        rejected("conversation", "conv_1", "conversations are not stored; send the whole conversation in 'input'"),
+        rejected("prompt", {"id": "pmpt_1"}, "prompts are not stored; send the whole conversation in 'input'"),
+        rejected("background", True, "only a gateway stores responses; use 'stream' for long ones", False),
+        rejected("n", 2, "this dialect has one response; use chat completions", 1),
+    ),
+    SAMPLING,
+    OUTPUT,
+    PROMPT,
+    EXTENSIONS,
+)
+
+OF_GATEWAYS = {
+    "store": "of `/v1/responses` by a gateway",
+    "previous_response_id": "by a gateway that stores responses; a node rejects it",
+    "background": "by a gateway that stores responses; a node rejects it",
+}
+"""Fields that a gateway honours, and what to say about each. What is in `FIELDS` is what a node does with them."""
+
+TOOLS = (
+    Kind("function", Treatment.HONOURED),
+    Kind("custom", Treatment.HONOURED, "free text; a grammar is shown to the model and not enforced"),
+)
+"""Types of tools. Others run on the vendor's servers."""
+
+ITEMS = (
+    Kind("message", Treatment.HONOURED),
+    Kind("reasoning", Treatment.HONOURED, "its text, else its summary; encrypted content cannot be read"),
+    Kind("function_call", Treatment.HONOURED),
+    Kind("function_call_output", Treatment.HONOURED),
+    Kind("custom_tool_call", Treatment.HONOURED),
+    Kind("custom_tool_call_output", Treatment.HONOURED),
+    Kind("web_search_call", Treatment.TOLERATED, "the message after it has the result; reported in the header"),
+    Kind("mcp_list_tools", Treatment.TOLERATED, "a list without effect; reported in the header"),
+)
+"""Types of input items. Others are rejected."""
+
+ITEMS_OF_GATEWAYS = (Kind("item_reference", Treatment.HONOURED, "by a gateway, which puts the stored item there"),)
+"""Types of input items that only a gateway accepts."""

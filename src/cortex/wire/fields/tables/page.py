@@ -1,0 +1,123 @@
+"""Writes docs/fields.md from the field tables: `python -m cortex.wire.fields.tables.page docs/fields.md`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from cortex.wire.fields.tables import anthropic_messages, openai_chat, openai_completions, openai_responses
+from cortex.wire.fields.tables.table import BodyField, Kind, Treatment
+from cortex.wire.node import headers
+
+TABLES = {
+    "chat": openai_chat.FIELDS,
+    "completions": openai_completions.FIELDS,
+    "responses": openai_responses.FIELDS,
+    "messages": anthropic_messages.FIELDS,
+}
+"""By the column of the page."""
+
+INTRODUCTION = f"""\
+# Fields of requests
+
+Generated from the field tables by `make docs`; edit those, not this page. Every parser reads through its table.
+
+- **honoured**: it does what it says.
+- **tolerated**: it has no effect, and the response is right without it.
+- **rejected**: a 400 that names it, because the response would not be what was asked for. Values that ask for nothing
+  (`false`, `0`, an empty list) are accepted.
+- empty: not a field of this dialect. Such a field is ignored, and the header `{headers.IGNORED_FIELDS}` lists it.
+
+The table says what a gateway does; where a node that is called directly does something else, the note says so. `null`
+is the same as an absent field. The columns are `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
+`/v1/messages`.
+"""
+
+TOOLS = f"""\
+## Types of tools
+
+Tools of other types run on a vendor's servers. Beside tools that the client runs they are left out, and the header
+`{headers.DROPPED_TOOLS}` lists them; agents always send some. A request that has only such tools, or that forces one of
+them, is rejected. The response repeats only the tools that are in force.
+
+Tools work with every chat model. Where a model's template has no place for them, they are described in its system
+message, one JSON object per line between `<tools>` tags, and the model is asked to write calls as
+`<tool_call>{{"name": …, "arguments": …}}</tool_call>`; results follow between `<tool_response>` tags. A forced call is
+constrained to that form. `/v1/models` has a note for such models.
+"""
+
+SCHEMAS = f"""\
+## Schemas
+
+Output that must follow a schema follows all of it, except parts that no grammar can express: a `pattern` with
+lookahead, lookbehind, a backreference or a word boundary, formats such as `path`, `uniqueItems`, `not`, `if`,
+`contains` and the like; of `oneOf` at least one option holds. The rest is enforced, and the header
+`{headers.UNENFORCED}` lists the paths of such parts, and of grammars of custom tools. Calls follow their schema where
+a call is forced, where only some tools are allowed, and beside an output format; elsewhere the model writes them
+freely, `strict` or not.
+
+A stream whose first bytes were keepalives cannot have these headers any more.
+"""
+
+
+def fields_page() -> str:
+    """The whole page as Markdown."""
+    names = dict.fromkeys(one.name for table in TABLES.values() for one in table)
+    rows = sorted((_row(name) for name in names), key=lambda row: row[0].strip("`"))
+    return "\n".join(
+        [
+            INTRODUCTION,
+            *_table(["field", *TABLES, "note"], rows),
+            "",
+            TOOLS,
+            *_kinds_table(chat=openai_chat.TOOLS, responses=openai_responses.TOOLS, messages=anthropic_messages.TOOLS),
+            "",
+            "## Input items of `/v1/responses`\n",
+            "Items of other types are rejected: the model would not see them.\n",
+            *_kinds_table(responses=(*openai_responses.ITEMS, *openai_responses.ITEMS_OF_GATEWAYS)),
+            "",
+            "## Content blocks of `/v1/messages`\n",
+            "Blocks of other types are rejected: the model would not see them.\n",
+            *_kinds_table(messages=anthropic_messages.BLOCKS),
+            "",
+            SCHEMAS,
+        ]
+    )
+
+
+def _row(name: str) -> list[str]:
+    found = [_by_gateway(dialect, table.get(name)) for dialect, table in TABLES.items()]
+    return [f"`{name}`", *("" if one is None else one.treatment.value for one in found), _note(found)]
+
+
+def _by_gateway(dialect: str, one: BodyField | None) -> BodyField | None:
+    """What a gateway does with a field, where a node does something else."""
+    if dialect != "responses" or one is None or one.name not in openai_responses.OF_GATEWAYS:
+        return one
+    return BodyField(one.name, Treatment.HONOURED, one.example, openai_responses.OF_GATEWAYS[one.name])
+
+
+def _note(found: Iterable[BodyField | None]) -> str:
+    notes = dict.fromkeys(one.note for one in found if one is not None and one.note)
+    return "; ".join(notes).replace("|", "\\|")
+
+
+def _kinds_table(**kinds_by_dialect: Sequence[Kind]) -> Iterator[str]:
+    rows = [
+        [dialect, f"`{kind.name}`", kind.treatment.value, kind.note]
+        for dialect, kinds in kinds_by_dialect.items()
+        for kind in kinds
+    ]
+    yield from _table(["dialect", "type", "", "note"], rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(fields_page(), encoding="utf-8")

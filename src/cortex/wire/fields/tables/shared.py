@@ -1,0 +1,97 @@
+"""Fields that several OpenAI dialects share, with those that vLLM, llama.cpp and SGLang add to them."""
+
+from __future__ import annotations
+
+from cortex.wire.fields.tables.table import honoured, rejected, tolerated
+
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+SAMPLING = (
+    honoured("temperature", 0.5),
+    honoured("top_p", 0.5),
+    honoured("top_k", 5, "-1 and 0 keep all"),
+    honoured("min_p", 0.1),
+    honoured("presence_penalty", 0.5),
+    honoured("frequency_penalty", 0.5),
+    honoured("repetition_penalty", 1.1),
+    honoured("repeat_penalty", 1.1, "llama.cpp's name for `repetition_penalty`"),
+    honoured("repetition_window", 64, "latest tokens that `repetition_penalty` applies to"),
+    honoured("repeat_last_n", 64, "llama.cpp's name for `repetition_window`; -1 is all tokens"),
+    honoured("logit_bias", {"7": 5}),
+    honoured("allowed_token_ids", [3, 5]),
+    honoured("seed", 7),
+    honoured("min_tokens", 3),
+    honoured("ignore_eos", True),
+    honoured("stop", ["END"]),
+    honoured("stop_token_ids", [2]),
+)
+"""For `read_sampling`."""
+
+OUTPUT = (
+    honoured("structured_outputs", {"choice": ["a", "b"]}, "`json`, `json_object`, `regex`, `grammar` or `choice`"),
+    honoured("guided_json", _SCHEMA),
+    honoured("guided_json_object", True),
+    honoured("guided_regex", "[0-9]+"),
+    honoured("guided_grammar", 'root ::= "a"', "Lark or GBNF"),
+    honoured("guided_choice", ["a", "b"]),
+    honoured("json_schema", _SCHEMA, "llama.cpp and SGLang"),
+    honoured("regex", "[0-9]+", "SGLang"),
+    honoured("grammar", 'root ::= "a"', "llama.cpp: GBNF or Lark"),
+    honoured("ebnf", 'root ::= "a"', "SGLang: GBNF or Lark"),
+)
+"""For `read_output_format`: constraints on the output. A request may have one."""
+
+STREAM = (
+    honoured("stream", True),
+    honoured("stream_options.include_usage", True),
+    honoured("stream_options.continuous_usage_stats", True, "usage in every chunk"),
+    tolerated("stream_options.include_obfuscation", False, "nothing is obfuscated"),
+)
+
+ACCOUNT = (
+    tolerated("store", True, "nothing is stored"),
+    tolerated("metadata", {"k": "v"}),
+    tolerated("service_tier", "auto"),
+    tolerated("safety_identifier", "s"),
+    tolerated("prompt_cache_key", "k", "prefixes are always cached"),
+    tolerated("prompt_cache_retention", "24h"),
+)
+
+PROMPT = (honoured("truncate_prompt_tokens", 8, "keeps the last tokens of the prompt; -1: as many as fit"),)
+
+EXTENSIONS = (
+    tolerated("priority", 0, "requests of one key are served in order"),
+    tolerated("request_id", "r", "the header `x-request-id` names a request"),
+    tolerated("rid", "r"),
+    tolerated("cache_prompt", True, "prefixes are always cached"),
+    tolerated("id_slot", -1),
+    tolerated("spaces_between_special_tokens", True),
+    tolerated("timings_per_token", True),
+    tolerated("return_progress", True),
+    rejected("use_beam_search", True, "beam search is not supported; sample with 'n'", False),
+    rejected("length_penalty", 1.5, "beam search is not supported; remove it", 1),
+    rejected("early_stopping", True, "beam search is not supported; remove it", False),
+    rejected("bad_words", ["x"], "forbidden words are not supported; use 'logit_bias' with token ids", []),
+    rejected("logits_processors", ["x"], "the engine runs no code of requests; remove it", []),
+    rejected("custom_logit_processor", "x", "the engine runs no code of requests; remove it", ""),
+    rejected("typical_p", 0.5, "typical sampling is not supported; use 'top_p' or 'min_p'", 1),
+    rejected("tfs_z", 0.5, "tail-free sampling is not supported; use 'top_p' or 'min_p'", 1),
+    rejected("top_a", 0.5, "top-a sampling is not supported; use 'min_p'", 0),
+    rejected("top_n_sigma", 1.0, "top-n-sigma sampling is not supported; use 'min_p'", -1, 0),
+    rejected("dynatemp_range", 0.5, "a dynamic temperature is not supported; use 'temperature'", 0),
+    rejected("mirostat", 1, "mirostat is not supported; use 'temperature' and 'top_p'", 0),
+    rejected("dry_multiplier", 0.8, "the DRY penalty is not supported; use 'repetition_penalty'", 0),
+    rejected("xtc_probability", 0.5, "XTC sampling is not supported; remove it", 0),
+    rejected("samplers", ["top_k"], "the order of samplers is fixed; remove it", []),
+    rejected("skip_special_tokens", False, "control tokens are never part of the text; remove it", True),
+    rejected("include_stop_str_in_output", True, "the stop string is reported as 'stop_reason'; remove it", False),
+    rejected("return_tokens_as_token_ids", True, "tokens are returned as text; remove it", False),
+    rejected("return_token_ids", True, "token ids are not returned; use /tokenize", False),
+    rejected("return_hidden_states", True, "hidden states are not returned; remove it", False),
+    rejected("kv_transfer_params", {"a": 1}, "the cache is not transferred between servers; remove it", {}),
+    rejected("cache_salt", "s", "cached prefixes are not separated by a salt; remove it", ""),
+    rejected("lora", [{"id": 0}], "adapters are not supported; name a model that has it merged", []),
+    rejected("lora_path", "x", "adapters are not supported; name a model that has it merged", ""),
+    rejected("vllm_xargs", {"a": 1}, "there are no arguments for extensions here; remove it", {}),
+    rejected("stop_regex", "x", "stop expressions are not supported; use 'stop'", "", []),
+)

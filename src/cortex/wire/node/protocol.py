@@ -1,0 +1,412 @@
+"""Reports of a node, and requests to it: the JSON of `/discovery`, `/health`, `/models`, load and unload.
+
+The neuron encodes these, the gateway and the command line decode them. Sizes are bytes.
+Unknown fields are ignored, so that nodes of different versions can share a fleet.
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cortex.wire.fields.body import MAX_MODEL_NAME
+
+log = logging.getLogger(__name__)
+
+ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
+ShortText = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
+Source = Annotated[str, Meta(max_length=4096)]
+Devices = Annotated[tuple[int, ...], Meta(max_length=1024)]
+Dialect = Literal["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
+DeviceKind = Literal["cuda", "cpu"]
+Stage = Literal["resolve", "download", "read", "place", "warm"]
+
+KVDtype = Literal["auto", "fp8"]
+"""In which numbers a model's KV cache is kept; `auto`: in those that it computes in."""
+
+
+class NodeValue(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the values that nodes send and receive."""
+
+
+class ModelState(StrEnum):
+    COLD = "cold"
+    """Known to the node; nothing of it is in memory."""
+    DOWNLOADING = "downloading"
+    LOADING = "loading"
+    READY = "ready"
+    ASLEEP = "asleep"
+    """Its weights are in host memory and nothing is on a device. Waking is much faster than loading from disk."""
+    UNLOADING = "unloading"
+    RECOVERING = "recovering"
+    FAILED = "failed"
+    UNREACHABLE = "unreachable"
+    """Reported by a gateway only: the node is down."""
+
+
+class Device(NodeValue, frozen=True):
+    """A device of the host, whether or not a worker runs on it."""
+
+    index: int
+    kind: DeviceKind
+    name: str
+    total_bytes: int
+    compute_capability: str | None = None
+    uuid: str | None = None
+
+
+class Discovery(NodeValue, frozen=True):
+    host: str
+    os: str
+    version: str
+    devices: tuple[Device, ...]
+    kernel: str | None = None
+    """The release of the operating system's kernel."""
+    driver: str | None = None
+    cuda_version: str | None = None
+    """The latest CUDA version that the driver supports."""
+    driver_problem: str | None = None
+    """Why no GPU is used although one may be there, such as a driver/library mismatch."""
+    max_devices_per_model: Annotated[int, Meta(ge=1)] = 1
+    """The most devices that one model may span on this node."""
+    can_sleep: bool = True
+    """Whether it keeps the weights of unloaded models in host memory; nodes without a GPU do not by default."""
+    harnesses: tuple[str, ...] = ("torch",)
+    dialects: tuple[Dialect, ...] = (
+        "openai_chat",
+        "openai_completions",
+        "openai_responses",
+        "anthropic_messages",
+    )
+
+
+class DeviceHealth(NodeValue, frozen=True):
+    index: int
+    total_bytes: int
+    free_bytes: int
+    utilisation: float | None = None
+    """0 to 1."""
+    temperature_c: float | None = None
+    worker: Literal["none", "starting", "running", "faulted"] = "none"
+    kept_free_bytes: int = 0
+    """Memory that every load leaves free: the operator's reserve, activations, buffers of libraries."""
+    kept_free_share: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
+    """Share of the free memory that a load leaves free in addition."""
+    ceiling_bytes: int | None = None
+    """The most that models may hold there, as configured; absent: no ceiling."""
+
+
+class Progress(NodeValue, frozen=True):
+    stage: Stage
+    done_bytes: int = 0
+    total_bytes: int = 0
+    eta_s: float | None = None
+
+
+class ModelLoad(NodeValue, frozen=True):
+    """Load of a resident model, as its engine reports it."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used_fraction: float = 0.0
+    tokens_per_s: float = 0.0
+    """Completion tokens over the last few seconds."""
+
+
+class Capabilities(NodeValue, frozen=True):
+    chat: bool = True
+    tools: bool = False
+    reasoning: bool = False
+    vision: bool = False
+    embeddings: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class SamplingDefaults(NodeValue, frozen=True):
+    """How a model samples where a request says nothing; None: not said here."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+
+    def over(self, other: SamplingDefaults) -> SamplingDefaults:
+        """These values, and those of `other` where there are none."""
+        ours = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return msgspec.structs.replace(other, **ours)
+
+
+class QuantisedSize(NodeValue, frozen=True):
+    """What a model with dense weights would take if they were quantised at load."""
+
+    quant: str
+    estimate_bytes: int
+    least_bytes: int
+
+
+class ModelStatus(NodeValue, frozen=True):
+    """One model on one node."""
+
+    id: str
+    state: ModelState
+    devices: tuple[int, ...] = ()
+    num_devices: Annotated[int, Meta(ge=1)] = 1
+    """Devices that it takes on this node, as configured there: it is divided among them, or has a replica on each."""
+    stage_layers: tuple[int, ...] = ()
+    """Number of layers on each of `devices`, if it is divided by layers; before a load, on the empty devices."""
+    device_bytes: tuple[int, ...] = ()
+    """The part of `measured_bytes` on each of `devices`; empty: equal parts."""
+    nodes: tuple[str, ...] = ()
+    """Of a model that spans nodes: their names, this one first. All sizes here are those of this node's part."""
+    parallel: Literal["tensor", "pipeline"] | None = None
+    """How it is divided among devices: in every layer, or by layers. None: each has all of it. A model that spans nodes
+    shares no device with another divided one."""
+    harness: str = "torch"
+    family: str | None = None
+    quant: str | None = None
+    """The format of most of its weights; absent: they are dense, or its files are not known."""
+    requested_quant: str | None = None
+    """The `quant` for which the sizes hold; absent: its files as they are."""
+    source: str | None = None
+    estimate_bytes: int | None = None
+    """Expected memory on an empty device: weights and planned KV cache. `measured_bytes` replaces it after a load."""
+    least_bytes: int | None = None
+    """The minimum with which the node accepts it, with a smaller KV cache. Absent: `estimate_bytes`."""
+    quantised: tuple[QuantisedSize, ...] = ()
+    """The same with each `quant` that this node can apply to its dense weights."""
+    measured_bytes: int | None = None
+    """Memory on the device; of a model asleep, what it will take when it wakes."""
+    kv_bytes: int | None = None
+    """The part of `measured_bytes` that holds sequences: KV pages and recurrent states."""
+    host_bytes: int = 0
+    """Weights in host memory while the model is asleep, falling asleep or waking; else 0."""
+    disk_bytes: int | None = None
+    """Its repository in the node's hub cache, incomplete downloads included; absent for a model outside the cache."""
+    context_tokens: int | None = None
+    """Context that the loaded model accepts: the model's limit, or less if memory is the limit."""
+    max_input_tokens: int | None = None
+    """The longest prompt: the context, or less if `limits.max_prompt_tokens` of the node is less."""
+    max_output_tokens: int | None = None
+    capabilities: Capabilities = Capabilities()
+    sampling: SamplingDefaults = SamplingDefaults()
+    """How it samples where a request says nothing: the operator's values, then those of its files."""
+    progress: Progress | None = None
+    load: ModelLoad = ModelLoad()
+    reason: str | None = None
+    """The node's reason why it is `failed` or `recovering`, or `cold` without a request to unload."""
+    state_age_s: float = 0.0
+    idle_s: float = 0.0
+    """Seconds since the last request ended; 0 while one runs."""
+
+
+class ModelList(NodeValue, frozen=True):
+    models: tuple[ModelStatus, ...]
+
+
+class Activation(NodeValue, frozen=True):
+    """Progress of the default models of a starting node."""
+
+    state: Literal["idle", "running", "done"] = "idle"
+    pending: tuple[str, ...] = ()
+    in_progress: str | None = None
+    completed: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    reasons: dict[str, str] = {}
+    """Why each model in `failed` failed."""
+
+
+PullState = Literal["running", "done", "failed", "cancelled"]
+
+
+class PullStatus(NodeValue, frozen=True):
+    """A download of a model's files, without a load."""
+
+    model_id: str
+    state: PullState
+    quant: str | None = None
+    progress: Progress | None = None
+    reason: str | None = None
+    """Why it failed."""
+    code: str | None = None
+    """The error code of the failure."""
+
+
+class DiskUse(NodeValue, frozen=True):
+    """The disk of the node's hub cache."""
+
+    total_bytes: int
+    free_bytes: int
+    models_bytes: int
+    """What the cache takes."""
+
+
+class ModelShare(NodeValue, frozen=True):
+    """A part of a model that spans nodes, on a node that does not serve it."""
+
+    model_id: str
+    lead: str
+    """The node that serves the model, under the name that it has for itself."""
+    state: Literal["loading", "ready", "asleep"]
+    devices: tuple[int, ...] = ()
+    num_bytes: int = 0
+    """Device memory of the part; 0 while it is being loaded."""
+    device_bytes: tuple[int, ...] = ()
+    """The part of `awake_bytes` on each of `devices`; empty: equal parts."""
+    awake_bytes: int = 0
+    """Device memory of the part while it is awake; 0 while it is being loaded."""
+    stage_layers: tuple[int, ...] = ()
+    """Number of layers on each of `devices`, if the model is divided by layers."""
+    host_bytes: int = 0
+    """Its weights in host memory while it is asleep."""
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.state == "asleep"
+
+
+class Health(NodeValue, frozen=True):
+    status: Literal["ok", "degraded", "draining"]
+    """`degraded`: the node serves, but tasks in `failing_tasks` keep failing."""
+    uptime_s: float
+    devices: tuple[DeviceHealth, ...]
+    models: tuple[ModelStatus, ...]
+    ceiling_bytes: int | None = None
+    """The most that models may hold over all devices, as configured; absent: no ceiling."""
+    activation: Activation = Activation()
+    failing_tasks: tuple[str, ...] = ()
+    """Background tasks of the node that fail again and again; its log has the reasons."""
+    pulls: tuple[PullStatus, ...] = ()
+    """Downloads without a load: those in progress, and the latest that ended."""
+    disk: DiskUse | None = None
+    shares: tuple[ModelShare, ...] = ()
+    """Parts of models that other nodes serve."""
+
+
+class LoadRequest(NodeValue, frozen=True):
+    """`POST /models/load`. Idempotent: a request for a model that is ready or loading joins it, unless it names another
+    `quant` than that one has, which is rejected with 409."""
+
+    model_id: ModelName
+    source: Source | None = None
+    """Hub id, directory or file; the model id itself when absent."""
+    harness: ShortText = "torch"
+    quant: ShortText | None = None
+    devices: Devices = ()
+    """Empty: the node chooses."""
+    tensor_parallel: Annotated[int, Meta(ge=1)] = 1
+    """Number of devices that divide every layer."""
+    pipeline_parallel: Annotated[int, Meta(ge=1)] = 1
+    """Number of devices that divide the layers by their memory; not together with `tensor_parallel`."""
+    context_tokens: Annotated[int, Meta(ge=2)] | None = None
+    """At least one prompt token and one generated token."""
+    control_tokens_in_messages: bool = False
+    """Whether the text of control tokens in messages becomes these tokens."""
+    kv_dtype: KVDtype | None = None
+    """The dtype of the KV cache; as the node is configured when absent."""
+    nodes: Annotated[tuple[ShortText, ...], Meta(max_length=64)] = ()
+    """The nodes that the model spans, this one first. The others are `peers` of this node; each takes an equal number
+    of the `tensor_parallel` or `pipeline_parallel` devices. Empty: as the node is configured."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """How the model samples where a request says nothing; as the node is configured where absent."""
+    deterministic: bool = False
+    """Whether a request gets the same tokens alone and beside others."""
+    max_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
+    max_bytes_of_nodes: Annotated[tuple[Annotated[int, Meta(ge=1)] | None, ...], Meta(max_length=64)] = ()
+    """The most that they may take of each of `nodes`, if the layers are divided among these."""
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel > 1 and self.pipeline_parallel > 1:
+            raise ValueError(f"`{self.model_id}` has tensor_parallel and pipeline_parallel: send only one of them")
+
+
+class SleepOption(NodeValue, frozen=True, kw_only=True):
+    """The part of an unload request that says whether the model may sleep."""
+
+    sleep: bool = False
+    """Keep the weights in host memory if there is room; the model is then `asleep`, else `cold`."""
+    park: bool | msgspec.UnsetType = msgspec.UNSET
+    """Former name of `sleep`. Accepted with a warning, and never sent."""
+
+    def __post_init__(self) -> None:
+        if self.park is msgspec.UNSET:
+            return
+        if self.sleep:
+            raise ValueError("`park` is the former name of `sleep`: send only `sleep`")
+        log.warning("the field `park` of an unload request is now called `sleep`: rename it")
+        msgspec.structs.force_setattr(self, "sleep", self.park)
+        msgspec.structs.force_setattr(self, "park", msgspec.UNSET)
+
+
+class UnloadRequest(SleepOption, frozen=True, kw_only=True):
+    """`POST /models/unload`. Waits for running requests up to `drain_s`; `force` ends them at once. Idempotent."""
+
+    model_id: ModelName
+    force: bool = False
+    drain_s: float | None = None
+
+
+class FilesRequest(NodeValue, frozen=True):
+    """`POST /files/pull`: download a model's files without a load; `POST /files/cancel`: stop that; `POST
+    /files/delete`: delete them, never while the model is in memory. A pull is idempotent."""
+
+    model_id: ModelName
+    source: str | None = None
+    """Hub id; the model id itself when absent."""
+    quant: str | None = None
+
+
+class DeletedFiles(NodeValue, frozen=True):
+    model_id: str
+    freed_bytes: int
+
+
+class HubVariant(NodeValue, frozen=True):
+    """One form of a model in a repository of the hub."""
+
+    quant: str | None
+    """Its quantisation, as a pull names it; None: the repository's safetensors."""
+    num_bytes: int
+    """What a pull of it downloads."""
+    num_files: int
+
+
+class HubRepository(NodeValue, frozen=True):
+    """`GET /hub/{source}`: what a repository of the hub offers, before anything is downloaded."""
+
+    repository: str
+    commit: str
+    variants: tuple[HubVariant, ...]
+
+
+class Recycled(NodeValue, frozen=True):
+    """`POST /devices/{index}/recycle`: whether the device's worker was replaced; not while models are on it."""
+
+    device: int
+    recycled: bool
+
+
+class Endpoint(NodeValue, frozen=True):
+    """`GET /models/{id}/endpoint`: where this model is served."""
+
+    model_id: str
+    base_url: str
+    dialects: tuple[Dialect, ...]
+
+
+class NodeEvent(NodeValue, frozen=True):
+    """One line of `/events`: the complete new state of what changed.
+
+    A slow reader gets the latest state of each model instead of every intermediate one.
+    """
+
+    kind: Literal["model", "activation", "shutdown"]
+    at_s: float
+    """Unix time."""
+    model: ModelStatus | None = None
+    activation: Activation | None = None

@@ -1,0 +1,36 @@
+"""The commands inside of `cortex chat`."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from cortex.cli.client import GatewayClient
+from cortex.cli.commands.chat import ChatSession, Conversation, run_command
+
+if TYPE_CHECKING:
+    from ..conftest import CannedGateway
+
+
+def run(session: ChatSession, line: str) -> str:
+    out = io.StringIO()
+    assert run_command(session, Console(file=out, width=80), line)
+    return out.getvalue().strip()
+
+
+def test_commands_confirm_what_they_changed(gateway: CannedGateway) -> None:
+    gateway.responses["GET", "/v1/models/org%2Fother"] = {"id": "org/other", "loaded": False}
+    session = ChatSession(GatewayClient(gateway.url, None), Conversation("small"), None, None)
+    assert run(session, "/system Be kind.") == "system prompt set"
+    assert run(session, "/system") == "system prompt removed"
+    assert run(session, "/model org/other") == "now using org/other"
+    assert session.conversation.model == "org/other"
+    assert session.waits_for() == "loading org/other"
+
+
+def test_unknown_model_is_rejected_and_the_present_one_stays(gateway: CannedGateway) -> None:
+    session = ChatSession(GatewayClient(gateway.url, None), Conversation("small"), None, None)
+    assert "still using small" in run(session, "/model absent")
+    assert session.conversation.model == "small"

@@ -1,0 +1,189 @@
+"""`cortex doctor`: what it finds in a configuration and on the network."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cortex.cli.client import DEFAULT_URL
+from cortex.cli.failures import ExitCode
+from cortex.cli.neuron import neuron
+
+if TYPE_CHECKING:
+    from ..conftest import CannedGateway, Invoke, Outcome
+
+
+def test_doctor_reports_an_invalid_config_as_a_problem(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text("[gatewy]\n")
+    outcome = invoke("doctor", "--json", "--config", str(config))
+    assert outcome.code is ExitCode.FAILED
+    problems = [finding for finding in json.loads(outcome.stdout) if finding["verdict"] == "problem"]
+    assert any("gatewy" in finding["what"] and finding["remedy"] for finding in problems)
+
+
+def test_doctor_reports_a_node_that_does_not_respond(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text('[[neurons]]\nname = "beast"\nendpoint = "http://127.0.0.1:9"\n')
+    outcome = invoke("doctor", "--config", str(config))
+    assert outcome.code is ExitCode.FAILED
+    assert "beast: no response" in outcome.stdout
+    assert "neuron serve" in outcome.stdout
+
+
+def test_doctor_checks_names_and_addresses_against_each_other(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text(
+        '[gateway]\nlisten = "127.0.0.1:9"\nmetrics_listen = "127.0.0.1:9"\n'
+        '[[neurons]]\nname = "beast"\nendpoint = "http://localhost:8"\n'
+        '[[neurons]]\nname = "twin"\nendpoint = "http://127.0.0.1:8/"\n'
+    )
+    (tmp_path / "models.toml").write_text(
+        '[[models]]\nid = "big"\npinned_on = ["beast", "baest"]\n'
+        '[[models]]\nid = "wide"\nnodes = ["beast", "benjy"]\nmin_devices = 2\n'
+        '[aliases]\ngood = "big"\nlost = "bgi"\ntwice = "good"\n'
+    )
+    findings = json.loads(invoke("doctor", "--json", "--config", str(config)).stdout)
+    found = {finding["what"]: finding["verdict"] for finding in findings if finding["topic"] == "config"}
+    assert all(finding["remedy"] for finding in findings if finding["verdict"] != "fine")
+    assert {what: verdict for what, verdict in found.items() if verdict != "fine"} == {
+        "pinned_on of big names baest, and there is no such node": "problem",
+        "nodes of wide names benjy, and there is no such node": "problem",
+        "alias lost stands for bgi, which is not in the catalogue": "note",
+        "alias twice stands for good, which is an alias itself": "problem",
+        "127.0.0.1:9 is the address of gateway.listen and gateway.metrics_listen": "problem",
+        "127.0.0.1:8 is the address of node beast and node twin": "problem",
+    }
+
+
+@pytest.mark.parametrize(
+    ("peer", "expected"),
+    [
+        ("", ("config", "names second, which is no peer of this node (peers: none); add it under [[peers]]")),
+        (
+            '[[peers]]\nname = "second"\nendpoint = "http://127.0.0.1:1"\nkey_env = "NOT_SET"',
+            ("peers", "second: NOT_SET is not set", "second: no response from http://127.0.0.1:1"),
+        ),
+    ],
+)
+def test_doctor_of_a_neuron_checks_the_peers_of_its_models(
+    tmp_path: Path, peer: str, expected: tuple[str, ...]
+) -> None:
+    config = tmp_path / "neuron.toml"
+    config.write_text(f'[[models]]\nid = "a"\nnodes = ["first", "second"]\n{peer}')
+    outcome = CliRunner().invoke(neuron, ["doctor", "--json", "--config", str(config)], standalone_mode=False)
+    findings = json.loads(outcome.stdout)
+    topic, *reasons = expected
+    problems = [each["what"] for each in findings if (each["topic"], each["verdict"]) == (topic, "problem")]
+    assert all(reason in what for reason, what in zip(reasons, problems, strict=True))
+
+
+def test_doctor_reports_a_database_that_does_not_respond(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text('[ledger]\ndatabase = "postgresql://cortex:secret@127.0.0.1:9/usage"\n')
+    outcome = invoke("doctor", "--json", "--config", str(config))
+    (finding,) = [finding for finding in json.loads(outcome.stdout) if finding["topic"] == "database"]
+    assert (outcome.code, finding["verdict"]) == (ExitCode.FAILED, "problem")
+    assert finding["what"].startswith("postgresql at 127.0.0.1 cannot be used: ")
+    assert "secret" not in outcome.stdout
+
+
+def test_doctor_uses_the_gateway_address_of_the_config(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text('[gateway]\nlisten = "0.0.0.0:9"\nmetrics_listen = "127.0.0.1:7"\n')
+    outcome = invoke("doctor", "--config", str(config), env={"CORTEX_URL": DEFAULT_URL})
+    assert "no gateway at http://127.0.0.1:9" in outcome.stdout
+    assert "127.0.0.1:7" in outcome.stdout
+    assert "31313" not in outcome.stdout
+
+
+def test_doctor_counts_one_node_in_the_singular(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text('[[neurons]]\nname = "beast"\nendpoint = "http://127.0.0.1:9"\n')
+    shown = invoke("doctor", "--config", str(config)).stdout
+    assert "cortex.toml: 1 node\n" in shown
+    assert "1 problem to fix" in shown
+
+
+def test_doctor_names_the_address_of_an_unreachable_node_once(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text('[[neurons]]\nname = "beast"\nendpoint = "http://127.0.0.1:9"\n')
+    findings = json.loads(invoke("doctor", "--json", "--config", str(config)).stdout)
+    (finding,) = [finding for finding in findings if finding["topic"] == "nodes"]
+    assert finding["what"] == "beast: no response from http://127.0.0.1:9 (Connection refused)"
+
+
+def findings(outcome: Outcome | Result, topic: str) -> dict[str, str]:
+    """What `doctor --json` found about `topic`: text → verdict."""
+    return {each["what"]: each["verdict"] for each in json.loads(outcome.stdout) if each["topic"] == topic}
+
+
+def test_doctor_checks_nodes_that_are_found_by_dns(gateway: CannedGateway, invoke: Invoke, tmp_path: Path) -> None:
+    gateway.responses["GET", "/discovery"] = {"host": "h", "os": "Linux", "version": "0", "devices": []}
+    port = gateway.url.rpartition(":")[2]
+    (tmp_path / "cortex.toml").write_text(f'[discovery]\ndns = "localhost"\nport = {port}\n')
+    (tmp_path / "models.toml").write_text('[[models]]\nid = "m"\nonly_on = ["127.0.0.1"]\n')
+    outcome = invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml"))
+    assert "127.0.0.1: " in findings(outcome, "nodes")
+    assert any("localhost resolves to" in what and "127.0.0.1" in what for what in findings(outcome, "config"))
+    assert "problem" not in findings(outcome, "config").values()
+
+
+def test_doctor_reports_a_name_without_nodes(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "cortex.toml").write_text('[discovery]\ndns = "no-such-name.invalid"\n')
+    outcome = invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml"))
+    assert outcome.code is ExitCode.FAILED
+    assert any("no-such-name.invalid resolves to no node" in what for what in findings(outcome, "config"))
+
+
+def test_doctor_recognises_a_port_that_cortex_uses(gateway: CannedGateway, invoke: Invoke, tmp_path: Path) -> None:
+    gateway.responses["GET", "/health"] = {"status": "ok"}
+    address = gateway.url.removeprefix("http://")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        (tmp_path / "cortex.toml").write_text(f'[gateway]\nlisten = "{address}"\nmetrics_listen = "{taken}"\n')
+        found = findings(invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml")), "ports")
+    assert found[f"{address} is in use by cortex"] == "fine"
+    assert found[f"{taken}: Address already in use"] == "note"
+
+
+def test_doctor_does_not_send_to_neuron_for_a_foreign_server(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "cortex.toml").write_text('[[neurons]]\nname = "x"\nendpoint = "http://127.0.0.1:9"\nkind = "openai"\n')
+    shown = invoke("doctor", "--config", str(tmp_path / "cortex.toml")).stdout
+    assert "start it, or correct its endpoint" in shown
+
+
+def test_neuron_doctor_reports_what_would_keep_the_node_from_starting(tmp_path: Path) -> None:
+    config = tmp_path / "neuron.toml"
+    config.write_text(f'key_file = "neuron.key"\n[harness.torch]\nhf_cache = "{tmp_path}/models"\n')
+    result = CliRunner().invoke(neuron, ["doctor", "--json", "--config", str(config)], standalone_mode=False)
+    assert result.return_value == ExitCode.FAILED
+    assert any("cannot read key_file" in what for what in findings(result, "config"))
+    assert any(f"model cache {tmp_path}/models" in what for what in findings(result, "disk"))
+
+
+def test_neuron_doctor_notes_a_node_that_needs_a_key(tmp_path: Path) -> None:
+    config = tmp_path / "neuron.toml"
+    config.write_text("")
+    result = CliRunner().invoke(neuron, ["doctor", "--json", "--config", str(config)], standalone_mode=False)
+    assert result.return_value == ExitCode.OK
+    assert any("without a key" in what and verdict == "note" for what, verdict in findings(result, "config").items())
+
+
+def test_discover_divides_the_cpu_as_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "neuron.toml").write_text("cpu_devices = 2\n")
+    result = CliRunner().invoke(neuron, ["discover", "--json", "--config", str(tmp_path / "neuron.toml")])
+    assert [device["index"] for device in json.loads(result.stdout)["devices"]] == [0, 1]
+
+
+def test_doctor_reports_a_certificate_that_keeps_the_gateway_from_starting(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "cortex.toml").write_text('[gateway]\ntls_cert = "cert.pem"\ntls_key = "key.pem"\n')
+    outcome = invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml"))
+    assert outcome.code is ExitCode.FAILED
+    assert any("cannot read tls_cert" in what for what in findings(outcome, "config"))

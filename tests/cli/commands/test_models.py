@@ -1,0 +1,143 @@
+"""Commands that load, unload, move and delete models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cortex.cli.failures import ExitCode
+
+from ..canned_responses import FAILED, READY, delta, fleet, job, sse
+
+if TYPE_CHECKING:
+    from ..conftest import CannedGateway, Invoke
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "body"),
+    [
+        (("load", "small"), "/fleet/models/small/load", {"wait": False}),
+        (("load", "small", "--node", "beast"), "/fleet/models/small/load", {"node": "beast", "wait": False}),
+        (("unload", "small", "--no-wait", "--force"), "/fleet/models/small/unload", {"force": True, "wait": False}),
+        (("unload", "small", "--sleep"), "/fleet/models/small/unload", {"sleep": True, "wait": False}),
+        (("unload", "small", "--park"), "/fleet/models/small/unload", {"sleep": True, "wait": False}),
+        (("unload", "small", "--yes"), "/fleet/models/small/unload", {"unpin": True, "wait": False}),
+        (("pin", "owner/name"), "/fleet/models/owner%2Fname/pin", {"wait": False}),
+        (("unpin", "small"), "/fleet/models/small/unpin", {}),
+        (("drain", "beast"), "/fleet/nodes/beast/drain", {}),
+        (("undrain", "beast"), "/fleet/nodes/beast/undrain", {}),
+        (("pull", "org/m:Q4_K_M"), "/fleet/pull", {"model": "org/m", "quant": "Q4_K_M"}),
+        (("pull", "org/m", "--node", "beast"), "/fleet/pull", {"model": "org/m", "node": "beast"}),
+    ],
+)
+def test_lifecycle_commands_send_their_request(
+    gateway: CannedGateway, invoke: Invoke, arguments: tuple[str, ...], path: str, body: dict[str, Any]
+) -> None:
+    gateway.responses["POST", path] = {"model": "small", "node": "beast", "nodes": ["beast"], "job": job()}
+    gateway.responses["GET", "/fleet/jobs/job_1"] = job()
+    gateway.responses["GET", "/fleet/status"] = fleet(READY)
+    assert invoke(*arguments).code is ExitCode.OK
+    sent = [request for request in gateway.requests if request[0] == "POST"]
+    assert [(path, body) for _method, path, body, _headers in sent] == [(path, body)]
+
+
+def test_failed_load_and_status_show_the_reason_once(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["POST", "/fleet/models/small/load"] = (202, {"model": "small", "job": job("running")})
+    error = {"code": "insufficient_capacity", "message": "small does not fit."}
+    gateway.responses["GET", "/fleet/jobs/job_1"] = job("failed", error=error)
+    outcome = invoke("load", "small")
+    assert outcome.code is ExitCode.NO_ROOM
+    assert outcome.error.startswith("small does not fit; ")
+    gateway.responses["GET", "/fleet/status"] = fleet(FAILED)
+    shown = invoke("status").stdout
+    assert "small: the file is truncated." in shown
+    assert "small: small" not in shown
+
+
+def test_load_reports_its_stages_and_where_it_is_ready(gateway: CannedGateway, invoke: Invoke) -> None:
+    running = job("running", stage="read", done_bytes=50, total_bytes=100)
+    gateway.responses["POST", "/fleet/models/small/load"] = {"model": "small", "nodes": ["beast"], "job": running}
+    gateway.responses["GET", "/fleet/jobs/job_1"] = job()
+    assert invoke("load", "small").stdout == "small: read\nsmall is ready on beast\n"
+    assert "job_1" in invoke("load", "small", "--no-wait").stdout
+
+
+def test_interrupt_cancels_the_job(gateway: CannedGateway, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cortex.cli.views.jobs.time.sleep", interrupt)
+    running = job("running", can_cancel=True)
+    gateway.responses["POST", "/fleet/models/small/load"] = {"model": "small", "nodes": ["beast"], "job": running}
+    gateway.responses["DELETE", "/fleet/jobs/job_1"] = job("cancelled")
+    assert invoke("load", "small").code is ExitCode.INTERRUPTED
+    assert gateway.requests[-1][:2] == ("DELETE", "/fleet/jobs/job_1")
+
+
+def test_dry_run_shows_the_victims(gateway: CannedGateway, invoke: Invoke) -> None:
+    outcome = "load small on beast after unloading large."
+    decision = {"dry_run": True, "outcome": outcome, "text": outcome, "node": "beast", "nodes": []}
+    gateway.responses["POST", "/fleet/models/small/load"] = decision
+    assert invoke("load", "small", "--dry-run").stdout == f"{outcome}\n", "the outcome is printed once"
+    assert gateway.requests[-1][2] == {"dry_run": True}
+
+
+def test_pinned_model_is_not_unloaded_by_a_script_without_yes(gateway: CannedGateway, invoke: Invoke) -> None:
+    rejection = {"error": {"message": "small is pinned on beast; unpin it first.", "code": "model_in_use"}}
+    gateway.responses["POST", "/fleet/models/small/unload"] = (409, rejection)
+    outcome = invoke("unload", "small")
+    assert outcome.code is ExitCode.FAILED
+    assert "--yes" in outcome.error
+    assert len(gateway.requests) == 1
+
+
+def test_rm_asks_and_deletes_on_every_node_with_files(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet(files={"org/m": 3 << 30})
+    gateway.responses["DELETE", "/fleet/nodes/beast/files/org/m?quant=Q4_K_M"] = {
+        "node": "beast",
+        "freed_bytes": 1 << 30,
+    }
+    assert invoke("rm", "org/m:Q4_K_M", stdin="n\n").code is ExitCode.INTERRUPTED
+    assert all(request[0] == "GET" for request in gateway.requests)
+    assert "1.0 GiB are free again" in invoke("rm", "org/m:Q4_K_M", "--yes").stdout
+    assert invoke("rm", "org/other", "--yes").code is ExitCode.NOT_FOUND
+
+
+def test_move_loads_on_the_node_and_unloads_elsewhere(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet({**READY, "pinned": True, "pinned_by": "operator"})
+    for order in ("load", "pin", "unload"):
+        response = {"model": "small", "nodes": ["attic"], "job": job()}
+        gateway.responses["POST", f"/fleet/models/small/{order}"] = response
+    gateway.responses["GET", "/fleet/jobs/job_1"] = job()
+    assert invoke("move", "small", "attic").stdout == "small is ready on attic; unloaded from beast\n"
+    sent = [(path.rpartition("/")[2], body) for method, path, body, _ in gateway.requests if method == "POST"]
+    assert sent == [
+        ("load", {"node": "attic", "wait": False}),
+        ("pin", {"node": "attic", "wait": False}),
+        ("unload", {"node": "beast", "unpin": True, "wait": False}),
+    ]
+
+
+def test_run_pulls_loads_and_chats(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["POST", "/fleet/pull"] = {"job": job(kind="pull")}
+    gateway.responses["POST", "/fleet/models/org%2Fm/load"] = {"model": "org/m", "nodes": ["beast"], "job": job()}
+    gateway.responses["POST", "/v1/chat/completions"] = sse(delta(content="ok"))
+    gateway.responses["GET", "/v1/models/org/m"] = (404, {"error": {"message": "none", "code": "model_not_found"}})
+    assert invoke("run", "org/m", "Hi").stdout == "ok\n"
+    paths = [path for method, path, _, _ in gateway.requests if method == "POST"]
+    assert paths == ["/fleet/pull", "/fleet/models/org%2Fm/load", "/v1/chat/completions"]
+    q4_k_m = {"requested_quant": "Q4_K_M", "quant": "q4_k"}
+    for held in (q4_k_m, {"requested_quant": "q4", "quant": "q4_k"}, {"quant": "q4_k"}, {"state": "failed"}):
+        gateway.responses["GET", "/fleet/status"] = fleet({**READY, "id": "org/m", **held})
+        assert invoke("run", "org/m:Q4", "Hi").stdout == "ok\n"
+
+
+def test_run_does_not_chat_with_another_quantisation_than_the_requested_one(
+    gateway: CannedGateway, invoke: Invoke
+) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet({**READY, "id": "org/m", "quant": "q4_k"})
+    outcome = invoke("run", "org/m:q8", "Hi")
+    assert outcome.code is ExitCode.FAILED
+    assert "org/m is in memory on beast as q4_k, not as q8; unload it first with `cortex unload org/m`" in outcome.error
+    assert all(request[0] == "GET" for request in gateway.requests)

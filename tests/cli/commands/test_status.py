@@ -1,0 +1,181 @@
+"""Commands that show the state of a fleet: models, ps, status, explain, logs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cortex.cli.failures import ExitCode
+
+from ..canned_responses import LOADING, MODELS, READY, fleet
+
+if TYPE_CHECKING:
+    from ..conftest import CannedGateway, Invoke
+
+
+def test_models_shows_nodes_that_hold_or_could_hold_each_model(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/v1/models"] = MODELS
+    shown = invoke("models").stdout
+    assert "fast → small" in shown
+    assert "8,192" in shown
+    assert "(beast, attic)" in shown
+    assert "fits nowhere" in shown
+
+
+def test_models_as_json_is_the_response_of_the_gateway(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/v1/models"] = MODELS
+    assert json.loads(invoke("models", "--json").stdout) == MODELS["data"]
+
+
+def test_ps_lists_models_in_memory(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet({**READY, "pinned": True}, LOADING | {"id": "other"})
+    shown = invoke("ps").stdout
+    for part in ("small", "beast", "ready", "900 MiB", "12 min", "yes", "loading: read 50%, 4 s left"):
+        assert part in shown
+    assert [entry["model"]["id"] for entry in json.loads(invoke("ps", "--json").stdout)] == ["small", "other"]
+
+
+REQUEST = {
+    "id": "req_1",
+    "number": 1,
+    "time": 1.7e9,
+    "key": "anna",
+    "model": "small",
+    "node": "beast",
+    "status": 200,
+    "outcome": "complete",
+    "ttft_s": 0.25,
+    "duration_s": 1.5,
+    "tokens_per_s": 42.0,
+    "prompt_tokens": 900,
+    "cached_tokens": 800,
+    "completion_tokens": 30,
+    "error": None,
+}
+
+
+def test_logs_shows_requests_oldest_first(gateway: CannedGateway, invoke: Invoke) -> None:
+    failed = REQUEST | {"number": 2, "status": 429, "error": "rate_limit_exceeded", "tokens_per_s": None}
+    page = {"requests": [failed, REQUEST], "next": 2}
+    gateway.responses["GET", "/fleet/activity?model=small&limit=5&after=0"] = page
+    shown = invoke("logs", "--model", "small", "-n", "5").stdout.splitlines()
+    for part in ("200", "0.25 s", "1.50 s", "42.0", "900 (800) 30", "beast", "anna", "small"):
+        assert part in shown[1]
+    assert shown[2].endswith("small  rate_limit_exceeded")
+    listed = json.loads(invoke("logs", "--model", "small", "-n", "5", "--json").stdout)
+    assert [request["number"] for request in listed] == [1, 2]
+
+
+def test_followed_logs_show_each_request_once_also_after_a_restart(
+    gateway: CannedGateway, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {"requests": [REQUEST], "next": 7}
+    gateway.responses["GET", "/fleet/activity?limit=20&after=0"] = first
+    gateway.responses["GET", "/fleet/activity?limit=1000&after=7"] = {"requests": [], "next": 0}  # it has restarted
+    after_restart = {"requests": [REQUEST | {"model": "later"}], "next": 1}
+    gateway.responses["GET", "/fleet/activity?limit=1000&after=0"] = after_restart
+    gateway.responses["GET", "/fleet/activity?limit=1000&after=1"] = {"requests": [], "next": 1}
+    num_sleeps = iter(range(3))
+
+    def sleep(_seconds: float) -> None:
+        if next(num_sleeps) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("cortex.cli.commands.logs.time.sleep", sleep)
+    outcome = invoke("logs", "-f", "--json")
+    assert outcome.code is ExitCode.INTERRUPTED
+    assert [json.loads(line)["model"] for line in outcome.stdout.splitlines()] == ["small", "later"]
+
+
+def test_status_shows_devices_models_and_waiting_requests(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet(READY, {**LOADING, "id": "other"}, cold_models=["third"])
+    outcome = invoke("status")
+    assert outcome.code is ExitCode.OK
+    for part in ("RTX 5090", "24.0 GiB of 32.0 GiB", "900 MiB", "8,192", "idle 12 min", "~5.0 GiB", "50% read, 4 s"):
+        assert part in outcome.stdout
+    assert "can load: third" in outcome.stdout
+    assert "2 waiting for large" in outcome.stdout
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 5090", "aarch64 (1 of 2)", "NVIDIA RTX 6000 Ada"])
+def test_status_keeps_device_and_memory_on_one_line_at_80_columns(
+    gateway: CannedGateway, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    device = {"index": 0, "name": name, "total_bytes": 32 << 30, "free_bytes": 1 << 30, "foreign_bytes": 11 << 30}
+    gateway.responses["GET", "/fleet/status"] = fleet(READY, devices=[device])
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    (line,) = [line for line in invoke("status").stdout.splitlines() if "31.0 GiB of 32.0 GiB" in line]
+    assert name.removeprefix("NVIDIA ").removeprefix("GeForce ") in line
+
+
+def test_status_shows_the_part_that_a_node_has_of_a_model(gateway: CannedGateway, invoke: Invoke) -> None:
+    share = {"model_id": "wide", "lead": "beast", "state": "ready", "devices": [0], "num_bytes": 3 << 30}
+    gateway.responses["GET", "/fleet/status"] = fleet(shares=[share], cold_models=["other", "wide"])
+    shown = invoke("status").stdout
+    assert "part of wide, which beast serves: ready, 3.0 GiB" in shown
+    assert "can load: other\n" in shown
+
+
+def test_status_shows_why_a_node_is_down_and_exits_with_1(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet(up=False, problem="connection refused")
+    outcome = invoke("status")
+    assert outcome.code is ExitCode.FAILED
+    assert "connection refused" in outcome.stdout
+
+
+def test_status_as_json_is_the_response_of_the_gateway(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet(READY)
+    assert json.loads(invoke("status", "--json").stdout) == fleet(READY)
+
+
+def test_explain_keeps_devices_on_one_line_at_80_columns(
+    gateway: CannedGateway, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = {"index": 0, "name": "NVIDIA RTX 6000 Ada", "chosen": True, "total_bytes": 48 << 30}
+    memory = {"kept_free_bytes": 3 << 30, "have_bytes": 40 << 30, "need_bytes": 5 << 30}
+    node = {
+        "node": "attic",
+        "verdict": "fits_after_eviction",
+        "reason": "fits on device 0 after unloading a-model-with-a-long-name, which was unused for 40 minutes",
+        "need_bytes": 5 << 30,
+        "devices": [{**device, **memory}],
+        "occupants": [{"model": "a-model-with-a-long-name", "bytes": 1 << 30, "may_leave": True, "reason": None}],
+    }
+    gateway.responses["GET", "/fleet/explain/m"] = {"at": 0, "node": "attic", "outcome": "loads", "nodes": [node]}
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    (line,) = [line for line in invoke("explain", "m").stdout.splitlines() if "RTX 6000" in line]
+    assert all(part in line for part in ("0* NVIDIA RTX 6000 Ada", "48.0 GiB", "3.0 GiB", "40.0 GiB", "5.0 GiB"))
+
+
+def test_explain_shows_needed_and_available_memory(gateway: CannedGateway, invoke: Invoke) -> None:
+    device = {"index": 0, "name": "RTX 3060", "total_bytes": 12 << 30, "have_bytes": 1 << 30, "need_bytes": 5 << 30}
+    node = {
+        "node": "attic",
+        "verdict": "too_small",
+        "reason": "every device is too small",
+        "need_bytes": 5 << 30,
+        "devices": [{**device, "chosen": False, "kept_free_bytes": 3 << 30}],
+        "occupants": [{"model": "small", "bytes": 1 << 30, "may_leave": False, "reason": "pinned"}],
+    }
+    decision = {"model": "large", "at": 0, "node": None, "outcome": "large fits nowhere", "nodes": [node]}
+    gateway.responses["GET", "/fleet/explain/large"] = decision
+    gateway.responses["GET", "/fleet/decisions?model=large"] = {"decisions": [decision]}
+    for arguments in (("explain", "large"), ("explain", "large", "--history")):
+        shown = invoke(*arguments).stdout
+        for part in (
+            "large fits nowhere",
+            "attic",
+            "0 RTX 3060",
+            "5.0 GiB",
+            "KEPT FREE",
+            "3.0 GiB",
+            "too small",
+            "small holds 1.0 GiB: pinned",
+        ):
+            assert part in shown

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cortex.fleet.placement.explain import as_json, outcome, rejection, rows, text
+from cortex.fleet.placement.place import place
+from cortex.wire.error_encoding import envelope
+from cortex.wire.errors import Family
+from cortex.wire.node.protocol import ModelState
+
+NOW = 10_000.0
+Make = Callable[..., Any]
+
+
+def test_table_shows_need_have_and_reason_for_every_device(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(
+        node("beast", [24, 24], model("old", 20), model("chat", 18, devices=(1,), running=1)),
+        node("attic", [12], foreign=9, healthy=False, problem="connection refused"),
+        specs=[spec("m", 10)],
+    )
+    assert text(place("m", snapshot, NOW)) == (
+        "node   device       total     have     need      verdict              why\n"
+        "beast  0* card 24G  24.0 GiB  4.0 GiB  10.0 GiB  fits_after_eviction  fits after unloading old\n"
+        "       1 card 24G   24.0 GiB  6.0 GiB  10.0 GiB\n"
+        "attic  0 card 12G   12.0 GiB  3.0 GiB  10.0 GiB  unhealthy            connection refused\n"
+        "load m on beast (device 0) after unloading old."
+    )
+
+
+def test_json_has_the_numbers_and_reasons(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("n", [24], model("old", 20, pinned=True)), specs=[spec("m", 10)])
+    data = as_json(place("m", snapshot, NOW))
+    assert (data["action"], data["node"]) == ("reject", None)
+    assert data["nodes"][0]["devices"][0]["have_bytes"] == 4 * 1024**3
+    assert data["nodes"][0]["occupants"] == [
+        {"model": "old", "bytes": 20 * 1024**3, "may_leave": False, "reason": "pinned on n"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "occupant", "origin", "status", "code", "words"),
+    [
+        ({}, {"pinned": True}, "request", 507, "insufficient_capacity", "fits nowhere.*need 10.0 GiB, have 4.0 GiB"),
+        ({}, {"running": 1}, "request", 503, "overloaded", "no room for m now.*busy with 1 request"),
+        ({}, {}, "background", 503, "overloaded", "background requests evict nothing"),
+        ({"healthy": False, "problem": "timed out"}, {}, "request", 502, "upstream_unavailable", "n: timed out"),
+    ],
+)
+def test_rejection_maps_to_status_and_code(
+    model: Make,
+    node: Make,
+    fleet: Make,
+    spec: Make,
+    facts: Any,
+    occupant: Any,
+    origin: Any,
+    status: int,
+    code: str,
+    words: str,
+) -> None:
+    snapshot = fleet(node("n", [24], model("old", 20, **occupant), **facts), specs=[spec("m", 10)])
+    error = rejection(place("m", snapshot, NOW, origin=origin))
+    assert (error.status, error.code) == (status, code)
+    with pytest.raises(type(error), match=words):
+        raise error
+    assert envelope(error, Family.OPENAI)["error"]["nodes"][0]["node"] == "n"
+
+
+def test_failed_load_keeps_the_message_of_the_node(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    failed = model("m", state=ModelState.FAILED, age_s=1, reason="config.json is missing")
+    error = rejection(place("m", fleet(node("n", [24], failed), specs=[spec("m")]), NOW))
+    assert (error.code, "config.json is missing" in error.message) == ("load_failed", True)
+
+
+def test_rejection_without_nodes_or_without_the_model(node: Make, fleet: Make) -> None:
+    assert "add one under [[neurons]]" in rejection(place("m", fleet(), NOW)).message
+    assert rejection(place("m", fleet(node("n", [24])), NOW)).code == "model_not_found"
+
+
+def test_every_outcome_is_a_sentence(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    cases = {
+        "m is ready on n.": node("n", [24], model("m")),
+        "m is starting on n.": node("n", [24], model("m", state=ModelState.LOADING)),
+        "wake m on n (device 0).": node("n", [24], model("m", state=ModelState.ASLEEP)),
+        "load m on n (device 0).": node("n", [24]),
+        "m waits for room on n: waits for old: busy with 1 request.": node("n", [24], model("old", 20, running=1)),
+    }
+    for sentence, host in cases.items():
+        decision = place("m", fleet(host, specs=[spec("m")]), NOW)
+        assert outcome(decision) == sentence
+        assert rows(decision)

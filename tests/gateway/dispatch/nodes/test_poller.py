@@ -1,0 +1,37 @@
+"""A poller goes on after a failure that nobody expected, and reports it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from cortex.wire.node.protocol import ModelState
+
+from ...fake_neuron import GB, until
+
+if TYPE_CHECKING:
+    from ...fake_neuron import StartGateway, StartNeuron
+
+
+async def test_poller_goes_on_after_an_unexpected_failure(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
+    client = await start_gateway(beast)
+    decode, broken = msgspec.json.decode, [True]
+
+    def failing_decode(data: bytes, **options: Any) -> Any:
+        if broken[0]:
+            raise RuntimeError("a bug")
+        return decode(data, **options)
+
+    monkeypatch.setattr("cortex.gateway.dispatch.nodes.client.msgspec.json.decode", failing_decode)
+    await until(lambda: not client.gateway.dispatcher.is_ready("a", "beast"))
+    await until(lambda: client.gateway.tasks.failing)
+    broken[0] = False
+    assert (await client.get("/health"))[1]["status"] == "degraded"
+    assert (await client.get("/health"))[1]["failing_tasks"] == ["poll beast"]
+    await until(lambda: client.gateway.dispatcher.is_ready("a", "beast"))
+    assert 'cortex_task_restarts_total{task="poll beast"}' in client.metrics()

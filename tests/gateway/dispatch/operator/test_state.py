@@ -1,0 +1,105 @@
+"""Pins and drained nodes outlive a gateway and reach the others; nothing is lost while the database is away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cortex.fleet.topology import ModelOnNode
+from cortex.gateway.dispatch.operator.state import READ_EVERY, OperatorState
+
+from ...fake_fleet import GB, FakeFleet
+
+PIN = ModelOnNode("n", "a")
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return str(tmp_path / "state" / "gateway.db")
+    url: str = request.getfixturevalue("postgres_url")
+    import psycopg
+
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("DROP TABLE IF EXISTS pin, drained")
+    return url
+
+
+class Gateway:
+    """A dispatcher and its stored decisions."""
+
+    def __init__(self, location: str) -> None:
+        self.fleet = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
+        self.fleet.poll()
+        self.dispatcher = self.fleet.dispatcher
+        self.state = OperatorState(self.dispatcher, location)
+
+    async def synchronise(self) -> None:
+        """As many calls as it takes to read what other gateways decided."""
+        for _ in range(READ_EVERY):
+            await self.state.synchronise()
+
+
+async def test_decisions_outlive_a_gateway_and_reach_the_others(location: str) -> None:
+    first, second = Gateway(location), Gateway(location)
+    first.dispatcher.change_pins(added=[PIN])
+    first.dispatcher.drain("m", drained=True)
+    await first.state.close()
+    await second.synchronise()
+    assert (second.dispatcher.pins, second.dispatcher.drained) == (frozenset({PIN}), frozenset({"m"}))
+    second.dispatcher.change_pins(removed=[PIN])
+    second.dispatcher.drain("m", drained=False)
+    await second.state.synchronise()
+    third = Gateway(location)
+    await third.synchronise()
+    assert (third.dispatcher.pins, third.dispatcher.drained) == (frozenset(), frozenset())
+    for gateway in (second, third):
+        await gateway.state.close()
+
+
+async def test_changes_of_two_gateways_are_merged(location: str) -> None:
+    first, second = Gateway(location), Gateway(location)
+    first.dispatcher.change_pins(added=[PIN])
+    second.dispatcher.change_pins(added=[ModelOnNode("m", "a")])
+    for gateway in (first, second, first, second):
+        await gateway.synchronise()
+    assert first.dispatcher.pins == second.dispatcher.pins == {PIN, ModelOnNode("m", "a")}
+    for gateway in (first, second):
+        await gateway.state.close()
+
+
+async def test_no_database_is_created_without_decisions(tmp_path: Path) -> None:
+    gateway = Gateway(str(tmp_path / "gateway.db"))
+    await gateway.synchronise()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_pin_is_kept_and_written_once_the_database_is_back(tmp_path: Path) -> None:
+    broken = tmp_path / "state"
+    broken.write_text("a file where the directory should be")
+    gateway = Gateway(str(broken / "gateway.db"))
+    gateway.dispatcher.change_pins(added=[PIN])
+    await gateway.synchronise()
+    assert gateway.dispatcher.pins == {PIN}
+    broken.unlink()
+    await gateway.state.close()
+    other = Gateway(str(broken / "gateway.db"))
+    await other.synchronise()
+    assert other.dispatcher.pins == {PIN}
+    await other.state.close()
+
+
+async def test_pinned_model_is_loaded_again_whenever_it_is_gone() -> None:
+    fake = FakeFleet({"n": {"a": GB}})
+    fake.poll()
+    fake.dispatcher.change_pins(added=[PIN])
+    fake.dispatcher.tick()
+    assert fake.loads == [("n", "a")]
+    fake.dispatcher.tick()
+    assert len(fake.loads) == 1, "it is on its way"
+    fake.finish_load()
+    fake.ready["n"].clear()  # its node has restarted
+    fake.poll()
+    fake.dispatcher.tick()
+    assert fake.loads == [("n", "a")] * 2

@@ -1,0 +1,133 @@
+"""A client that disconnects in the middle of a response is charged for what was done until then, and for no more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import ClientResponse, web
+
+from cortex.gateway.ledger.keys import NewKey, generate
+from cortex.wire.events import Usage
+from cortex.wire.node.protocol import ModelState
+
+from ...fake_neuron import GB, begin_stream, chunk, hang, until
+
+if TYPE_CHECKING:
+    from ...fake_neuron import Answer, Client, FakeNeuron, StartGateway, StartNeuron
+
+
+USED = Usage(prompt_tokens=31, cached_tokens=16, completion_tokens=9, reasoning_tokens=2)
+BALANCE = 1000
+
+
+async def endless(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    response = await begin_stream(request)
+    while True:
+        await response.write(chunk(body["model"], {"content": "x"}))
+        await asyncio.sleep(0.01)
+
+
+async def silent(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    await hang()
+
+
+class Caller:
+    """A client with a key, whose requests reserve 100 tokens and their prompt."""
+
+    def __init__(self, client: Client, node: FakeNeuron, key: NewKey) -> None:
+        self.client = client
+        self.node = node
+        self.headers = {"authorization": f"Bearer {key.text}", "x-request-id": "r1"}
+
+    def post(self, **fields: Any) -> AbstractAsyncContextManager[ClientResponse]:
+        body = {"model": "a", "messages": [], "max_tokens": 100, **fields}
+        return self.client.session.post(self.client.url + "/v1/chat/completions", json=body, headers=self.headers)
+
+    async def disconnect_early(self, *, stream: bool) -> None:
+        async with self.post(stream=stream) as response:
+            await response.content.readany()
+
+    async def has_reservation(self) -> bool:
+        """Whether a request for nearly the whole balance is rejected."""
+        self.node.answer = None
+        async with self.post(max_tokens=BALANCE - 70) as response:
+            return response.status == 429
+
+    def counted(self, kind: str) -> float:
+        prefix = f'cortex_{kind}_tokens_total{{key="alice",model="a"}} '
+        lines = [line for line in self.client.metrics().splitlines() if line.startswith(prefix)]
+        return float(lines[0].removeprefix(prefix)) if lines else 0.0
+
+
+StartCaller = Callable[..., Awaitable[Caller]]
+
+
+@pytest.fixture
+async def start_caller(neurons: StartNeuron, start_gateway: StartGateway) -> StartCaller:
+    async def start(answer: Answer, **costs: Any) -> Caller:
+        key = generate("alice", balance_tokens=BALANCE)
+        node = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, answer=answer, costs=costs)
+        return Caller(await start_gateway(node, keys=(key.section,)), node, key)
+
+    return start
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_settles_with_the_usage_that_the_node_reports(start_caller: StartCaller, stream: bool) -> None:
+    caller = await start_caller(endless if stream else silent, r1=USED)
+    request = asyncio.create_task(caller.disconnect_early(stream=stream))
+    await until(lambda: caller.node.seen)
+    if stream:
+        await request
+    else:
+        assert await caller.has_reservation()
+        request.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await request
+    await until(lambda: caller.counted("completion"))
+    assert (caller.counted("prompt"), caller.counted("cached_prompt"), caller.counted("completion")) == (31, 16, 9)
+    assert not await caller.has_reservation()
+
+
+async def test_estimates_usage_by_size_when_the_node_does_not_know_it(start_caller: StartCaller) -> None:
+    caller = await start_caller(endless)
+    await caller.disconnect_early(stream=True)
+    await until(lambda: caller.counted("prompt"))
+    assert not await caller.has_reservation()
+
+
+async def test_estimates_usage_by_size_when_the_node_died(start_caller: StartCaller) -> None:
+    caller = await start_caller(endless, r1=USED)
+    async with caller.post(stream=True) as response:
+        await response.content.readany()
+        await caller.node.stop()
+        await response.read()
+    await until(lambda: caller.counted("prompt"))
+    assert 0 < caller.counted("prompt") < USED.prompt_tokens
+    assert caller.client.gateway.dispatcher.in_flight == {}
+
+
+async def test_shutdown_waits_for_the_usage_of_disconnected_clients(start_caller: StartCaller) -> None:
+    caller = await start_caller(endless, r1=USED)
+    request = asyncio.create_task(caller.disconnect_early(stream=True))
+    await until(lambda: caller.node.seen)
+    await caller.client.gateway.close()
+    with contextlib.suppress(Exception):
+        await request
+    assert (caller.counted("prompt"), caller.counted("completion")) == (31, 9)
+
+
+async def test_requests_with_one_id_of_the_client_are_settled_separately(start_caller: StartCaller) -> None:
+    caller = await start_caller(endless, r1=USED)
+    await caller.disconnect_early(stream=True)
+    await until(lambda: caller.counted("completion") == USED.completion_tokens)
+    await caller.disconnect_early(stream=True)
+    await until(lambda: caller.counted("completion") == 2 * USED.completion_tokens)
+    attempts = [seen.headers["x-cortex-attempt-id"] for seen in caller.node.seen]
+    assert len(set(attempts)) == len(attempts) == 2
+    assert {seen.headers["x-request-id"] for seen in caller.node.seen} == {"r1"}

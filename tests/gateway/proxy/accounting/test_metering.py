@@ -1,0 +1,150 @@
+"""What the gateway counts of a response: its usage, and whether it was complete."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from cortex.wire.node import usage_report
+from cortex.wire.node.protocol import ModelState
+
+from ...fake_neuron import GB, REPORTED, USAGE, begin_stream, chunk, until, usage_chunk
+
+if TYPE_CHECKING:
+    from ...fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
+
+
+READY = ModelState.READY
+ERROR_EVENTS = {
+    "/v1/chat/completions": b'data: {"error":{"message":"m","type":"server_error","code":"generation_failed"}}\n\n',
+    "/v1/messages": b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"m"}}\n\n',
+    "/v1/responses": b'event: response.failed\ndata: {"type":"response.failed","response":{}}\n\n',
+    "/v1/completions": b'data: {"text":"' + b"x" * 5000 + b'"}\n\n: failed generation_failed\n\n',
+}
+
+
+async def test_counts_usage_of_streams_and_whole_responses(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    await client.chat("a")
+    options = {"include_usage": True}
+    body = {"model": "a", "messages": [], "stream": True, "stream_options": options}
+    await client.stream("/v1/chat/completions", body)
+    text = client.metrics()
+    assert 'cortex_prompt_tokens_total{key="anonymous",model="a"} 14.0' in text
+    assert 'cortex_cached_prompt_tokens_total{key="anonymous",model="a"} 8.0' in text
+    assert 'cortex_completion_tokens_total{key="anonymous",model="a"} 6.0' in text
+    assert 'cortex_requests_total{model="a",node="beast"} 2.0' in text
+    only_the_stream = 'cortex_time_to_first_token_seconds_count{model="a",node="beast"} 1.0'
+    assert only_the_stream in text
+
+
+def counted_tokens(client: Client) -> dict[str, float]:
+    return {
+        name: float(line.rpartition(" ")[2])
+        for line in client.metrics().splitlines()
+        for name in ("prompt", "cached_prompt", "completion")
+        if line.startswith(f"cortex_{name}_tokens_total{{")
+    }
+
+
+REPORTED_TOKENS = {"prompt": 7.0, "cached_prompt": 4.0, "completion": 3.0}
+
+
+@pytest.mark.parametrize("path", ERROR_EVENTS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_meters_what_the_node_reports_in_every_dialect(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str, stream: bool
+) -> None:
+    async def reporting(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not stream:
+            headers = {usage_report.HEADER: usage_report.header_value(REPORTED)}
+            return web.Response(
+                body=b'{"usage":{"prompt_tokens":99}}', content_type="application/json", headers=headers
+            )
+        response = await begin_stream(request)
+        await response.write(b"data: first\n\n")
+        long_last_event = b"data: " + b"x" * 5000 + b"\n\n"
+        await response.write(long_last_event + usage_report.comment(REPORTED))
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=reporting)
+    client = await start_gateway(beast)
+    async with client.session.post(client.url + path, json={"model": "a", "stream": stream}) as response:
+        received = await response.read()
+    assert counted_tokens(client) == REPORTED_TOKENS
+    assert b": usage" not in received, "the report is for the gateway"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_meters_a_foreign_server_by_the_usage_of_its_dialect(
+    neurons: StartNeuron, start_gateway: StartGateway, stream: bool
+) -> None:
+    async def unaware(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not stream:
+            return web.json_response({"choices": [], "usage": USAGE})
+        response = await begin_stream(request)
+        for event in (chunk("a", {"content": "x"}), usage_chunk("a"), b"data: [DONE]\n\n"):
+            await response.write(event)
+        return response
+
+    foreign = await neurons("foreign", sizes={"a": GB}, answer=unaware)
+    client = await start_gateway(foreign=(foreign,))
+    body = {"model": "a", "messages": [], "stream": stream}
+    async with client.session.post(client.url + "/v1/chat/completions", json=body) as response:
+        await response.read()
+    assert counted_tokens(client) == REPORTED_TOKENS
+
+
+async def test_estimates_usage_of_a_response_without_a_report(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def unreporting(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(chunk(body["model"], {"content": "x" * 600}) + b"data: [DONE]\n\n")
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=unreporting)
+    client = await start_gateway(beast)
+    await client.stream("/v1/chat/completions", {"model": "a", "messages": ["x" * 400], "stream": True})
+    counted = counted_tokens(client)
+    assert counted["prompt"] >= 100
+    assert counted["completion"] >= 2
+
+
+@pytest.mark.parametrize("path", ERROR_EVENTS)
+async def test_stream_that_ends_with_an_error_event_counts_as_failed(
+    neurons: StartNeuron, start_gateway: StartGateway, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    async def fail(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(chunk("a", {"content": "x"}))
+        await response.write(ERROR_EVENTS[path] + usage_report.comment(REPORTED))
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=fail)
+    client = await start_gateway(beast, access_log=True)
+    with caplog.at_level("INFO", logger="cortex.access"):
+        await client.stream(path, {"model": "a", "stream": True, "max_tokens": 5})
+        await until(lambda: caplog.records)
+    assert vars(caplog.records[-1])["outcome"] == "failed"
+    code = "generation_failed" if b"generation_failed" in ERROR_EVENTS[path] else "upstream_interrupted"
+    assert f'cortex_request_errors_total{{code="{code}",model="a",node="beast"}} 1.0' in client.metrics()
+
+
+async def test_complete_stream_that_mentions_errors_counts_as_complete(
+    neurons: StartNeuron, start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def succeed(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(chunk("a", {"content": '\n: failed x\n\ndata: {"error": {}}\n\n'}, "stop"))
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=succeed)
+    client = await start_gateway(beast, access_log=True)
+    with caplog.at_level("INFO", logger="cortex.access"):
+        await client.stream("/v1/chat/completions", {"model": "a", "stream": True})
+        await until(lambda: caplog.records)
+    assert vars(caplog.records[-1])["outcome"] == "complete"

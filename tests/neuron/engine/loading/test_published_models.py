@@ -1,0 +1,201 @@
+"""Whole models in published quantised formats against the reference library with the dequantised weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.neuron.models.test_parity import Driver
+from tests.neuron.weights.safetensors.test_published import words
+from torch import Tensor
+
+from cortex.neuron.engine import loading
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.memory.plan import ModelSizes
+from cortex.neuron.engine.parallel.group import TorchGroup
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams, StageSpec
+from cortex.neuron.layers.mlp import MLP
+from cortex.neuron.layers.parameters import PackingOffer
+from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.packing import packed_layouts
+from cortex.neuron.node.loading.preflight import inspect
+from cortex.wire.errors import LoadFailed
+
+from ...rank_threads import RankThreads, run, tokens_of
+
+CPU = torch.device("cpu")
+VOCAB = 96
+
+
+def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """[outputs, inputs] → the parts of the matrix by suffix, and the numbers that they mean."""
+    grouped = weight.view(len(weight), -1, 64)
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).half().float()
+    zero = (-low / scale).round().clamp(0, 15)
+    codes = (grouped / scale + zero).round().clamp(0, 15)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def packed(rows: Tensor) -> Tensor:
+        return words(rows.reshape(len(rows), -1, 8)[..., order].flatten(1).int(), 4)
+
+    parts = {
+        "qweight": packed(codes.flatten(1).t()),
+        "qzeros": packed(zero[..., 0].t()),
+        "scales": scale[..., 0].t().half().contiguous(),
+    }
+    return parts, ((codes - zero) * scale).flatten(1)
+
+
+def float8(weight: Tensor, size: int = 64) -> tuple[dict[str, Tensor], Tensor]:
+    """`size`: rows and columns of a block, which need not divide the rows; 0: a row has one scale."""
+    rows, columns = size or 1, size or weight.shape[1]
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % rows))
+    blocks = padded.view(len(padded) // rows, rows, -1, columns)
+    scale = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    numbers = (codes.float() * scale[:, None, :, None]).view(padded.shape)[: len(weight)]
+    name = "weight_scale_inv" if size else "weight_scale"
+    return {"weight": codes.view(padded.shape)[: len(weight)].contiguous(), name: scale}, numbers
+
+
+Quantise = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
+FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, awq),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, float8),
+    "fp8 in blocks of 128": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, partial(float8, size=128)),
+    "fp8 by row": ({"quant_method": "compressed-tensors"}, partial(float8, size=0)),
+}
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A model directory, and the reference model with the numbers that are in it."""
+    path = tmp_path_factory.mktemp(request.param)
+    return path, write(path, *FORMATS[request.param])
+
+
+def write(path: Path, config: dict[str, Any], quantise: Quantise, inner: int = 256) -> Any:
+    """Returns the reference model."""
+    torch.manual_seed(0)
+    sizes = transformers.Qwen3Config(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    reference = transformers.Qwen3ForCausalLM(sizes).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.15)
+    reference.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    dense = dict(reference.named_parameters())
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        parts, numbers = quantise(tensors.pop(name))
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
+        dense[name].data.copy_(numbers)
+    save_file(tensors, path / "model.safetensors")
+    stored = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(stored | {"quantization_config": config}))
+    return reference
+
+
+def loaded(path: Path, group: TorchGroup | None = None, rank: RankSpec | None = None) -> Decoder:
+    spec = LoadSpec(str(path), dtype="float32", context_tokens=128, max_num_seqs=4, rank=rank)
+    return loading.load_model(spec, CPU, lambda *_: None, lambda: False, group).model
+
+
+@torch.inference_mode()
+def logits_of(path: Path, rank: RankSpec | None = None) -> Tensor:
+    """Of every position of a prompt in two chunks."""
+    group = None if rank is None else TorchGroup.join(rank, CPU, lambda: None)
+    tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(5))
+    [logits] = Driver(loaded(path, group, rank), 1).logits([tokens], [[33, 7]])
+    if group is not None:
+        group.close()
+    return logits
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+def test_published_model_agrees_with_the_reference_on_its_numbers(
+    published: tuple[Path, Any], is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reference = published
+    if is_packed:
+        monkeypatch.setattr(loading, "packing_offer", lambda tensors, *_: PackingOffer(packed_layouts(tensors, None)))
+    tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(5))
+    model = loaded(path)
+    [logits] = Driver(model, 1).logits([tokens], [[33, 7]])
+    with torch.no_grad():
+        expected = reference(tokens[None]).logits[0]
+    error = ((logits - expected).norm() / expected.norm()).item()
+    assert error < 0.02 if is_packed else error < 0.008  # scales are rounded to bfloat16; some FP8 to eight-bit groups
+    dense = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MLP)]
+    assert len(dense) == len(model.layers)
+    assert any(mlp.down.packed is not None for mlp in dense) == is_packed
+
+
+def test_preflight_counts_the_quantised_bytes_and_rejects_another_quantisation(published: tuple[Path, Any]) -> None:
+    path, _ = published
+    facts = inspect(path)
+    assert facts.quant in ("int4", "fp8")
+    assert (
+        ModelSizes.of(facts.architecture, facts.storage(2, is_packed=True)).weight_bytes
+        < 0.7 * ModelSizes.of(facts.architecture, facts.storage(2)).weight_bytes
+    )
+    inspect(path, facts.quant)
+    with pytest.raises(LoadFailed, match=f"is quantised as {facts.quant}, not as q6_k; name the unquantised model"):
+        inspect(path, "q6_k")
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_published_model_is_divided_within_its_layers(
+    published: tuple[Path, Any], tmp_path: Path, num_ranks: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = published
+    inspect(path, num_ranks=num_ranks)
+    if is_packed:
+        monkeypatch.setattr(loading, "packing_offer", lambda tensors, *_: PackingOffer(packed_layouts(tensors, None)))
+    expected = logits_of(path)
+    ranks = [RankSpec(rank, num_ranks, str(tmp_path)) for rank in range(num_ranks)]
+    with ThreadPoolExecutor(num_ranks) as pool:
+        for logits in pool.map(lambda rank: logits_of(path, rank), ranks):
+            if is_packed:  # where blocks of FP8 are cut, they become eight-bit groups
+                assert (logits - expected).norm() / expected.norm() < 0.02
+            else:
+                assert (logits - expected).abs().max() < 1e-4
+
+
+def test_division_that_cuts_a_group_is_rejected_before_the_load(tmp_path: Path) -> None:
+    write(tmp_path, *FORMATS["awq"], inner=192)
+    inspect(tmp_path, num_ranks=2)
+    with pytest.raises(
+        LoadFailed,
+        match=r"mine cannot be divided among 4 devices: .* 192 columns in INT4, which has blocks of 32, cannot be "
+        "divided after 144; use fewer devices, `pipeline_parallel`, or another quantisation",
+    ):
+        inspect(tmp_path, name="mine", num_ranks=4)
+
+
+def test_published_model_is_divided_by_layers(published: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = published
+    spec = LoadSpec(str(path), dtype="float32", context_tokens=128, max_num_seqs=4)
+    greedy = SamplingParams(temperature=0.0)
+    request = EngineRequest("r", tuple(range(40)), max_tokens=8, sampling=greedy, prompt_logprobs=0)
+    whole = Engine.load(spec, CPU, lambda *_: None, lambda: False)
+    [expected, *_] = expected_outputs = run(whole, request)["r"]
+    whole.close()
+    group = RankThreads([replace(spec, stages=(StageSpec(0, 1), StageSpec(1, 1)))] * 2, tmp_path)
+    [found, *_] = outputs = run(group.leader, request)["r"]
+    group.close()
+    assert tokens_of(outputs) == tokens_of(expected_outputs)
+    scores = [[each.logprob for each in output.prompt_logprobs] for output in (found, expected)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)

@@ -1,0 +1,38 @@
+"""The benchmark of loads, on a model so small that it takes seconds: it writes its files and prints its results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cortex.neuron.engine.memory.device import compute_dtype
+from cortex.neuron.kernels.products.cpu_matrix import fastest_form
+
+ROOT = Path(__file__).parents[3]
+STAGES = ["open s", "read s", "pages s", "warm s", "token s", "total s"]
+
+
+def test_every_variant_that_the_machine_supports_is_timed(tmp_path: Path) -> None:
+    has_quant = fastest_form(compute_dtype("auto", torch.device("cpu"))) is not None
+    variants = ["gguf", "q4" if has_quant else "bf16"]
+    options = ["--shape", "tiny", "--device", "cpu", "--runs", "1", "--only", ",".join(variants)]
+    finished = subprocess.run(
+        [sys.executable, str(ROOT / "bench/loads.py"), *options, "--json", str(tmp_path / "report.json")],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    results = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert list(results) == variants
+    for figures in results.values():
+        assert figures["total s"] == pytest.approx(sum(figures[stage] for stage in STAGES[:-1]))
+        assert figures["GB"] > 0

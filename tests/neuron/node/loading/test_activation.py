@@ -1,0 +1,69 @@
+"""The default models of a node, and downloads from the hub."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from faulty_models import running_node, write_model
+
+from cortex.neuron.weights.errors import HubUnreachable
+from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
+
+from ..node_calls import WAIT_S, until
+
+
+async def test_failed_default_model_does_not_stop_the_next(tmp_path: Path) -> None:
+    defaults = [
+        {"model_id": "bad", "source": str(write_model(tmp_path / "bad", load="refuse"))},
+        {"model_id": "good", "source": str(write_model(tmp_path / "good"))},
+    ]
+    async with running_node(tmp_path, {"default_models": defaults}) as node:
+        assert node.health().activation.state == "running"
+        await until(lambda: node.health().activation.state == "done")
+        activation = node.health().activation
+        assert (activation.completed, activation.failed, activation.pending) == (("good",), ("bad",), ())
+        assert node.model("good").state is ModelState.READY
+
+
+async def test_retries_default_models_until_the_hub_is_reachable(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m")
+    attempts: list[str] = []
+
+    def fetch(
+        source: str, cache: Path, quant: str | None, progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+    ) -> Path:
+        attempts.append(source)
+        if len(attempts) < 3:
+            raise HubUnreachable("the hub does not respond")
+        return path
+
+    defaults = [{"model_id": "org/model"}]
+    async with running_node(tmp_path, {"default_models": defaults}, fetch=fetch, find_local=lambda *_: None) as node:
+        await until(lambda: node.health().activation.state == "done")
+        assert node.health().activation.completed == ("org/model",)
+        assert len(attempts) == 3
+
+
+async def test_download_reports_progress_and_can_be_cancelled(tmp_path: Path) -> None:
+    cancelled_seen = []
+
+    def fetch(
+        source: str, cache: Path, quant: str | None, progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+    ) -> Path:
+        for done in range(1000):
+            progress(done, 1000)
+            time.sleep(0.01)
+            if cancelled():
+                cancelled_seen.append(True)
+                raise HubUnreachable("cancelled")
+        return tmp_path
+
+    async with running_node(tmp_path, fetch=fetch, find_local=lambda *_: None) as node:
+        await node.load(LoadRequest(model_id="org/model"), wait=False)
+        await until(lambda: node.model("org/model").state is ModelState.DOWNLOADING)
+        progress = node.model("org/model").progress
+        assert progress is not None
+        assert (progress.stage, progress.total_bytes) == ("download", 1000)
+        await asyncio.wait_for(node.unload(UnloadRequest(model_id="org/model")), WAIT_S)
+        assert cancelled_seen == [True]

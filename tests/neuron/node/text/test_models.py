@@ -1,0 +1,203 @@
+"""Text models of a node, with fake sources that record the calls."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from cortex.neuron.config import TextLimits
+from cortex.neuron.node.text.models import Texts
+from cortex.neuron.text.errors import TextFileMalformed
+from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.preparation import Prepared
+from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
+from cortex.wire.errors import LoadFailed, Overloaded, PreparationLimitExceeded, Recovering
+from cortex.wire.packed_request import PackedRequest, pack
+from cortex.wire.requests import GenerateRequest, OutputFormat
+
+HERE, THERE = Path("here"), Path("there")
+LIMITS = TextLimits(workers=1, timeout_s=30.0)
+
+
+class Source:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.idle_s = 0.0
+        self.calls: list[str] = []
+        self.rules: list[PromptRules] = []
+        self.error: Exception | None = None
+        self.has_read = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    async def read(self) -> TextModel:
+        self.calls.append("read")
+        await asyncio.sleep(0)
+        self.has_read.set()
+        if self.error is not None:
+            raise self.error
+        return cast(TextModel, SimpleNamespace())  # `Texts` uses nothing of it
+
+    async def wake(self) -> None:
+        self.calls.append("wake")
+
+    async def rest(self) -> None:
+        self.calls.append("rest")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+    async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> Prepared:
+        self.rules.append(rules)
+        kind = "long" if is_long else "short"
+        self.calls.append(kind)
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            self.calls.append(f"{kind} cancelled")
+            raise
+        return Prepared(())
+
+    async def count(self, request: bytes, rules: PromptRules, *, is_long: bool) -> int:
+        raise NotImplementedError
+
+    async def encode(self, text: str, rules: PromptRules, *, is_long: bool) -> tuple[int, ...]:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def opened() -> list[Source]:
+    return []
+
+
+@pytest.fixture
+def texts(opened: list[Source]) -> Texts:
+    def open_text(path: Path) -> Source:
+        opened.append(Source(path))
+        return opened[-1]
+
+    return Texts(open_text, LIMITS, max_queue=2)
+
+
+async def test_reads_a_text_once_for_concurrent_callers(texts: Texts, opened: list[Source]) -> None:
+    one, two, _ = await asyncio.gather(texts.get("m", HERE), texts.get("m", HERE), texts.awake("m", HERE))
+    assert one is two
+    assert [source.calls for source in opened] == [["read", "wake"]]
+
+
+async def test_another_path_replaces_the_text_and_closes_the_first(texts: Texts, opened: list[Source]) -> None:
+    await texts.get("m", HERE)
+    first, second = await asyncio.gather(texts.get("m", THERE), texts.get("m", THERE))
+    assert first is second
+    assert [source.path for source in opened] == [HERE, THERE]
+    assert [source.calls for source in opened] == [["read", "close"], ["read"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(TextFileMalformed("broken"), LoadFailed), (Recovering("again"), Recovering)]
+)
+async def test_reads_again_after_a_failed_read(
+    texts: Texts, opened: list[Source], error: Exception, expected: type[Exception]
+) -> None:
+    caller = asyncio.create_task(texts.get("m", HERE))
+    await asyncio.sleep(0)
+    opened[0].error = error
+    with pytest.raises(expected):
+        await caller
+    assert "close" in opened[0].calls
+    await texts.get("m", HERE)
+    assert len(opened) == 2
+
+
+async def test_reads_again_after_an_error_that_no_caller_saw(texts: Texts, opened: list[Source]) -> None:
+    caller = asyncio.create_task(texts.get("m", HERE))
+    await asyncio.sleep(0)
+    opened[0].error = TextFileMalformed("broken")
+    caller.cancel()
+    await opened[0].has_read.wait()
+    await texts.get("m", HERE)
+    assert [source.calls for source in opened] == [["read", "close"], ["read"]]
+
+
+async def test_cancelled_caller_does_not_stop_the_read(texts: Texts, opened: list[Source]) -> None:
+    caller = asyncio.create_task(texts.get("m", HERE))
+    await asyncio.sleep(0)
+    caller.cancel()
+    await texts.get("m", HERE)
+    assert opened[0].calls == ["read"]
+
+
+async def test_rests_idle_texts_of_models_that_are_not_in_memory(texts: Texts, opened: list[Source]) -> None:
+    for name in ("loaded", "counted", "forgotten"):
+        await texts.get(name, HERE)
+    for source, idle_s in zip(opened, (1e6, 1.0, 1e6), strict=True):
+        source.idle_s = idle_s
+    await texts.rest_idle(lambda model_id: model_id == "loaded")
+    assert [source.calls[1:] for source in opened] == [[], [], ["rest"]]
+    await texts.rest("unknown")
+    await texts.close()
+    assert all(source.calls[-1] == "close" for source in opened)
+
+
+SHORT = pack(GenerateRequest(model="m", prompt="x"))
+LONG = pack(GenerateRequest(model="m", prompt="x" * (1 << 21)))
+CHOICES = tuple(f"choice {number}" for number in range(9999))
+CONSTRAINED = pack(GenerateRequest(model="m", prompt="x", output=OutputFormat(kind="choice", choices=CHOICES)))
+
+
+def preparing(texts: Texts, *requests: PackedRequest, principal: str = "p") -> list[asyncio.Task[Prepared]]:
+    return [asyncio.create_task(texts.prepare("m", HERE, each, NO_RULES, principal)) for each in requests]
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_long_texts_and_large_grammars_do_not_delay_short_texts(texts: Texts, opened: list[Source]) -> None:
+    long = preparing(texts, LONG, CONSTRAINED)
+    await turns()
+    short = preparing(texts, SHORT)
+    await turns()
+    assert opened[0].calls == ["read", "long", "short"]
+    assert texts.num_jobs("m") == 3
+    opened[0].may_end.set()
+    await asyncio.gather(*short, *long)
+    rules = opened[0].rules[1]
+    assert (rules.max_characters, rules.max_grammar_characters) == (8_000_000, 1_024_000)
+    assert texts.num_jobs("m") == 0
+
+
+async def test_rejects_more_waiting_texts_than_the_queue_holds(texts: Texts, opened: list[Source]) -> None:
+    waiting = preparing(texts, SHORT, SHORT, SHORT)
+    await turns()
+    with pytest.raises(Overloaded, match="2 prompts are waiting") as busy:
+        await texts.prepare("m", HERE, SHORT, NO_RULES, "p")
+    assert busy.value.retry_after_s is not None
+    assert busy.value.retry_after_s >= 1
+    opened[0].may_end.set()
+    await asyncio.gather(*waiting)
+
+
+async def test_disconnected_client_ends_its_text_work_and_frees_its_place(texts: Texts, opened: list[Source]) -> None:
+    running, waiting, last = preparing(texts, SHORT, SHORT, SHORT)
+    await turns()
+    waiting.cancel()
+    running.cancel()
+    await turns()
+    assert opened[0].calls == ["read", "short", "short cancelled", "short"]
+    opened[0].may_end.set()
+    await last
+    assert texts.num_jobs("m") == 0
+
+
+async def test_text_work_over_the_deadline_is_rejected_and_ended(opened: list[Source]) -> None:
+    def open_text(path: Path) -> Source:
+        opened.append(Source(path))
+        return opened[-1]
+
+    texts = Texts(open_text, TextLimits(workers=1, timeout_s=0.01), max_queue=2)
+    with pytest.raises(PreparationLimitExceeded, match=r"0\.01 s .text\.timeout_s"):
+        await texts.prepare("m", HERE, SHORT, NO_RULES, "p")
+    assert opened[0].calls == ["read", "short", "short cancelled"]

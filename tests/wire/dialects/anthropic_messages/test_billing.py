@@ -1,0 +1,63 @@
+"""The billing line is removed if it is the only text of a system block, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from cortex.wire.dialects.anthropic_messages import strip_billing_header
+
+LINE = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=cli; cch=3f1c2;"}
+PROMPT = {"type": "text", "text": "You are terse.", "cache_control": {"type": "ephemeral"}}
+
+
+def body(**fields: Any) -> bytes:
+    return msgspec.json.encode({"model": "m", **fields})
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({"system": [LINE, PROMPT]}, {"system": [PROMPT]}),
+        ({"system": [LINE]}, {}),
+        (
+            {"messages": [{"role": "system", "content": [LINE, PROMPT]}, {"role": "user", "content": "hi"}]},
+            {"messages": [{"role": "system", "content": [PROMPT]}, {"role": "user", "content": "hi"}]},
+        ),
+        (
+            {"system": [LINE], "messages": [{"role": "system", "content": [LINE]}, {"role": "user", "content": "hi"}]},
+            {"messages": [{"role": "user", "content": "hi"}]},
+        ),
+    ],
+)
+def test_removes_only_the_billing_line(given: dict[str, Any], left: dict[str, Any]) -> None:
+    assert msgspec.json.decode(strip_billing_header(body(**given))) == {"model": "m", **left}
+
+
+def test_other_values_keep_their_bytes() -> None:
+    line = msgspec.json.encode(LINE)
+    stripped = strip_billing_header(b'{"x": [1 ,2.50, 1e3],"system":[' + line + b',{"text":  "a"}]}')
+    assert b"[1 ,2.50, 1e3]" in stripped
+    assert b'{"text":  "a"}' in stripped
+
+
+@pytest.mark.parametrize(
+    "untouched",
+    [
+        body(system=LINE["text"]),
+        body(system=[{"type": "text", "text": "about x-anthropic-billing-header"}]),
+        body(system=[{"type": "text", "text": LINE["text"] + "\nYou are terse."}]),
+        body(messages=[{"role": "user", "content": [LINE]}]),
+        body(messages=[{"role": "system", "content": LINE["text"]}]),
+        body(tools=[LINE]),
+        b'{"system": [{"text": "x-anthropic-billing-header"',
+        b'"x-anthropic-billing-header"',
+        body(system=[["x-anthropic-billing-header"]]),
+        body(messages=["x-anthropic-billing-header"]),
+        b"\xffx-anthropic-billing-header",
+    ],
+)
+def test_body_that_mentions_the_line_or_is_malformed_is_unchanged(untouched: bytes) -> None:
+    assert strip_billing_header(untouched) is untouched

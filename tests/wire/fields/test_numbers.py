@@ -1,0 +1,127 @@
+"""Every numeric field of every dialect has a range; the error for a value outside names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cortex.wire.dialects.registry import DIALECTS
+from cortex.wire.errors import InvalidValue, MalformedJSON
+from cortex.wire.fields.body import LARGEST_COUNT, LARGEST_INTEGER, LARGEST_TOKEN, Fields
+from cortex.wire.node.protocol import Dialect
+
+BODIES: dict[Dialect, dict[str, Any]] = {
+    "openai_chat": {"messages": [{"role": "user", "content": "hi"}], "logprobs": True},
+    "openai_completions": {"prompt": "hi"},
+    "openai_responses": {"input": "hi"},
+    "anthropic_messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+}
+SHARED = {
+    "temperature": (0, 100),
+    "top_k": (-1, LARGEST_COUNT),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "repetition_window": (-1, LARGEST_COUNT),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "seed": (-LARGEST_INTEGER, LARGEST_INTEGER),
+    "max_tokens": (1, LARGEST_COUNT),
+    "min_tokens": (0, LARGEST_COUNT),
+    "n": (1, 128),
+}
+RANGES: dict[Dialect, dict[str, tuple[float, float]]] = {
+    "openai_chat": {**SHARED, "max_completion_tokens": (1, LARGEST_COUNT), "top_logprobs": (0, 20)},
+    "openai_completions": {**SHARED, "max_tokens": (0, LARGEST_COUNT), "logprobs": (0, 20), "best_of": (1, 1)},
+    "openai_responses": {
+        "temperature": (0, 100),
+        "top_p": (0, 1),
+        "top_k": (-1, LARGEST_COUNT),
+        "min_p": (0, 1),
+        "presence_penalty": (-2, 2),
+        "frequency_penalty": (-2, 2),
+        "seed": (-LARGEST_INTEGER, LARGEST_INTEGER),
+        "max_output_tokens": (1, LARGEST_COUNT),
+        "top_logprobs": (0, 20),
+    },
+    "anthropic_messages": {
+        "temperature": (0, 100),
+        "top_p": (0, 1),
+        "top_k": (0, LARGEST_COUNT),
+        "max_tokens": (1, LARGEST_COUNT),
+    },
+}
+CASES = [(dialect, field, *ends) for dialect, fields in RANGES.items() for field, ends in fields.items()]
+
+
+def parse(dialect: Dialect, **fields: Any) -> Any:
+    return DIALECTS[dialect].parse(json.dumps({"model": "m", **BODIES[dialect], **fields}).encode())
+
+
+def test_table_covers_every_dialect() -> None:
+    assert set(BODIES) == set(RANGES) == set(DIALECTS)
+
+
+@pytest.mark.parametrize(("dialect", "field", "low", "high"), CASES)
+def test_accepts_both_ends_of_a_range_and_rejects_values_beyond(
+    dialect: Dialect, field: str, low: float, high: float
+) -> None:
+    for value in (low, high):
+        parse(dialect, **{field: value})
+    beyond = (low - 1, high + 1, 2**63, -(2**63) - 1, 2**64, -(2**70), 10**400, 1e300, -1e300)
+    for value in beyond:
+        with pytest.raises(InvalidValue, match=field) as caught:
+            parse(dialect, **{field: value})
+        assert caught.value.param == field
+        assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e999"])
+@pytest.mark.parametrize(("dialect", "field"), [case[:2] for case in CASES])
+def test_number_that_json_cannot_write_is_malformed(dialect: Dialect, field: str, number: str) -> None:
+    body = json.dumps({"model": "m", **BODIES[dialect], field: "here"}).replace('"here"', number)
+    with pytest.raises((MalformedJSON, InvalidValue)):
+        DIALECTS[dialect].parse(body.encode())
+
+
+@pytest.mark.parametrize("dialect", ["openai_chat", "openai_completions"])
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("stop_token_ids", [3, 2**31], "stop_token_ids"),
+        ("stop_token_ids", [-1], "stop_token_ids"),
+        ("stop_token_ids", [2**70], "stop_token_ids"),
+        ("logit_bias", {str(2**31): 1}, f"logit_bias.{2**31}"),
+        ("logit_bias", {"5": 100.5}, "logit_bias.5"),
+        ("logit_bias", {"5": -(10**400)}, "logit_bias.5"),
+        ("logit_bias", {"-5": 1}, "logit_bias.-5"),
+    ],
+)
+def test_numbers_in_arrays_and_objects_have_a_range(dialect: Dialect, field: str, value: Any, param: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        parse(dialect, **{field: value})
+    assert caught.value.param == param
+    parse(dialect, stop_token_ids=[0, LARGEST_TOKEN], logit_bias={"0": -100, str(LARGEST_TOKEN): 100})
+
+
+@pytest.mark.parametrize("prompt", [[1, 2**31], [2**64], [-1], [[1, 10**400]]])
+def test_rejects_a_prompt_of_invalid_token_ids(prompt: list[Any]) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        parse("openai_completions", prompt=prompt)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("budget", [-1, 2**53, 2**63, 2**70])
+def test_thinking_budget_has_a_range(budget: int) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        parse("anthropic_messages", thinking={"type": "enabled", "budget_tokens": budget})
+    assert caught.value.param == "thinking.budget_tokens"
+
+
+def test_nan_is_in_no_range() -> None:
+    with pytest.raises(InvalidValue):
+        Fields({"x": float("nan")}).number("x", low=-1, high=1)
+    with pytest.raises(InvalidValue):
+        Fields({"x": float("inf")}).integer("x", low=-1, high=1)

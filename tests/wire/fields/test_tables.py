@@ -1,0 +1,83 @@
+"""Every entry of the field tables is true: the parsers do with its example what the table says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cortex.wire.dialects.registry import DIALECTS
+from cortex.wire.errors import InvalidValue
+from cortex.wire.fields.tables.page import TABLES, fields_page
+from cortex.wire.fields.tables.table import BodyField, Treatment
+from cortex.wire.requests import GenerateRequest
+
+HELLO = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {"messages": HELLO},
+    "completions": {"prompt": "hello"},
+    "responses": {"input": "hello"},
+    "messages": {"messages": HELLO, "max_tokens": 5},
+}
+NAMES = {
+    "chat": "openai_chat",
+    "completions": "openai_completions",
+    "responses": "openai_responses",
+    "messages": "anthropic_messages",
+}
+PAGE = Path(__file__).parents[3] / "docs" / "fields.md"
+
+
+def entries(treatment: Treatment) -> list[Any]:
+    return [
+        pytest.param(dialect, one, id=f"{dialect}-{one.name}")
+        for dialect, table in TABLES.items()
+        for one in table
+        if one.treatment is treatment
+    ]
+
+
+def parse(dialect: str, *parts: dict[str, Any]) -> GenerateRequest:
+    body = {"model": "m", **BODIES[dialect]}
+    for part in parts:
+        body |= part
+    return DIALECTS[NAMES[dialect]].parse(msgspec.json.encode(body))  # type: ignore[index]
+
+
+def example(one: BodyField, value: Any) -> dict[str, Any]:
+    holder, dot, name = one.name.partition(".")
+    return {holder: {name: value}} if dot else {holder: value}
+
+
+@pytest.mark.parametrize(("dialect", "one"), entries(Treatment.HONOURED))
+def test_honoured_field_changes_the_request(dialect: str, one: BodyField) -> None:
+    without = parse(dialect, dict(one.beside))
+    given = parse(dialect, dict(one.beside), example(one, one.example))
+    assert given != without
+    assert given.ignored_fields == given.dropped_tools == ()
+
+
+@pytest.mark.parametrize(("dialect", "one"), entries(Treatment.TOLERATED))
+def test_tolerated_field_changes_nothing_but_what_is_repeated(dialect: str, one: BodyField) -> None:
+    given = parse(dialect, example(one, one.example))
+    assert msgspec.structs.replace(given, metadata={}) == parse(dialect)
+
+
+@pytest.mark.parametrize(("dialect", "one"), entries(Treatment.REJECTED))
+def test_rejected_field_is_named_unless_it_asks_for_nothing(dialect: str, one: BodyField) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        parse(dialect, example(one, one.example))
+    assert caught.value.param == one.name
+    for harmless in (None, *one.harmless):
+        assert parse(dialect, example(one, harmless)) == parse(dialect)
+
+
+@pytest.mark.parametrize("dialect", BODIES)
+def test_unknown_field_is_listed(dialect: str) -> None:
+    assert parse(dialect, {"frobnicate": 1}).ignored_fields == ("frobnicate",)
+
+
+def test_page_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == fields_page(), "run `make docs`"

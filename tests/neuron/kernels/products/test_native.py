@@ -1,5 +1,6 @@
 """What the functions of `native.c` compute beside the product, and hosts on which they cannot be compiled."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_library_forms_are_used_where_nothing_can_be_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str
 ) -> None:
     monkeypatch.setenv("CORTEX_CACHE", str(tmp_path))
-    monkeypatch.setattr(native_library, "compiler", lambda: native_library.shutil.which(compiler))
+    monkeypatch.setattr(native_library, "compiler", lambda: shutil.which(compiler))
     with pytest.raises(NotImplementedError):
         native_library.native_library()
     assert best_form(torch.float32) is not CpuForm.NATIVE

@@ -22,7 +22,13 @@ EPS = 1e-6
 
 def random_matrix(layout: Layout, outputs: int, inputs: int) -> PackedMatrix:
     matrix = empty_matrix(layout, outputs, inputs, DEVICE)
-    matrix.put_numbers(0, torch.randn(outputs, inputs, device=DEVICE) * inputs**-0.5)
+    if layout.levels:
+        levels = torch.tensor(layout.levels, device=DEVICE)
+        level = levels[torch.randint(0, 16, (outputs, inputs), device=DEVICE)]
+        scale = torch.rand(outputs, inputs // layout.group, device=DEVICE) * (inputs**-0.5 / 64)
+        matrix.put(0, (level + (layout.zero or 0)).to(torch.uint8), scale, scale * -(layout.zero or 0))
+    else:
+        matrix.put_numbers(0, torch.randn(outputs, inputs, device=DEVICE) * inputs**-0.5)
     return matrix
 
 
@@ -38,7 +44,9 @@ def random_experts(gate_up: Layout, down: Layout, hidden: int, inner: int) -> Pa
 
 
 @needs_kernels
-@pytest.mark.parametrize(("gate_up", "down"), [(layouts.Q4, layouts.Q6), (layouts.Q8, layouts.Q4)])
+@pytest.mark.parametrize(
+    ("gate_up", "down"), [(layouts.Q4, layouts.Q6), (layouts.Q8, layouts.Q4), (layouts.IQ4, layouts.IQ4)]
+)
 @pytest.mark.parametrize("rows", [2, 9])
 def test_mixture_agrees_with_dense_experts(gate_up: Layout, down: Layout, rows: int) -> None:
     torch.manual_seed(0)

@@ -24,7 +24,11 @@ needs_kernels = pytest.mark.skipif(
     not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a GPU or TRITON_INTERPRET=1"
 )
 KIND = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter multiplies no bfloat16
-LAYOUTS = [layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q8]
+LAYOUTS = [layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q8, layouts.IQ4, layouts.FP4]
+
+
+def layout_name(layout: Layout) -> str:
+    return f"{layout.bits}bit" + (f"-levels-to-{max(layout.levels)}" if layout.levels else "")
 
 
 class Codes(NamedTuple):
@@ -36,7 +40,10 @@ class Codes(NamedTuple):
 def random_codes(layout: Layout, rows: int, columns: int) -> Codes:
     groups = columns // layout.group
     code = torch.randint(0, 1 << layout.bits, (rows, columns), dtype=torch.uint8, device=DEVICE)
-    scale = (torch.randn(rows, groups, device=DEVICE) / (1 << layout.bits)).bfloat16().float()
+    largest = max(layout.levels, default=1 << layout.bits)
+    scale = (torch.randn(rows, groups, device=DEVICE) / largest).bfloat16().float()
+    if layout.levels:
+        code = torch.tensor(layout.levels, device=DEVICE)[code.int()].add(layout.zero or 0).to(torch.uint8)
     minimum = (torch.randn(rows, groups, device=DEVICE)).bfloat16().float()
     if layout.zero is not None:
         minimum = -layout.zero * scale
@@ -54,7 +61,7 @@ def random_matrix(layout: Layout, outputs: int, inputs: int) -> PackedMatrix:
     return matrix
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}bit")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 @pytest.mark.parametrize("inputs", [32, 128, 160, 384])
 def test_unpacked_matrix_equals_codes_times_scales(layout: Layout, inputs: int) -> None:
     codes = random_codes(layout, 24, inputs)
@@ -66,14 +73,14 @@ def test_unpacked_matrix_equals_codes_times_scales(layout: Layout, inputs: int) 
     torch.testing.assert_close(unpacked(matrix, rows), unpacked(matrix)[rows], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}bit")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_num_bytes_is_what_the_tensors_take(layout: Layout) -> None:
     matrix = empty_matrix(layout, 48, 160, DEVICE)
     assert layout.num_bytes(48, 160) == sum(tensor.numel() * tensor.element_size() for tensor in matrix.tensors)
 
 
 @needs_kernels
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}bit")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 160)])
 def test_dequantised_rows_equal_the_reference(layout: Layout, outputs: int, inputs: int) -> None:
     matrix = random_matrix(layout, outputs, inputs)
@@ -93,6 +100,7 @@ def test_dequantised_rows_equal_the_reference(layout: Layout, outputs: int, inpu
         *((layouts.Q4, rows, 72, 160) for rows in (1, 17, 70)),
         (layouts.Q4, 2, 130, 1024),
         (layouts.Q6, 70, 40, 160),
+        (layouts.IQ4, 70, 40, 160),
     ],
 )
 def test_product_agrees_with_the_dequantised_matrix(layout: Layout, rows: int, outputs: int, inputs: int) -> None:
@@ -122,6 +130,7 @@ def test_product_agrees_with_the_dequantised_matrix(layout: Layout, rows: int, o
         (layouts.Q4, 21, 1024),
         (layouts.Q4, 8, 2560),
         (layouts.Q6, 4, 12288),
+        (layouts.IQ4, 12, 5120),
     ],
 )
 @pytest.mark.parametrize("has_norm", [False, True])
@@ -141,7 +150,7 @@ def test_one_row_agrees_with_the_dequantised_matrix(layout: Layout, outputs: int
 
 
 @needs_kernels
-@pytest.mark.parametrize("layout", [layouts.Q4, layouts.Q6, layouts.Q8], ids=lambda layout: f"{layout.bits}bit")
+@pytest.mark.parametrize("layout", [layouts.Q4, layouts.Q6, layouts.Q8, layouts.IQ4], ids=layout_name)
 @pytest.mark.parametrize(("outputs", "inputs"), [(36, 160)])
 def test_gated_row_agrees_with_the_dequantised_matrices(layout: Layout, outputs: int, inputs: int) -> None:
     matrix = random_matrix(layout, 2 * outputs, inputs)

@@ -179,6 +179,7 @@ def _packed_grouped_kernel(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    LEVELS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -209,13 +210,13 @@ def _packed_grouped_kernel(
         value = tl.load(source + column[:, None], mask=inside, other=0.0)  # [in, pairs]
         weights = operand(
             low, high, scales, loaded, chunk,
-            CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, SCALE_WORDS, PTX,
+            CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
         )  # fmt: skip
         total = tl.dot(weights.to(value.dtype), value, total)
         if GATED:
             weights_up = operand(
                 low, high, scales, loaded + OUTPUTS, chunk,
-                CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, SCALE_WORDS, PTX,
+                CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
             )  # fmt: skip
             total_up = tl.dot(weights_up.to(value.dtype), value, total_up)
     if GATED:

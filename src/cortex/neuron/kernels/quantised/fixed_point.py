@@ -16,6 +16,7 @@ from cortex.neuron.kernels.jit import constant, jit, tl
 EXACT = constant(12582912.0)
 """1.5 · 2²³, 0x4B400000"""
 _WIDE_OFFSET = constant(256.0 * 12582912.0 + 8388608.0)
+_SIGNED_OFFSET = constant(256.0 * 12582912.0 + 12582912.0)
 
 
 def _ptx(registers: str, *lines: str) -> str:
@@ -58,6 +59,17 @@ _WIDE_DOT = constant(
         "dp4a.u32.u32 low, $5, $2, 0x4B000000;",
         "dp4a.s32.u32 $0, $6, $3, high;",
         "dp4a.u32.u32 $1, $7, $3, low;",
+    )
+)
+
+
+_SIGNED_DOT = constant(
+    _ptx(
+        "high, low",
+        "dp4a.s32.s32 high, $4, $2, 0x4B400000;",
+        "dp4a.u32.s32 low, $5, $2, 0x4B400000;",
+        "dp4a.s32.s32 $0, $6, $3, high;",
+        "dp4a.u32.s32 $1, $7, $3, low;",
     )
 )
 
@@ -147,18 +159,30 @@ def wide_code_dot(even, odd, high_0, low_0, high_1, low_1, PTX: tl.constexpr):
 
 
 @jit
-def _sum(even, odd, high_0, low_0, high_1, low_1):
-    high = _byte_dot(even, high_0, True) + _byte_dot(odd, high_1, True)
-    return high * 256 + _byte_dot(even, low_0, False) + _byte_dot(odd, low_1, False)
+def signed_code_dot(even, odd, high_0, low_0, high_1, low_1, PTX: tl.constexpr):
+    """Eight codes that are signed bytes times integers."""
+    if PTX:
+        high, low = tl.inline_asm_elementwise(
+            _SIGNED_DOT, "=&r,=&r,r,r,r,r,r,r", [even, odd, high_0, low_0, high_1, low_1],
+            dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+        return (high * 256.0 - _SIGNED_OFFSET) + low
+    return _sum(even, odd, high_0, low_0, high_1, low_1, True).to(tl.float32)
 
 
 @jit
-def _byte_dot(codes, numbers, SIGNED: tl.constexpr):
-    """Σ byte of codes · byte of numbers. SIGNED: those of the numbers are."""
-    total = (codes & 0xFF) * _byte(numbers, 0, SIGNED)
-    total += ((codes >> 8) & 0xFF) * _byte(numbers, 1, SIGNED)
-    total += ((codes >> 16) & 0xFF) * _byte(numbers, 2, SIGNED)
-    return total + ((codes >> 24) & 0xFF) * _byte(numbers, 3, SIGNED)
+def _sum(even, odd, high_0, low_0, high_1, low_1, SIGNED: tl.constexpr = False):
+    high = _byte_dot(even, high_0, True, SIGNED) + _byte_dot(odd, high_1, True, SIGNED)
+    return high * 256 + _byte_dot(even, low_0, False, SIGNED) + _byte_dot(odd, low_1, False, SIGNED)
+
+
+@jit
+def _byte_dot(codes, numbers, SIGNED: tl.constexpr, SIGNED_CODES: tl.constexpr = False):
+    """Σ byte of codes · byte of numbers. SIGNED, SIGNED_CODES: whether those of the numbers and of the codes are."""
+    total = _byte(codes, 0, SIGNED_CODES) * _byte(numbers, 0, SIGNED)
+    total += _byte(codes, 1, SIGNED_CODES) * _byte(numbers, 1, SIGNED)
+    total += _byte(codes, 2, SIGNED_CODES) * _byte(numbers, 2, SIGNED)
+    return total + _byte(codes, 3, SIGNED_CODES) * _byte(numbers, 3, SIGNED)
 
 
 @jit

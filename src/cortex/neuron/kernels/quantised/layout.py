@@ -1,13 +1,15 @@
 """How a quantised matrix lies in a device's memory, and how many bytes it takes. Needs no torch.
 
 Every format becomes one of a few layouts: unsigned codes in one or two bit planes, and bfloat16 scales per group of
-columns. A weight is `scale · code + minimum`, or `scale · (code - zero)` where a group has no minimum of its own.
+columns. A weight is `scale · code + minimum`, or `scale · (code - zero)` where a group has no minimum of its own, or
+`scale · levels[code]` where the layout has a table of levels.
 
 The unit is eight columns of one row: 32 bits of a 4-bit plane, 16 bits of a 2-bit plane, 8 bits of a 1-bit plane. Codes
 of eight bits take two planes of 32 bits. A chunk is 128 columns, sixteen units. Which columns share a unit follows from
 the operand that tensor cores read: unit 4·t + v of a chunk holds, in the slot h·4 + j1·2 + j0, column
 32·v + 16·j1 + 8·j0 + 2·t + h. So a thread's 16-byte load unpacks in registers to the very fragment it has to supply,
-and nothing passes through shared memory.
+and nothing passes through shared memory. Codes of levels are in another order: those of even j0 first, in the low half
+of a word, because levels are looked up for half a word at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Final
 UNIT: Final = 8
 CHUNK: Final = 128
 SCALED_COLUMNS: Final = 32
-"""Columns that one 32-bit word of scales serves."""
+"""Columns that one word of scales serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,10 @@ class Layout:
     group: int = 32
     """Columns that share a scale: 32 or 16."""
     zero: int | None = None
-    """The code that stands for 0; None: each group has a minimum. Only with groups of 16."""
+    """The code that stands for 0; None: each group has a minimum. Only with groups of 16, or with levels."""
+    levels: tuple[int, ...] = ()
+    """Sixteen numbers of a signed byte that codes of four bits stand for; empty: codes are numbers themselves. Only
+    with groups of 32. Codes arrive as `zero + level`."""
 
     @property
     def bits(self) -> int:
@@ -40,13 +45,18 @@ class Layout:
 
     @property
     def scale_words(self) -> int:
-        """32-bit words of scales per 32 columns: scale and minimum, or two scales, or two of the former."""
+        """Words of scales per 32 columns: scale and minimum, or two scales, or two of the former, or one scale."""
         return 2 if self.group == 16 and self.zero is None else 1
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of one word of scales. Half a word is enough where there is one scale and no minimum."""
+        return 2 if self.levels else 4
 
     def num_bytes(self, outputs: int, inputs: int) -> int:
         """Of a matrix with `outputs` rows and `inputs` columns."""
         columns = padded(inputs)
-        return outputs * (columns * self.bits // 8 + columns // SCALED_COLUMNS * self.scale_words * 4)
+        return outputs * (columns * self.bits // 8 + columns // SCALED_COLUMNS * self.scale_words * self.scale_bytes)
 
 
 def padded(inputs: int) -> int:
@@ -60,6 +70,8 @@ Q4 = Layout(4)
 Q5 = Layout(4, 1)
 Q6 = Layout(4, 2, group=16, zero=32)
 Q8 = Layout(8)
+IQ4 = Layout(4, zero=128, levels=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+FP4 = Layout(4, zero=12, levels=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
 
 GGML_LAYOUTS: Final = {
     "Q2_K": Q2,
@@ -72,15 +84,14 @@ GGML_LAYOUTS: Final = {
     "Q5_K": Q5,
     "Q6_K": Q6,
     "Q8_0": Q8,
-    "IQ4_NL": Q8,
-    "IQ4_XS": Q8,
+    "IQ4_NL": IQ4,
+    "IQ4_XS": IQ4,
 }
-"""Of each quantised type of a GGUF file. The IQ4 types have uneven levels: they are stored as 8-bit integers."""
+"""Of each quantised type of a GGUF file."""
 
-PUBLISHED_LAYOUTS: Final = {"FP8": Q8, "INT8": Q8, "INT4": Q4, "INT_ORDERED": Q8, "MXFP4": Q5}
+PUBLISHED_LAYOUTS: Final = {"FP8": Q8, "INT8": Q8, "INT4": Q4, "INT_ORDERED": Q8, "MXFP4": FP4}
 """Of each quantised type of a published checkpoint in safetensors.
 
-MXFP4 has the levels 0, 1, 2, 3, 4, 6, 8 and 12 on both sides, which five bits hold exactly. FP8 and integers whose
-columns were quantised in another order have no groups of 32 columns: their numbers are quantised in eight bits, which
-adds a sixth of the error that FP8 has.
+FP8 and integers whose columns were quantised in another order have no groups of 32 columns: their numbers are quantised
+in eight bits, which adds a sixth of the error that FP8 has.
 """

@@ -22,6 +22,7 @@ from cortex.neuron.kernels.jit import (
     triton,
 )
 from cortex.neuron.kernels.norm import rms_norm
+from cortex.neuron.kernels.quantised.levels import levels_option
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.vector import prepared_vector, times_vector
 
@@ -151,6 +152,7 @@ def _launch(
         HIGH_BITS=layout.high_bits,
         GROUP=layout.group,
         ZERO=-1 if layout.zero is None else layout.zero,
+        LEVELS=levels_option(layout),
         SCALE_WORDS=layout.scale_words,
         BLOCK_OUT=tiles.outputs,
         BLOCK_CHUNKS=tiles.chunks,
@@ -190,6 +192,7 @@ def _one_row_kernel(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    LEVELS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -237,7 +240,7 @@ def _one_row_kernel(
                 low, high, scales, following, num_blocks, outputs, 0,
                 CHUNKS, LOW_BITS, HIGH_BITS, SCALE_WORDS, GATED, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
             )  # fmt: skip
-            total = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, PTX)
+            total = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
             _store(tl.sum(total, 1) * factor, bias, residual, out, block, outputs, BIAS, RESIDUAL, GATED, BLOCK_OUT)
             block = following
             words = next_words
@@ -254,7 +257,7 @@ def _one_row_kernel(
                     x, norm_weight, start, INPUTS, PAIRED, NORM, GROUP, ZERO, BLOCK_CHUNKS, PTX
                 )
                 squares += more
-            total += times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, PTX)
+            total += times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
             if start + BLOCK_CHUNKS < CHUNKS:
                 words = next_words
         if NORM:
@@ -331,7 +334,7 @@ def _words(
     above = word
     if HIGH_BITS > 0 or LOW_BITS == 8:
         above = tl.load(high + where, mask=inside).to(tl.int32)
-    scale_0 = tl.load(scale, mask=inside, other=other)
+    scale_0 = tl.load(scale, mask=inside, other=other).to(tl.int32)
     scale_1 = scale_0
     if SCALE_WORDS == 2:
         scale_1 = tl.load(scale + 1, mask=inside, other=other)

@@ -1,13 +1,16 @@
-"""From codes and scales to a packed matrix, and back: plain torch, on any device."""
+"""From codes and scales to a packed matrix, and back: plain torch, on any device. On a GPU `pack_rows.py` fills it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.quantised.layout import SCALED_COLUMNS, UNIT, Layout, padded
+from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_numbers
 from cortex.neuron.kernels.quantised.quantise import quantised
 
 COUNTED_ROWS = 64
@@ -27,7 +30,7 @@ class PackedMatrix:
     high: Tensor
     """[outputs, units]; empty where the layout has one plane"""
     scales: Tensor
-    """[outputs, columns / 32 · scale words] int32, two bfloat16 numbers each"""
+    """[outputs, columns / 32 · scale words]: two bfloat16 numbers in an int32, or one in an int16"""
     counters: Tensor
     """[blocks of COUNTED_ROWS rows] int32, all 0 between products: how many parts of a sum are done"""
 
@@ -44,25 +47,50 @@ class PackedMatrix:
         """Fill rows from `first_row` on with `scale · code + minimum`.
 
         code: [rows, inputs] uint8; scale and minimum: [rows, inputs / group] float32. Where the layout has a zero, the
-        minimum must be `-zero · scale`: it is not stored.
+        minimum must be `-zero · scale`: it is not stored. Where it has levels, every code must be `zero` plus one of
+        them.
         """
-        layout, rows = self.layout, slice(first_row, first_row + len(code))
-        columns = self.low.shape[1] * UNIT
-        units = _units(_pad(code, columns))
-        if layout.low_bits == 8:
-            self.low[rows], self.high[rows] = (_byte_plane(units[..., odd::2]) for odd in (0, 1))
+        rows = self._rows(first_row, len(code))
+        if self.layout.levels:
+            code = _codes_of_levels(self.layout, code.device)[code.int()]
+        if has_kernels(code):
+            pack_codes(code, scale, minimum, self.layout, *rows)
         else:
-            self.low[rows] = _plane(units & ((1 << layout.low_bits) - 1), layout.low_bits)
-            if layout.high_bits:
-                self.high[rows] = _plane(units >> layout.low_bits, layout.high_bits)
-        groups = columns // layout.group
-        scale, minimum = _pad(scale, groups).bfloat16(), _pad(minimum, groups).bfloat16()
-        pairs = scale.view(-1, groups // 2, 2) if layout.zero is not None else torch.stack((scale, minimum), -1)
-        self.scales[rows] = pairs.contiguous().view(torch.int32).view(len(scale), -1)
+            pack_codes_reference(code, scale, minimum, self.layout, *rows)
 
     def put_numbers(self, first_row: int, numbers: Tensor) -> None:
         """Quantise dense rows and fill rows from `first_row` on with them. numbers: [rows, inputs]"""
-        self.put(first_row, *quantised(numbers, self.layout))
+        rows = self._rows(first_row, len(numbers))
+        if has_kernels(numbers):
+            pack_numbers(numbers, self.layout, *rows)
+        else:
+            pack_codes_reference(*quantised(numbers, self.layout), self.layout, *rows)
+
+    def _rows(self, first_row: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of the planes and scales."""
+        rows = slice(first_row, first_row + count)
+        return self.low[rows], self.high[rows], self.scales[rows]
+
+
+def pack_codes_reference(
+    code: Tensor, scale: Tensor, minimum: Tensor, layout: Layout, low: Tensor, high: Tensor, scales: Tensor
+) -> None:
+    """See `pack_codes`."""
+    columns = low.shape[1] * UNIT
+    units = _units(_pad(code, columns))
+    if layout.levels:
+        units = torch.cat((units[..., 0::2], units[..., 1::2]), -1)
+    if layout.low_bits == 8:
+        for odd, plane in enumerate((low, high)):
+            plane.copy_(_byte_plane(units[..., odd::2]))
+    else:
+        low.copy_(_plane(units & ((1 << layout.low_bits) - 1), layout.low_bits))
+        if layout.high_bits:
+            high.copy_(_plane(units >> layout.low_bits, layout.high_bits))
+    groups = columns // layout.group
+    scale, minimum = _pad(scale, groups).bfloat16(), _pad(minimum, groups).bfloat16()
+    stored = scale if layout.zero is not None else torch.stack((scale, minimum), -1).flatten(1)
+    scales.copy_(stored.contiguous().view(scales.dtype))
 
 
 def empty_matrix(layout: Layout, outputs: int, inputs: int, device: torch.device) -> PackedMatrix:
@@ -78,7 +106,12 @@ def empty_matrix(layout: Layout, outputs: int, inputs: int, device: torch.device
         inputs,
         plane(layout.low_bits),
         plane(8 if layout.low_bits == 8 else layout.high_bits),
-        torch.empty(outputs, columns // SCALED_COLUMNS * layout.scale_words, dtype=torch.int32, device=device),
+        torch.empty(
+            outputs,
+            columns // SCALED_COLUMNS * layout.scale_words,
+            dtype=torch.int16 if layout.scale_bytes == 2 else torch.int32,
+            device=device,
+        ),
         torch.zeros(-(-outputs // COUNTED_ROWS), dtype=torch.int32, device=device),
     )
 
@@ -89,14 +122,20 @@ def unpacked(matrix: PackedMatrix, rows: Tensor | slice = slice(None)) -> Tensor
     low, high = matrix.low[rows], matrix.high[rows]
     if layout.low_bits == 8:
         code = _columns(torch.stack((_bytes(low), _bytes(high)), -1).flatten(2))
+    elif layout.levels:
+        code = _columns(_slots(low, 4).unflatten(-1, (2, 4)).transpose(-1, -2).flatten(2))
     else:
-        code = _codes(low, layout.low_bits)
+        code = _columns(_slots(low, layout.low_bits))
         if layout.high_bits:
-            code |= _codes(high, layout.high_bits) << layout.low_bits
+            code |= _columns(_slots(high, layout.high_bits)) << layout.low_bits
     scales = matrix.scales[rows].contiguous().view(torch.bfloat16).float()
-    grouped = code.view(len(code), -1, layout.group).float()
+    if layout.levels:
+        values = torch.tensor(layout.levels, dtype=torch.float32, device=code.device)[code.int()]
+    else:
+        values = code.float() - (layout.zero or 0)
+    grouped = values.view(len(code), -1, layout.group)
     if layout.zero is not None:
-        numbers = (grouped - layout.zero) * scales[..., None]
+        numbers = grouped * scales[..., None]
     else:
         numbers = grouped * scales[:, 0::2, None] + scales[:, 1::2, None]
     return numbers.view(len(code), -1)[:, : matrix.inputs]
@@ -137,8 +176,17 @@ def _bytes(plane: Tensor) -> Tensor:
     return plane.contiguous().view(torch.uint8).view(*plane.shape, 4)
 
 
-def _codes(plane: Tensor, bits: int) -> Tensor:
-    """[rows, units] words → [rows, columns] uint8."""
+def _slots(plane: Tensor, bits: int) -> Tensor:
+    """The inverse of `_plane`."""
     shifts = torch.arange(0, UNIT * bits, bits, dtype=torch.int32, device=plane.device)
-    units = (plane.int()[..., None] >> shifts) & ((1 << bits) - 1)
-    return _columns(units.to(torch.uint8))
+    return ((plane.int()[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+@cache
+def _codes_of_levels(layout: Layout, device: torch.device) -> Tensor:
+    """[256] uint8: the four bits for `zero + level`."""
+    assert layout.zero is not None
+    codes = torch.zeros(256, dtype=torch.uint8, device=device)
+    for code, level in enumerate(layout.levels):
+        codes[layout.zero + level] = code
+    return codes

@@ -28,6 +28,7 @@ from cortex.neuron.kernels.jit import (
     triton,
 )
 from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.levels import levels_option
 from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS, PackedMatrix, unpacked
 from cortex.neuron.kernels.quantised.unpack import unpack_ptx, unpack_units
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
@@ -192,6 +193,7 @@ def layout_options(layout: Layout) -> dict[str, object]:
         "HIGH_BITS": layout.high_bits,
         "GROUP": layout.group,
         "ZERO": -1 if layout.zero is None else layout.zero,
+        "LEVELS": levels_option(layout),
         "SCALE_WORDS": layout.scale_words,
         "PTX": "" if INTERPRETED else unpack_ptx(layout),
     }
@@ -212,6 +214,7 @@ def operand(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    LEVELS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
 ):
@@ -227,11 +230,11 @@ def operand(
         above = tl.load(high + where).to(tl.int32)
     group = (unit // 16) * 4 + unit % 4
     scale = scales + (row[:, None] * (CHUNKS * 4) + start * 4 + group[None, :]) * SCALE_WORDS
-    scale_0 = tl.load(scale)
+    scale_0 = tl.load(scale).to(tl.int32)
     scale_1 = scale_0
     if SCALE_WORDS == 2:
         scale_1 = tl.load(scale + 1)
-    weights = unpack_units(word, above, scale_0, scale_1, LOW_BITS, HIGH_BITS, GROUP, ZERO, PTX)
+    weights = unpack_units(word, above, scale_0, scale_1, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
     repeats: tl.constexpr = BLOCK_OUT // (8 * WARPS)
     weights = tl.reshape(weights, (repeats, WARPS, 8, BLOCK_CHUNKS, 4, 4, 2, 2, 2))  # …, chunk, t, v, h, j0, j1
     weights = tl.permute(weights, (1, 0, 2, 3, 5, 8, 7, 4, 6))  # …, chunk, v, j1, j0, t, h
@@ -275,6 +278,7 @@ def _small_batch_kernel(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    LEVELS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -295,7 +299,7 @@ def _small_batch_kernel(
     for start in tl.range(part * per_part, (part + 1) * per_part, BLOCK_CHUNKS, num_stages=STAGES):
         weights = operand(
             low, high, scales, loaded, start,
-            CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, SCALE_WORDS, PTX,
+            CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
         )  # fmt: skip
         if INPUTS % (BLOCK_CHUNKS * 128) == 0:
             inside = row_inside[None, :]
@@ -344,6 +348,7 @@ def _dequantise_kernel(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    LEVELS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
 ):
@@ -354,7 +359,7 @@ def _dequantise_kernel(
     loaded = tl.load(rows + loaded).to(tl.int64) if GATHER else first_row + loaded
     weights = operand(
         low, high, scales, loaded, chunk,
-        CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, SCALE_WORDS, PTX,
+        CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
     )  # fmt: skip
     output = block + operand_row(BLOCK_OUT, WARPS)
     column = chunk * 128 + tl.arange(0, 128)

@@ -13,6 +13,7 @@ from functools import cache
 
 from cortex.neuron.kernels.jit import jit, tl
 from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.levels import LOOKUP_REGISTERS, level_of, lookup_lines, select_lines, table_words
 
 _MAGIC = 0x43004300
 """Twice 128.0 in bfloat16."""
@@ -33,9 +34,9 @@ def unpack_ptx(layout: Layout) -> str:
     $10 and $11 the words of scales.
     """
     lines = [f"mov.b32 magic, {_MAGIC:#x};", f"mov.b32 unit, {bfloat16_pair(1.0):#x};", "mov.b32 none, 0x80008000;"]
-    lines += _low(layout) + _high(layout) + _scaled(layout)
+    lines += (_levels(layout) if layout.levels else _low(layout) + _high(layout)) + _scaled(layout)
     lines += [f"mov.b32 {{${2 * j}, ${2 * j + 1}}}, p{j};" for j in range(4)]
-    names = "magic, unit, none, offset, spread, moved, high, s0, s1, m0, m1, p0, p1, p2, p3"
+    names = f"magic, unit, none, offset, spread, moved, high, s0, s1, m0, m1, p0, p1, p2, p3, {LOOKUP_REGISTERS}"
     return "{\n .reg .b32 " + names + ";\n " + "\n ".join(lines) + "\n}\n"
 
 
@@ -86,13 +87,26 @@ def _high(layout: Layout) -> list[str]:
     return lines
 
 
+def _levels(layout: Layout) -> list[str]:
+    """p_j = the levels: the low and the high bytes of their bfloat16 numbers have tables of their own."""
+    numbers = b"".join(struct.pack("<f", level)[2:] for level in layout.levels)
+    lines = select_lines("$8")
+    for half in range(2):
+        lines += lookup_lines("moved", half, table_words(numbers[0::2]))
+        lines += lookup_lines("high", half, table_words(numbers[1::2]))
+        lines += [f"prmt.b32 p{half}, moved, high, 0x6240;", f"prmt.b32 p{half + 2}, moved, high, 0x7351;"]
+    return lines
+
+
 def _scaled(layout: Layout) -> list[str]:
     """p_j becomes the weights: codes without their offset, scaled, plus the minimum where there is one."""
     lines = []
-    if layout.low_bits != 8:
+    if layout.low_bits != 8 and not layout.levels:
         lines.append(f"mov.b32 offset, {bfloat16_pair(-128.0 - (layout.zero or 0)):#x};")
         lines += [f"fma.rn.bf16x2 p{j}, p{j}, unit, offset;" for j in range(4)]
     low, high = "0x1010", "0x3232"
+    if layout.levels:
+        return [f"prmt.b32 s0, $10, $10, {low};", *(f"fma.rn.bf16x2 p{j}, p{j}, s0, none;" for j in range(4))]
     if layout.zero is not None:
         lines += [f"prmt.b32 s0, $10, $10, {low};", f"prmt.b32 s1, $10, $10, {high};"]
         return lines + [f"fma.rn.bf16x2 p{j}, p{j}, s{j // 2}, none;" for j in range(4)]
@@ -113,14 +127,15 @@ def unpack_units(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    LEVELS: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """Int32 tensors [outputs, units] → bfloat16 weights [outputs, units, h, j0, j1]. PTX is empty when interpreted."""
     if PTX == "":
-        a0, b0 = _slots(low, high, scale_0, scale_1, 0, LOW_BITS, HIGH_BITS, GROUP, ZERO)
-        a1, b1 = _slots(low, high, scale_0, scale_1, 1, LOW_BITS, HIGH_BITS, GROUP, ZERO)
-        a2, b2 = _slots(low, high, scale_0, scale_1, 2, LOW_BITS, HIGH_BITS, GROUP, ZERO)
-        a3, b3 = _slots(low, high, scale_0, scale_1, 3, LOW_BITS, HIGH_BITS, GROUP, ZERO)
+        a0, b0 = _slots(low, high, scale_0, scale_1, 0, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS)
+        a1, b1 = _slots(low, high, scale_0, scale_1, 1, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS)
+        a2, b2 = _slots(low, high, scale_0, scale_1, 2, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS)
+        a3, b3 = _slots(low, high, scale_0, scale_1, 3, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS)
     else:
         a0, b0, a1, b1, a2, b2, a3, b3 = tl.inline_asm_elementwise(
             PTX,
@@ -146,6 +161,7 @@ def _slots(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     """The weights of slots J and 4 + J."""
     low_mask: tl.constexpr = (1 << LOW_BITS) - 1
@@ -154,13 +170,19 @@ def _slots(
         codes = low if J % 2 == 0 else high
         code_a = (codes >> (J // 2 * 8)) & 0xFF
         code_b = (codes >> (J // 2 * 8 + 16)) & 0xFF
+    elif LEVELS:
+        code_a = level_of((low >> (J % 2 * 16 + J // 2 * 4)) & 0xF, LEVELS)
+        code_b = level_of((low >> (J % 2 * 16 + J // 2 * 4 + 8)) & 0xF, LEVELS)
     else:
         code_a = (low >> (LOW_BITS * J)) & low_mask
         code_b = (low >> (LOW_BITS * (J + 4))) & low_mask
     if HIGH_BITS > 0:
         code_a |= ((high >> (HIGH_BITS * J)) & high_mask) << LOW_BITS
         code_b |= ((high >> (HIGH_BITS * (J + 4))) & high_mask) << LOW_BITS
-    if ZERO >= 0:
+    if LEVELS:
+        a = code_a.to(tl.float32) * low_half(scale_0)
+        b = code_b.to(tl.float32) * low_half(scale_0)
+    elif ZERO >= 0:
         scale = low_half(scale_0) if J < 2 else high_half(scale_0)
         a = (code_a - ZERO).to(tl.float32) * scale
         b = (code_b - ZERO).to(tl.float32) * scale

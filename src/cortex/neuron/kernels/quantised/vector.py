@@ -13,10 +13,12 @@ from cortex.neuron.kernels.quantised.fixed_point import (
     code_halves,
     half_code_dot,
     power_of_two,
+    signed_code_dot,
     split_bytes,
     spread_bytes,
     wide_code_dot,
 )
+from cortex.neuron.kernels.quantised.levels import level_bytes
 from cortex.neuron.kernels.quantised.unpack import high_half, low_half
 
 
@@ -89,6 +91,7 @@ def times_vector(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    LEVELS: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """Sums of weights times numbers, by unit. → [BLOCK_OUT, units]"""
@@ -98,6 +101,9 @@ def times_vector(
     step, offset_0, offset_1, sum_0, sum_1 = (
         step[None, :], offset_0[None, :], offset_1[None, :], sum_0[None, :], sum_1[None, :]
     )  # fmt: skip
+    if LEVELS:
+        even, odd = level_bytes(word, LEVELS, PTX)
+        return low_half(scale_0) * (signed_code_dot(even, odd, high_0, low_0, high_1, low_1, PTX) * step)
     even, odd = _code_bytes(word, above, LOW_BITS, HIGH_BITS, PTX)
     if GROUP == 32:
         if LOW_BITS == 8:

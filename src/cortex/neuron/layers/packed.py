@@ -16,13 +16,13 @@ from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
-from cortex.neuron.kernels.quantised.product import packed_product
+from cortex.neuron.kernels.quantised.product import MAX_SMALL_ROWS, packed_product
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import QuantisedMatrix
 
 
 class PackedProjections:
-    """`y = norm(x) Wᵀ + b + residual` over vertically concatenated matrices."""
+    """`y = norm(x) Wᵀ + b + residual` over vertically concatenated matrices. `residual` may be overwritten."""
 
     def __init__(self, matrices: Sequence[DeviceMatrix]) -> None:
         self.matrices = matrices
@@ -43,7 +43,10 @@ class PackedProjections:
             x = norm(x)
         x = x.contiguous()
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        out = torch.empty(len(x), self.outputs, dtype=x.dtype, device=x.device)
+        if residual is None or len(x) <= MAX_SMALL_ROWS:
+            out = torch.empty(len(x), self.outputs, dtype=x.dtype, device=x.device)
+        else:
+            out = residual  # the library adds to what it overwrites
         for matrix, part, part_bias, part_residual in self._parts(out, bias, residual):
             if isinstance(matrix, Float8Matrix):
                 if fuses_norm:

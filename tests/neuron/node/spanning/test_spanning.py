@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from faulty_models import parts
-from tiny_llama import generate, greedy_request, write_llama
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig, PeerEntry
 from cortex.neuron.node.node import Node
@@ -18,7 +17,7 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, Recovering
 from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
-from ..node_calls import load, tokens_of, until, worker_of
+from ..node_calls import generate, greedy_request, load, tokens_of, until, worker_of, write_source
 
 BOTH = ("first", "second")
 
@@ -71,8 +70,8 @@ def peer_sleep_mb() -> int:
 
 @pytest.fixture
 async def nodes(tmp_path: Path, peer_sleep_mb: int) -> AsyncIterator[Nodes]:
-    source = write_llama(tmp_path / "model", 1, kv_heads=4, num_layers=4)
-    other = write_llama(tmp_path / "other", 1)  # the same name for other files
+    source = write_source(tmp_path / "model", seed=1, num_key_value_heads=4, num_hidden_layers=4)
+    other = write_source(tmp_path / "other", seed=1)  # the same name for other files
 
     def entry(
         model_id: str,

@@ -4,7 +4,7 @@
 #   make test    everything that must hold before a change goes in
 
 PYTHON ?= python3
-TORCH  ?= torch==2.13.0
+TORCH  ?= $(shell grep -o '^torch==[0-9.]*' packaging/requirements-neuron.lock)
 ARGS   ?=
 
 BIN      := .venv/bin
@@ -72,7 +72,7 @@ clean: ## Remove .venv and everything the tools left behind
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
-# torch goes first and pinned: the package itself accepts a range, and a bare resolve may pull gigabytes.
+# torch goes first and in the locked version: the package itself accepts a range, and a bare resolve may pull gigabytes.
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

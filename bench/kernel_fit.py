@@ -53,6 +53,7 @@ from cortex.neuron.kernels.moe.routing import ExpertChoice, PairLists
 from cortex.neuron.kernels.products.matvec import gated_matvec, matvec
 from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
+from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_numbers
 from cortex.neuron.kernels.quantised.packing import empty_matrix
 from cortex.neuron.kernels.quantised.product import small_batch_product
 from cortex.neuron.kernels.quantised.recipes import DeviceLayout
@@ -170,6 +171,14 @@ def packed(layout: Layout, rows: int) -> None:
         small_batch_product(x, matrix, out, None, out)
 
 
+def packing(layout: Layout) -> None:
+    rows = empty_matrix(layout, 64, 4096, torch.device("cpu")).tensors
+    scale = empty(64, 4096 // layout.group, kind=torch.float32)
+    pack_codes(empty(64, 4096, kind=torch.uint8), scale, scale, layout, *rows)
+    for kind in () if layout.levels else (torch.bfloat16, torch.float16, torch.float32):
+        pack_numbers(empty(64, 4096, kind=kind), layout, *rows)
+
+
 def float8(layout: Float8Layout, rows: int) -> None:
     """On FP8 tensor cores where the target has them, as the kernels find out by themselves."""
     matrix = empty_float8_matrix(layout, 4096, 4096, torch.device("cpu"))
@@ -225,6 +234,7 @@ def cases() -> Iterator[tuple[str, Any]]:
         levels = f" of levels to {max(layout.levels)}" if layout.levels else ""
         for rows in (1, 16, 64):
             yield f"{layout.bits} bits{levels}, {rows} rows", lambda s=(layout, rows): packed(*s)
+        yield f"packing {layout.bits} bits{levels}", lambda chosen=layout: packing(chosen)
     for blocks in (FLOAT8_BLOCKS, FLOAT8_ROWS):
         for rows in (1, 16, 64):
             yield f"fp8, scales by {blocks.block or 'row'}, {rows} rows", lambda s=(blocks, rows): float8(*s)

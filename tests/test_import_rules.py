@@ -25,7 +25,7 @@ MODELS = {"neuron.models", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", *MODELS}
 WORKER = {"neuron.worker", "ipc", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights"}
-NODE = {"neuron.node", "neuron.config", *TOKENIZER, *WORKER}
+NODE = {"neuron.node", "neuron.config", "quant_names", *TOKENIZER, *WORKER}
 API = {"neuron.api", "build", "parsing", "http", "settings", "tls", *NODE}
 NEURON = {"neuron", "exits", *API}
 LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "tasks", "wire", "settings"}
@@ -61,6 +61,7 @@ RULES: dict[str, Rule] = {
     "": Rule(set(), frozenset()),
     "build": Rule({"cortex"}, frozenset()),
     "exits": Rule(set(), frozenset()),
+    "quant_names": Rule(set(), frozenset()),
     "tasks": Rule(set(), frozenset()),
     "tls": Rule({"settings"}, frozenset()),
     "settings": Rule({"settings"}, frozenset({"msgspec"})),
@@ -84,7 +85,7 @@ RULES: dict[str, Rule] = {
     "gateway": Rule(GATEWAY),
     "neuron.kernels": Rule(KERNELS, ENGINE_LIBRARIES),
     "neuron.layers": Rule(LAYERS, ENGINE_LIBRARIES),
-    "neuron.weights": Rule({"neuron.weights"}, ENGINE_LIBRARIES, frozenset({"huggingface_hub"})),
+    "neuron.weights": Rule({"neuron.weights", "quant_names"}, ENGINE_LIBRARIES, frozenset({"huggingface_hub"})),
     "neuron.models": Rule(MODELS, ENGINE_LIBRARIES),
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings"}),

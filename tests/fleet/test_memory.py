@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from cortex.fleet.memory import Holding, Need, ledger, measurements, need_of
-from cortex.fleet.placement.fitting import fit
+from cortex.fleet.placement.fitting import Fitting
 from cortex.fleet.topology import MemoryReservation
 from cortex.wire.node.protocol import ModelState, QuantisedSize
 
@@ -150,8 +150,8 @@ def test_model_that_is_too_large_is_advised_the_most_bits_that_fit(
         place = node("n", [total], host)
         snapshot = fleet(place, specs=[spec("m", None)])
         need = need_of(snapshot.catalogue.spec("m"), place, snapshot)
-        assessment = fit(snapshot.catalogue.spec("m"), place, snapshot, 0.0, need=need, origin="operator")
-        assert assessment.reason.endswith(advice)
+        fitting = Fitting(snapshot.catalogue.spec("m"), place, snapshot, 0.0, need=need, origin="operator")
+        assert fitting.load().reason.endswith(advice)
 
 
 def test_measured_size_wins_over_estimates(model: Make, node: Make, fleet: Make, spec: Make) -> None:

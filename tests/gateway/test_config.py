@@ -1,4 +1,4 @@
-"""Keys of `cortex.toml` that earlier versions had."""
+"""Keys of `cortex.toml` that earlier versions had, and variables that hold keys of nodes."""
 
 from pathlib import Path
 
@@ -35,3 +35,14 @@ def test_variables_that_hold_keys_of_nodes_are_no_unknown_keys(tmp_path: Path) -
     load(path, {"CORTEX_BEAST_KEY": "x", "CORTEX_URL": "http://elsewhere"})
     with pytest.raises(SettingsError, match="unknown environment variable CORTEX_ATTIC_KEY"):
         load(path, {"CORTEX_ATTIC_KEY": "x"})
+
+
+@pytest.mark.parametrize("key", ["nk-one\nnk-two", "nk-one\r\nnk-two", "nk one", "nk-schlüssel", "nk\x00"])
+@pytest.mark.parametrize("text", ["[gateway]\nnode_key_env = 'KEY'", "[[neurons]]\nname='a'\nkey_env='KEY'"])
+def test_key_of_a_node_that_no_header_can_carry_is_an_error_at_the_start(tmp_path: Path, text: str, key: str) -> None:
+    path = tmp_path / "cortex.toml"
+    path.write_text(text.replace("key_env='KEY'", "endpoint='http://a:1'\nkey_env='KEY'"))
+    load(path, {"KEY": " nk-one\r\n"})
+    with pytest.raises(SettingsError, match="the environment variable KEY holds more than one key") as caught:
+        load(path, {"KEY": key})
+    assert "nk" not in str(caught.value), "a message shows no key"

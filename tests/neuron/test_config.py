@@ -113,3 +113,10 @@ def test_former_names_work_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptu
 def test_rejects_unknown_environment_variable() -> None:
     with pytest.raises(SettingsError, match="NEURON_LIMITS_MAX_QUEUE: did you mean NEURON_LIMITS__MAX_QUEUE"):
         load(None, {"NEURON_LIMITS_MAX_QUEUE": "3"})
+
+
+def test_key_of_a_peer_must_be_one_key(tmp_path: Path) -> None:
+    path = write(tmp_path, "[[peers]]\nname = 'b'\nendpoint = 'http://b:13131'\nkey_env = 'PEER_KEY'\n")
+    load(path, {"PEER_KEY": "nk-one\n"})
+    with pytest.raises(SettingsError, match="PEER_KEY holds more than one key"):
+        load(path, {"PEER_KEY": "nk-one\nnk-two"})

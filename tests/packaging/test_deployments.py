@@ -53,7 +53,23 @@ def test_compose_services_find_each_other() -> None:
     load_neuron(None, compose["services"]["neuron"]["environment"])
     scraped = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())["scrape_configs"]
     targets = [target for job in scraped for group in job["static_configs"] for target in group["targets"]]
-    assert {target.partition(":")[0] for target in targets} <= set(compose["services"])
+    metrics = config.gateway.metrics_listen
+    assert metrics is not None
+    assert set(targets) == {f"cortex:{metrics.port}", f"neuron:{load_neuron(None, {}).address.port}"}
+    assert (
+        f"127.0.0.1:{config.gateway.listen.port}:{config.gateway.listen.port}" in compose["services"]["cortex"]["ports"]
+    )
+
+
+def test_compose_declares_every_secret_and_waits_longer_than_a_drain() -> None:
+    compose = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+    services = compose["services"]
+    used = {secret for service in services.values() for secret in service.get("secrets", ())}
+    assert used == set(compose["secrets"])
+    assert services["neuron"]["environment"]["NEURON_KEY_FILE"].removeprefix("/run/secrets/") in used
+    drains = {"cortex": load_gateway(None, {}).gateway.drain_s, "neuron": load_neuron(None, {}).drain_s}
+    for name, drain_s in drains.items():
+        assert float(services[name]["stop_grace_period"].removesuffix("s")) > drain_s
 
 
 def test_kubernetes_configuration_is_valid_and_names_the_headless_service(tmp_path: Path) -> None:
@@ -78,6 +94,57 @@ def test_pods_have_no_service_links_and_mount_what_they_declare(kind: str, name:
     assert pod["enableServiceLinks"] is False, "NEURON_PORT=tcp://… is not a port"
     (container,) = pod["containers"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("Deployment", "cortex"), ("DaemonSet", "neuron")])
+def test_pods_have_the_ports_labels_and_grace_that_services_and_probes_expect(kind: str, name: str) -> None:
+    found = manifests()
+    assert {each["metadata"]["namespace"] for each in found.values()} == {"cortex"}
+    workload = found[kind, name]["spec"]
+    labels, pod = workload["template"]["metadata"]["labels"], workload["template"]["spec"]
+    assert workload["selector"]["matchLabels"].items() <= labels.items()
+    (container,) = pod["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    services = [each["spec"] for (each_kind, _), each in found.items() if each_kind == "Service"]
+    (service,) = [each for each in services if each["selector"].items() <= labels.items()]
+    for port in service["ports"]:
+        assert port["port"] == ports[port["targetPort"]]
+    if name == "cortex":
+        gateway = load_gateway(None, {}).gateway
+        assert gateway.metrics_listen is not None
+        assert ports == {"api": gateway.listen.port, "metrics": gateway.metrics_listen.port}
+        drain_s = gateway.drain_s
+    else:
+        node = load_neuron(None, {})
+        assert ports == {"api": node.address.port}
+        drain_s = node.drain_s
+    assert pod["terminationGracePeriodSeconds"] > drain_s
+    for probe in ("readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/health", "port": "api"}
+
+
+def test_manifests_refer_only_to_the_documented_secret_and_the_configuration_beside_them() -> None:
+    documented = (PACKAGING / "kubernetes" / "gateway.yaml").read_text().partition("apiVersion")[0]
+    assert "create secret generic cortex " in documented
+    given = set(re.findall(r"--from-literal=([\w-]+)=", documented))
+    wanted: set[str] = set()
+    for (kind, _), each in manifests().items():
+        if kind not in ("Deployment", "DaemonSet"):
+            continue
+        pod = each["spec"]["template"]["spec"]
+        references = [
+            entry["valueFrom"]["secretKeyRef"] for entry in pod["containers"][0]["env"] if "valueFrom" in entry
+        ]
+        wanted |= {reference["key"] for reference in references}
+        names = {reference["name"] for reference in references}
+        for volume in pod["volumes"]:
+            if "secret" in volume:
+                names.add(volume["secret"]["secretName"])
+                wanted |= {item["key"] for item in volume["secret"]["items"]}
+            if "configMap" in volume:
+                assert ("ConfigMap", volume["configMap"]["name"]) in manifests()
+        assert names == {"cortex"}
+    assert wanted == given
 
 
 def install(root: Path, kind: str) -> None:

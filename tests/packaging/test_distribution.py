@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -71,6 +73,17 @@ def link(distribution: str, packages: Path) -> None:
     for top in {file.parts[0] for file in installed.files or ()} - {"..", "__pycache__"}:
         if not (packages / top).exists():
             (packages / top).symlink_to(str(installed.locate_file(top)))
+
+
+def test_torch_is_locked_in_one_place_inside_the_accepted_range() -> None:
+    """An upper bound: `pip install` would take a version of torch that nobody has tried with this engine."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (accepted,) = [each for line in extras["neuron"] if (each := Requirement(line)).name == "torch"]
+    assert {part.operator for part in accepted.specifier} == {">=", "<"}
+    (locked,) = re.findall(r"^torch==([\d.]+)", (ROOT / "packaging" / "requirements-neuron.lock").read_text(), re.M)
+    assert accepted.specifier.contains(locked)
+    for file in (ROOT / "Makefile", ROOT / "packaging" / "install.sh", *(ROOT / "packaging" / "container").iterdir()):
+        assert not re.search(r"torch *==\s*\d", file.read_text()), f"{file.name} names a version of its own"
 
 
 def test_wheel_without_extras_is_the_gateway_without_torch(built: Path, tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cortex import __version__
 
 ROOT = Path(__file__).parents[2]
-TORCH = "torch==2.13.0"
 WAIT_S = 300.0
 
 pytestmark = pytest.mark.skipif(
@@ -73,10 +73,28 @@ def test_gateway_alone_has_no_torch_and_says_what_is_missing(built: Path, tmp_pa
     assert "pip install 'cortex-fleet[neuron]'" in missing.stderr
 
 
+def test_manifests_pass_the_schemas_of_kubernetes(tmp_path: Path) -> None:
+    programs = environment(tmp_path / "venv", "kubernetes-validate")
+    manifests = sorted((ROOT / "packaging" / "kubernetes").glob("*.yaml"))
+    assert manifests
+    run(programs / "kubernetes-validate", "--strict", *manifests)
+
+
+def test_podman_compose_reads_the_compose_files(tmp_path: Path) -> None:
+    programs = environment(tmp_path / "venv", "podman-compose")
+    folder = ROOT / "packaging" / "compose"
+    merged = run(programs / "podman-compose", "-f", "compose.yaml", "-f", "compose.cpu.yaml", "config", cwd=folder)
+    services = yaml.safe_load(merged)["services"]
+    assert services["neuron"]["image"] == "localhost/neuron-cpu"
+    assert "deploy" not in services["neuron"]
+
+
 @pytest.fixture(scope="module")
 def with_engine(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = built.glob("*.whl")
-    return environment(tmp_path_factory.mktemp("engine") / "venv", TORCH, f"{wheel}[neuron]")
+    locked = re.search(r"^torch==[\d.]+", (ROOT / "packaging" / "requirements-neuron.lock").read_text(), re.M)
+    assert locked is not None
+    return environment(tmp_path_factory.mktemp("engine") / "venv", locked[0], f"{wheel}[neuron]")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from urllib.parse import quote, urlsplit
 import click
 import msgspec
 
+from cortex.settings import is_one_key
 from cortex.tls import client_context
 
 from .failures import CommandError, ExitCode
@@ -90,6 +91,11 @@ class GatewayClient:
             host = None
         if host is None or parts.scheme not in ("http", "https"):
             raise CommandError(f"{url} is not a gateway address", f"write it like {DEFAULT_URL}", ExitCode.USAGE)
+        api_key = (api_key or "").strip()
+        if not is_one_key(api_key):
+            raise CommandError(
+                "the key has a character that no key has", "set CORTEX_API_KEY to one key", ExitCode.USAGE
+            )
         self._host = host
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._base}"

@@ -57,8 +57,8 @@ class ModelSpec(Section, frozen=True):
     """Fewest devices to spread over; more are used where one share would not fit. Nodes limit the devices per model:
     a neuron supports as many as it has (`max_devices_per_model` in its `/discovery`)."""
     pipeline_parallel: Count = 1
-    """Number of devices of a node that its layers are divided among, by their free memory. For devices of different
-    sizes and slow links; not together with `min_devices`, which divides every layer."""
+    """Number of devices that its layers are divided among, by their free memory; with `nodes`, over all of them. For
+    devices of different sizes and slow links; not together with `min_devices`, which divides every layer."""
     min_device_vram_mb: Amount = 0
     """Devices smaller than this are not considered."""
     pinned_on: tuple[str, ...] = ()
@@ -66,8 +66,9 @@ class ModelSpec(Section, frozen=True):
     only_on: tuple[str, ...] = ()
     """It is loaded on these nodes and no others. Empty: on every node."""
     nodes: tuple[str, ...] = ()
-    """Nodes that share the model, for one that outgrows a node: each takes an equal number of `min_devices` devices, at
-    least one. The first serves it and has the others as `peers` in its `neuron.toml`."""
+    """Nodes that share the model, for one that outgrows a node: each takes an equal number of `min_devices` or
+    `pipeline_parallel` devices, at least one. The first serves it and has the others as `peers` in its
+    `neuron.toml`."""
     load: LoadPolicy | None = None
     """`on_demand`: loaded by the first request. `pinned`: loaded at start, and kept. `manual`: loaded only by the
     operator. When absent: `pinned` where `pinned_on` is given, else `on_demand`."""
@@ -99,10 +100,6 @@ class ModelSpec(Section, frozen=True):
             raise ValueError(f"`{self.id}` is pinned on {', '.join(excluded)}, which `only_on` excludes")
         if self.pipeline_parallel > 1 and self.min_devices > 1:
             raise ValueError(f"`{self.id}` has min_devices and pipeline_parallel; choose one of them")
-        if self.pipeline_parallel > 1 and self.nodes:
-            raise ValueError(
-                f"`{self.id}` has `nodes`: set its pipeline_parallel in the neuron.toml of {self.nodes[0]}"
-            )
         if self.nodes:
             self._check_nodes()
 
@@ -110,19 +107,17 @@ class ModelSpec(Section, frozen=True):
         lead = self.nodes[0]
         if len(self.nodes) < 2 or len(set(self.nodes)) < len(self.nodes):
             raise ValueError(f"`nodes` of `{self.id}` must name two or more nodes, each once")
-        if self.min_devices > 1 and self.min_devices % len(self.nodes):
-            raise ValueError(
-                f"min_devices = {self.min_devices} of `{self.id}` cannot be shared equally by {len(self.nodes)} nodes"
-            )
+        for name, count in (("min_devices", self.min_devices), ("pipeline_parallel", self.pipeline_parallel)):
+            if count > 1 and count % len(self.nodes):
+                raise ValueError(f"{name} = {count} of `{self.id}` cannot be shared equally by {len(self.nodes)} nodes")
         if self.only_on or any(name != lead for name in self.pinned_on):
             raise ValueError(
                 f"`{self.id}` is served by {lead}, the first of its `nodes`: remove `only_on` and other pins"
             )
 
-    @property
-    def devices_per_node(self) -> int:
-        """The fewest devices that it takes on each node that it is loaded on."""
-        return max(self.pipeline_parallel, self.min_devices // max(1, len(self.nodes)))
+    def devices_per_node(self, num_nodes: int) -> int:
+        """The fewest devices that it takes on each of the nodes that share it."""
+        return max(1, max(self.pipeline_parallel, self.min_devices) // num_nodes)
 
     @property
     def policy(self) -> LoadPolicy:

@@ -92,8 +92,8 @@ def ledger(node: Node) -> tuple[DeviceLedger, ...]:
             shares = held.status.device_bytes
             _enter(holdings, node, held.model_id, held.status.devices, held.num_bytes, basis, shares)
     for share in node.shares:
-        if share.model_id not in reserved and share.state != "asleep":
-            _enter(holdings, node, share.model_id, share.devices, share.num_bytes, "measured")
+        if share.model_id not in reserved and not share.is_asleep:
+            _enter(holdings, node, share.model_id, share.devices, share.num_bytes, "measured", share.device_bytes)
     ceiling = node.ceiling_bytes
     held_bytes = sum(holding.num_bytes for entries in holdings.values() for holding in entries)
     return tuple(
@@ -124,21 +124,21 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
         """This need, raised to `num_bytes` where it is less."""
         return Need(takes_bytes=max(self.takes_bytes, num_bytes), least_bytes=max(self.least_bytes, num_bytes))
 
-    def part_of(self, num_parts: int) -> Need:
-        """One of `num_parts` equal parts."""
-        return Need(takes_bytes=-(-self.takes_bytes // num_parts), least_bytes=-(-self.least_bytes // num_parts))
+    def part_of(self, whole: int, part: int = 1) -> Need:
+        """`part` of `whole` equal parts."""
+        return Need(takes_bytes=-(-self.takes_bytes * part // whole), least_bytes=-(-self.least_bytes * part // whole))
 
 
 def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
-    """What `spec` needs on `node`: measured before estimated, the operator's estimate before the node's.
-    Of a model that spans nodes, the part of one node.
+    """What `spec` needs if `node` serves it, over all nodes that share it: measured before estimated, the operator's
+    estimate before the node's.
 
     A node that has read the model's files also reports a minimum; the operator's estimate has none.
     """
     held = node.residencies.get(spec.id)
     status = None if held is None else sized_for(spec, held.status)
     candidates = (
-        None if status is None else _whole(status, status.measured_bytes),
+        None if status is None else _measured_bytes(node, status, fleet),
         fleet.measured.get((spec.id, spec.quant, spec.context)),
         spec.vram_bytes,
         None if status is None else _whole(status, status.estimate_bytes),
@@ -149,16 +149,24 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
         return None
     least_bytes = None if status is None or spec.vram_bytes is not None else _whole(status, status.least_bytes)
     if least_bytes is None:
-        need = Need(takes_bytes=takes_bytes, least_bytes=takes_bytes)
-    else:
-        # The minimum includes memory that is not taken at load, so it can exceed the measured size.
-        need = Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes)
-    return need.part_of(max(1, len(node.nodes_of(spec))))
+        return Need(takes_bytes=takes_bytes, least_bytes=takes_bytes)
+    # The minimum includes memory that is not taken at load, so it can exceed the measured size.
+    return Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes)
 
 
 def _whole(status: ModelStatus, num_bytes: int | None) -> int | None:
-    """The size of the whole model, of which a node reports its part."""
+    """The size of the whole model, of which a node reports an equal part."""
     return None if num_bytes is None else num_bytes * max(1, len(status.nodes))
+
+
+def _measured_bytes(node: Node, status: ModelStatus, fleet: Fleet) -> int | None:
+    """The measured size of the whole model that `node` serves. If its layers are divided among nodes, these have
+    different parts: `None` unless all are known."""
+    if status.measured_bytes is None or not status.nodes or status.parallel != "pipeline":
+        return _whole(status, status.measured_bytes)
+    others = [share.awake_bytes for _, share in fleet.parts(node.name, status.id)]
+    is_complete = len(others) == len(status.nodes) - 1 and all(others)
+    return status.measured_bytes + sum(others) if is_complete else None
 
 
 def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
@@ -167,7 +175,7 @@ def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
     found = dict(fleet.measured)
     for node in fleet.nodes:
         for held in node.residencies.values():
-            if (whole_bytes := _whole(held.status, held.status.measured_bytes)) is not None:
+            if (whole_bytes := _measured_bytes(node, held.status, fleet)) is not None:
                 spec = fleet.catalogue.spec(held.model_id)
                 if spec.quant is None or _is_as_wanted(spec.quant, held.status):
                     found[(spec.id, spec.quant, spec.context)] = whole_bytes
@@ -202,9 +210,9 @@ def _bits(quant: str) -> str:
 
 def _estimate_elsewhere(spec: ModelSpec, fleet: Fleet) -> int | None:
     """The largest size that any node reports for the model."""
-    held = [node.residencies[spec.id] for node in fleet.nodes if spec.id in node.residencies]
-    statuses = [status for each in held if (status := sized_for(spec, each.status)) is not None]
-    sizes = [_whole(status, status.measured_bytes or status.estimate_bytes) for status in statuses]
+    held = [(node, node.residencies[spec.id]) for node in fleet.nodes if spec.id in node.residencies]
+    known = [(node, status) for node, each in held if (status := sized_for(spec, each.status)) is not None]
+    sizes = [_measured_bytes(node, status, fleet) or _whole(status, status.estimate_bytes) for node, status in known]
     return max((size for size in sizes if size is not None), default=None)
 
 

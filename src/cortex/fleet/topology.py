@@ -6,7 +6,7 @@ a decision; the node itself is the authority on its state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -159,7 +159,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     shares: tuple[ModelShare, ...] = ()
     """Parts of models that other nodes serve."""
     raised_needs: dict[str, int] = {}
-    """By model: the minimum bytes that it needs here, raised after a load ran out of memory."""
+    """By model that it serves: the minimum bytes that it needs, raised after a load ran out of memory."""
 
     @property
     def why_draining(self) -> str:
@@ -170,6 +170,14 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         it has all of it."""
         held = self.residencies.get(spec.id)
         return spec.nodes or (held.status.nodes if held is not None else ())
+
+    def divides_by_layers(self, spec: ModelSpec) -> bool:
+        """Whether devices have whole layers of the model: by the catalogue, or as this node is configured."""
+        held = self.residencies.get(spec.id)
+        status = None if held is None else held.status
+        return spec.pipeline_parallel > 1 or (
+            status is not None and (status.parallel == "pipeline" or bool(status.stage_layers))
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -217,14 +225,18 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         found = [(node, held) for node, held in found if node.name == share.lead] or found
         return found[0] if len(found) == 1 else None
 
-    def holders(self, lead: str, model_id: str) -> tuple[Node, ...]:
-        """The nodes with a part of a model that `lead` serves."""
+    def parts(self, lead: str, model_id: str) -> tuple[tuple[Node, ModelShare], ...]:
+        """The nodes with a part of a model that `lead` serves, and the part."""
         return tuple(
-            node
+            (node, share)
             for node in self.nodes
             for share in node.shares
             if share.model_id == model_id and (found := self.lead_of(share)) is not None and found[0].name == lead
         )
+
+    def holders(self, lead: str, model_id: str) -> tuple[Node, ...]:
+        """The nodes with a part of a model that `lead` serves."""
+        return tuple(node for node, _ in self.parts(lead, model_id))
 
     def draining_part(self, lead: Node, held: Residency) -> Node | None:
         """A draining node with a part of a model that `lead` serves: the model drains with it."""
@@ -238,6 +250,30 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.structs.replace(self, nodes=(*self.nodes, changed))
         nodes = tuple(changed if node.name == changed.name else node for node in self.nodes)
         return msgspec.structs.replace(self, nodes=nodes)
+
+    def without(self, gone: Collection[ModelOnNode]) -> Fleet:
+        """This fleet once these models are unloaded, each with its parts on other nodes."""
+        return msgspec.structs.replace(self, nodes=tuple(self._freed(node, gone) for node in self.nodes))
+
+    def _freed(self, node: Node, gone: Collection[ModelOnNode]) -> Node:
+        shares = [
+            share
+            for share in node.shares
+            if (lead := self.lead_of(share)) is not None and ModelOnNode(lead[0].name, share.model_id) in gone
+        ]
+        models = [held for model, held in node.residencies.items() if ModelOnNode(node.name, model) in gone]
+        statuses = [*(held.status for held in models), *map(_as_model, shares)]
+
+        def freed(device: DeviceState) -> DeviceState:
+            here = [_bytes_on(device.index, status) for status in statuses if device.index in status.devices]
+            return msgspec.structs.replace(device, free_bytes=min(device.total_bytes, device.free_bytes + sum(here)))
+
+        return msgspec.structs.replace(
+            node,
+            devices=tuple(map(freed, node.devices)),
+            residencies={model: held for model, held in node.residencies.items() if held not in models},
+            shares=tuple(share for share in node.shares if share not in shares),
+        )
 
     def with_in_flight(self, counts: Mapping[ModelOnNode, int]) -> Fleet:
         """This fleet with the gateway's own request counts."""
@@ -292,7 +328,11 @@ def _devices(before: Node, discovery: Discovery, health: Health) -> tuple[Device
 def _as_model(share: ModelShare) -> ModelStatus:
     """A share holds device memory as a model does."""
     return ModelStatus(
-        id=share.model_id, state=ModelState(share.state), devices=share.devices, measured_bytes=share.num_bytes
+        id=share.model_id,
+        state=ModelState(share.state),
+        devices=share.devices,
+        measured_bytes=share.num_bytes,
+        device_bytes=share.device_bytes,
     )
 
 

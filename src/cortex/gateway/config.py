@@ -298,4 +298,6 @@ def load(
 
     Raises `SettingsError` with a message of one line.
     """
-    return settings.load(Config, path, env_prefix="CORTEX_", env=env, defaults=defaults)
+    config = settings.load(Config, path, env_prefix="CORTEX_", env=env, defaults=defaults)
+    settings.check_key_variables([config.gateway.node_key_env, *(neuron.key_env for neuron in config.neurons)], env)
+    return config

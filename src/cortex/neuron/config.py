@@ -315,4 +315,6 @@ def check_key(key: str) -> None:
 
 def load(path: Path | None, env: Mapping[str, str] = os.environ) -> NeuronConfig:
     """Reads `path`, or the defaults without one, and applies the environment. Raises SettingsError."""
-    return settings.load(NeuronConfig, path, env_prefix="NEURON_", env=env)
+    config = settings.load(NeuronConfig, path, env_prefix="NEURON_", env=env)
+    settings.check_key_variables([peer.key_env for peer in config.peers], env)
+    return config

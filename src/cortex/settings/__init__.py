@@ -5,6 +5,7 @@ invalid values with one clear line (`SettingsError`), and writes the reference p
 plain numbers with the unit in the key: `ttl_s`, `vram_mb`.
 """
 
+from .environment import check_key_variables, is_one_key
 from .listen import Listen
 from .loading import load, loads
 from .reference import reference
@@ -12,4 +13,16 @@ from .sampling import SamplingSection
 from .section import Section, SettingsError
 from .stamps import Stamp, stamp
 
-__all__ = ["Listen", "SamplingSection", "Section", "SettingsError", "Stamp", "load", "loads", "reference", "stamp"]
+__all__ = [
+    "Listen",
+    "SamplingSection",
+    "Section",
+    "SettingsError",
+    "Stamp",
+    "check_key_variables",
+    "is_one_key",
+    "load",
+    "loads",
+    "reference",
+    "stamp",
+]

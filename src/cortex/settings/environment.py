@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,21 @@ from . import schema
 from .conversion import dotted
 from .positions import Path
 from .section import SettingsError
+
+
+def is_one_key(text: str) -> bool:
+    """Whether a header can carry `text` as one key: visible ASCII characters without spaces."""
+    return text.isascii() and text.isprintable() and " " not in text
+
+
+def check_key_variables(names: Iterable[str | None], env: Mapping[str, str]) -> None:
+    """Raise SettingsError where one of the variables is set, but not to one key."""
+    for name in names:
+        if name is not None and not is_one_key(env.get(name, "").strip()):
+            raise SettingsError(
+                f"the environment variable {name} holds more than one key, or a character that no key has; "
+                "set it to one key, on one line"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,13 @@ def test_address_that_is_none_is_a_usage_error(invoke: Invoke, url: str) -> None
     assert f"{url} is not a gateway address" in outcome.error
 
 
+def test_key_that_no_header_can_carry_is_an_error(invoke: Invoke) -> None:
+    outcome = invoke("status", "--api-key", "ck-one\nck-two")
+    assert outcome.code is ExitCode.USAGE
+    assert "set CORTEX_API_KEY to one key" in outcome.error
+    assert "ck-one" not in outcome.error
+
+
 @pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
 def test_gateway_may_be_behind_a_path(gateway: CannedGateway, invoke: Invoke, suffix: str) -> None:
     gateway.responses["GET", "/llm/v1/models"] = MODELS

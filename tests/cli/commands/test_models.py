@@ -127,7 +127,8 @@ def test_run_pulls_loads_and_chats(gateway: CannedGateway, invoke: Invoke) -> No
     assert invoke("run", "org/m", "Hi").stdout == "ok\n"
     paths = [path for method, path, _, _ in gateway.requests if method == "POST"]
     assert paths == ["/fleet/pull", "/fleet/models/org%2Fm/load", "/v1/chat/completions"]
-    for held in ({"requested_quant": "q4", "quant": "q4_k"}, {"quant": "q4"}, {"state": "failed"}):
+    q4_k_m = {"requested_quant": "Q4_K_M", "quant": "q4_k"}
+    for held in (q4_k_m, {"requested_quant": "q4", "quant": "q4_k"}, {"quant": "q4_k"}, {"state": "failed"}):
         gateway.responses["GET", "/fleet/status"] = fleet({**READY, "id": "org/m", **held})
         assert invoke("run", "org/m:Q4", "Hi").stdout == "ok\n"
 

@@ -26,6 +26,8 @@ from ...ports import free_port
 
 SOURCE = Path(__file__).parents[3] / "src"
 READY_TIMEOUT_S = 180.0
+TIMEOUT_S = 120.0
+"""Only reached on failure."""
 MEMORY_MB = 1024
 """What the demo model may take: without bfloat16 its weights take 600 MB, and eight long responses 200 more."""
 DEMO, TINY = "demo", "tiny"
@@ -112,6 +114,29 @@ class Daemon:
 StartDaemon = Callable[..., Daemon]
 
 
+def text_of(daemon: Daemon, model: str, prompt: str = "The capital of France is") -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0}
+    status, response = daemon.call("/v1/completions", body, TIMEOUT_S)
+    assert status == 200, response
+    return str(response["choices"][0]["text"])
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.1)
+
+
+def nodes_of(gateway: Daemon) -> dict[str, Any]:
+    """The nodes of its fleet, by name."""
+    return {node["name"]: node for node in gateway.call("/fleet/status", timeout_s=TIMEOUT_S)[1]["nodes"]}
+
+
+StartGateway = Callable[[str, dict[str, Daemon]], Daemon]
+"""The text of `models.toml` and the nodes by name → the gateway, whose nodes are up."""
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of a few hundred kilobytes with a tokenizer of single bytes."""
@@ -124,7 +149,7 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("wide"), inner=40_000)
 
 
-def write_model(folder: Path, inner: int) -> Path:
+def write_model(folder: Path, inner: int, num_layers: int = 2) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -135,7 +160,7 @@ def write_model(folder: Path, inner: int) -> Path:
         "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": inner,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
@@ -150,7 +175,7 @@ def write_model(folder: Path, inner: int) -> Path:
         "lm_head.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
     }
-    for layer in range(2):
+    for layer in range(num_layers):
         block = f"model.layers.{layer}"
         shapes |= {
             f"{block}.input_layernorm.weight": (hidden,),
@@ -220,3 +245,45 @@ def start_daemon(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tin
         if daemon.process.poll() is None:
             daemon.process.send_signal(signal.SIGKILL)
         daemon.process.wait(60)
+
+
+@pytest.fixture
+def start_gateway(tmp_path: Path) -> Iterator[StartGateway]:
+    gateways: list[Daemon] = []
+
+    def start(models: str, nodes: dict[str, Daemon]) -> Daemon:
+        port = free_port()
+        (tmp_path / "models.toml").write_text(models)
+        neurons = "".join(
+            f'[[neurons]]\nname = "{name}"\nendpoint = "{node.url}"\nkey_env = "KEY_{number}"\n'
+            for number, (name, node) in enumerate(nodes.items())
+        )
+        (tmp_path / "cortex.toml").write_text(
+            f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:0"\nmodels = "models.toml"\n'
+            f'state = "{tmp_path}/state"\nopen = true\n[eviction]\nmin_residency_s = 0\n{neurons}'
+        )
+        keys = {f"KEY_{number}": node.key or "none" for number, node in enumerate(nodes.values())}
+        with (tmp_path / "log").open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "cortex.gateway", "--config", str(tmp_path / "cortex.toml")],
+                stdin=subprocess.DEVNULL,
+                stderr=output,
+                env={**os.environ, "PYTHONPATH": str(SOURCE), **keys},
+            )
+        gateway = Daemon(process, f"http://127.0.0.1:{port}", tmp_path / "log")
+        gateways.append(gateway)
+
+        def all_are_up() -> bool:
+            assert process.poll() is None, gateway.log.read_text()
+            try:
+                return all(node["up"] for node in nodes_of(gateway).values())
+            except OSError:
+                return False
+
+        until(all_are_up, "the nodes are not up")
+        return gateway
+
+    yield start
+    for gateway in gateways:
+        gateway.process.kill()
+        gateway.process.wait(60)

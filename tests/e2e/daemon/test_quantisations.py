@@ -101,6 +101,20 @@ def test_any_spelling_loads_its_file_and_the_report_names_it(
     assert daemon.call("/files/delete", {"model_id": model}, timeout_s=60)[0] == 200
 
 
+def test_load_of_another_quantisation_than_the_one_in_memory_is_rejected(daemon: Daemon) -> None:
+    request = {"model_id": "tiny/quants-GGUF", "quant": "Q8_0"}
+    load(daemon, "tiny/quants-GGUF", quant="Q8_0")
+    for same in ("q8", "int8", None):
+        assert daemon.call("/models/load", request | {"quant": same}, timeout_s=120)[0] == 200
+    status, rejected = daemon.call("/models/load", request | {"quant": "q4"}, timeout_s=120)
+    assert (status, rejected["error"]["code"]) == (409, "model_in_use")
+    assert "is ready as Q8_0, not as q4; unload it first" in rejected["error"]["message"]
+    sleep = {"model_id": "tiny/quants-GGUF", "sleep": True}
+    assert daemon.call("/models/unload", sleep, timeout_s=120)[0] == 200
+    assert load(daemon, "tiny/quants-GGUF", quant="q4")["quant"] == "q4_0"
+    unload(daemon, "tiny/quants-GGUF")
+
+
 @pytest.fixture
 def _quantises_at_load() -> None:
     device = torch.device("cpu")

@@ -7,12 +7,9 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 import urllib.request
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -20,20 +17,16 @@ from urllib.parse import quote
 import pytest
 
 from ...ports import free_port
+from .conftest import TIMEOUT_S, nodes_of, text_of, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from .conftest import Daemon, StartDaemon
+    from .conftest import Daemon, StartDaemon, StartGateway
 
 pytestmark = pytest.mark.e2e
 
-SOURCE = Path(__file__).parents[3] / "src"
 TINY, SPANNING, BESIDE, WRONG_KEY = "tiny", "spanning", "beside", "wrong key"
 SHARED = ("shared", "shared too", "shared as well")
 PEER_KEY = "key-of-the-second-node"
-TIMEOUT_S = 120.0
-"""Only reached on failure."""
 
 
 class Cable:
@@ -141,13 +134,6 @@ def thread_names(process_id: int) -> set[str]:
         return set()  # it has ended
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.1)
-
-
 class Response:
     """A streamed response of the lead, read as far as the test wants."""
 
@@ -161,13 +147,6 @@ class Response:
 
     def rest(self) -> str:
         return str(self._lines.read().decode())
-
-
-def text_of(daemon: Daemon, model: str, prompt: str = "The capital of France is") -> str:
-    body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0}
-    status, response = daemon.call("/v1/completions", body, TIMEOUT_S)
-    assert status == 200, response
-    return str(response["choices"][0]["text"])
 
 
 def test_the_model_spans_both_nodes_and_responds_as_on_one_device(pair: Pair) -> None:
@@ -238,78 +217,45 @@ def test_wrong_key_and_a_second_model_on_the_device_are_rejected(pair: Pair) -> 
 
 
 @pytest.fixture
-def gateway(pair: Pair, tmp_path: Path) -> Iterator[str]:
-    """The URL of a gateway over both nodes, which are up. Its catalogue has models that span them."""
-    port = free_port()
-    (tmp_path / "models.toml").write_text(
-        "".join(f'[[models]]\nid = "{name}"\nsource = "{pair.model}"\nnodes = ["beast", "second"]\n' for name in SHARED)
-    )
-    (tmp_path / "cortex.toml").write_text(
-        f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:0"\nmodels = "models.toml"\n'
-        f'state = "{tmp_path}/state"\nopen = true\n[eviction]\nmin_residency_s = 0\n'
-        f'[[neurons]]\nname = "beast"\nendpoint = "{pair.lead.url}"\n'
-        f'[[neurons]]\nname = "second"\nendpoint = "{pair.peer.url}"\nkey_env = "PEER_KEY"\n'
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cortex.gateway", "--config", str(tmp_path / "cortex.toml")],
-        stdin=subprocess.DEVNULL,
-        stderr=(tmp_path / "log").open("wb"),
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "PEER_KEY": PEER_KEY},
-    )
-    url = f"http://127.0.0.1:{port}"
-
-    def both_are_up() -> bool:
-        try:
-            return all(node["up"] for node in fleet_nodes(url).values())
-        except OSError:
-            return False
-
-    until(both_are_up, "the nodes are not up")
-    yield url
-    process.kill()
-    process.wait(60)
+def gateway(pair: Pair, start_gateway: StartGateway) -> Daemon:
+    """A gateway over both nodes. Its catalogue has models that span them."""
+    models = (f'[[models]]\nid = "{name}"\nsource = "{pair.model}"\nnodes = ["beast", "second"]\n' for name in SHARED)
+    return start_gateway("".join(models), {"beast": pair.lead, "second": pair.peer})
 
 
-def fleet_nodes(gateway: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{gateway}/fleet/status", timeout=TIMEOUT_S) as response:
-        return {node["name"]: node for node in json.load(response)["nodes"]}
-
-
-def test_gateway_plans_loads_serves_and_shows_it(pair: Pair, gateway: str) -> None:
-    through = replace(pair.lead, url=gateway)
-    status, body = through.call("/fleet/models/shared/load", {"dry_run": True}, TIMEOUT_S)
+def test_gateway_plans_loads_serves_and_shows_it(pair: Pair, gateway: Daemon) -> None:
+    status, body = gateway.call("/fleet/models/shared/load", {"dry_run": True}, TIMEOUT_S)
     assert "and a part on second" in json.dumps(body), body
-    assert text_of(through, "shared") == text_of(pair.lead, BESIDE)
-    (held,) = [model for model in fleet_nodes(gateway)["beast"]["models"] if model["id"] == "shared"]
+    assert text_of(gateway, "shared") == text_of(pair.lead, BESIDE)
+    (held,) = [model for model in nodes_of(gateway)["beast"]["models"] if model["id"] == "shared"]
     assert (held["state"], held["nodes"]) == ("ready", ["beast", "second"])
     until(
         lambda: (
-            [(share["model_id"], share["state"]) for share in fleet_nodes(gateway)["second"]["shares"]]
+            [(share["model_id"], share["state"]) for share in nodes_of(gateway)["second"]["shares"]]
             == [("shared", "ready")]
         ),
         "the part is not shown",
     )
-    status, body = through.call("/fleet/models/shared/unload", {}, TIMEOUT_S)
+    status, body = gateway.call("/fleet/models/shared/unload", {}, TIMEOUT_S)
     assert status == 200, body
     assert pair.shares() == []
 
 
-def test_models_over_the_same_nodes_replace_each_other_and_drain_with_each_of_them(pair: Pair, gateway: str) -> None:
-    through = replace(pair.lead, url=gateway)
+def test_models_over_the_same_nodes_replace_each_other_and_drain_with_each_of_them(pair: Pair, gateway: Daemon) -> None:
     expected = text_of(pair.lead, BESIDE)
     for name in SHARED * 2:  # three models on two devices, which have a part of one of them each
-        assert text_of(through, name) == expected
+        assert text_of(gateway, name) == expected
     held = {share["model_id"]: share["state"] for share in pair.shares()}
     assert sorted(held.values()) == ["asleep", "ready", "ready"]
     assert held[SHARED[-1]] == "ready"
-    through.call("/fleet/nodes/second/drain", {})
-    status, body = through.call("/v1/completions", {"model": SHARED[-1], "prompt": "x", "max_tokens": 1}, TIMEOUT_S)
+    gateway.call("/fleet/nodes/second/drain", {})
+    status, body = gateway.call("/v1/completions", {"model": SHARED[-1], "prompt": "x", "max_tokens": 1}, TIMEOUT_S)
     assert status == 502
     assert "second has a part of it, and is drained" in body["error"]["message"]
-    through.call("/fleet/nodes/second/undrain", {})
-    assert text_of(through, SHARED[-1]) == expected
+    gateway.call("/fleet/nodes/second/undrain", {})
+    assert text_of(gateway, SHARED[-1]) == expected
     for name in SHARED:
-        through.call(f"/fleet/models/{quote(name)}/unload", {}, TIMEOUT_S)
+        gateway.call(f"/fleet/models/{quote(name)}/unload", {}, TIMEOUT_S)
     assert pair.shares() == []
 
 

@@ -93,15 +93,114 @@ def test_evicts_on_every_node(model: Make, node: Make, fleet: Make) -> None:
     assert as_json(decision)["nodes"][0]["parts"][0]["victims"] == ["b"]
 
 
-@pytest.mark.parametrize(("lead", "peer", "expected"), [(None, 16, 16), (20, 16, 16), (16, 20, 16), (16, None, 16)])
-def test_smallest_ceiling_limits_the_part_of_every_node(
-    node: Make, fleet: Make, lead: int | None, peer: int | None, expected: int
-) -> None:
+@pytest.mark.parametrize("ceilings", [(None, 16), (20, 16), (16, 20), (16, None)])
+def test_ceiling_of_each_node_limits_its_part(node: Make, fleet: Make, ceilings: tuple[int | None, int | None]) -> None:
+    expected = tuple(None if ceiling is None else ceiling * GIB for ceiling in ceilings)
     nodes = [
-        msgspec.structs.replace(node(name, [24]), ceiling_bytes=None if ceiling is None else ceiling * GIB)
-        for name, ceiling in zip(NODES, (lead, peer), strict=True)
+        msgspec.structs.replace(node(name, [24]), ceiling_bytes=ceiling)
+        for name, ceiling in zip(NODES, expected, strict=True)
     ]
-    assert place("big", fleet(*nodes, specs=[spanning(30)]), NOW).max_bytes == expected * GIB
+    assert place("big", fleet(*nodes, specs=[spanning(30)]), NOW).max_bytes == expected
+
+
+def staged(size: float | None = 30, **options: Any) -> ModelSpec:
+    return spanning(size, **({"pipeline_parallel": 2} | options))
+
+
+@pytest.mark.parametrize(
+    ("size", "beast", "benjy", "expected"),
+    [
+        (30, [24], [12], ((0,), (0,), 20, 10)),  # equal parts of 15 would not fit benjy
+        (30, [12], [24], ((0,), (0,), 10, 20)),
+        (30, [12, 24], [8, 12], ((1,), (1,), 20, 10)),
+        (36, [24], [12], ((0,), (0,), 24, 12)),
+        (37, [24], [12], None),
+    ],
+)
+def test_layers_are_divided_among_nodes_by_their_memory(
+    node: Make,
+    fleet: Make,
+    size: float,
+    beast: list[float],
+    benjy: list[float],
+    expected: tuple[tuple[int, ...], tuple[int, ...], float, float] | None,
+) -> None:
+    snapshot = fleet(node("benjy", benjy), node("beast", beast), specs=[staged(size)])
+    decision = place("big", snapshot, NOW)
+    if expected is None:
+        assert decision.assessments[0].reason == "needs 37.0 GiB on 2 nodes, which have 36.0 GiB together"
+        return
+    here, there, lead_size, part_size = expected
+    (part,) = decision.parts
+    assert (decision.action, decision.node, decision.devices, part.devices) == ("load", "beast", here, there)
+    assert (decision.takes_bytes, part.takes_bytes) == (lead_size * GIB, part_size * GIB)
+
+
+def test_several_devices_of_each_node_divide_its_layers_by_memory(node: Make, fleet: Make) -> None:
+    nodes = [
+        msgspec.structs.replace(node(name, sizes), max_devices_per_model=len(sizes))
+        for name, sizes in zip(NODES, ([24, 12], [8, 8, 4]), strict=True)
+    ]
+    decision = place("big", fleet(*nodes, specs=[staged(26, pipeline_parallel=4)]), NOW)
+    (part,) = decision.parts
+    assert [row.need_bytes for row in decision.assessments[0].rows] == [12 * GIB, 6 * GIB]
+    assert [row.need_bytes for row in part.rows if row.chosen] == [4 * GIB, 4 * GIB]
+
+
+def test_explains_which_node_takes_how_much_of_the_layers_or_decides_the_share_of_each(node: Make, fleet: Make) -> None:
+    nodes = [node("beast", [24]), node("benjy", [12])]
+    reason = place("big", fleet(*nodes, specs=[staged(30)]), NOW).assessments[0].reason
+    assert "layers by memory: 20.0 GiB on beast, 10.0 GiB on benjy; benjy with 12.0 GiB free has the fewest" in reason
+    reason = place("big", fleet(*nodes, specs=[spanning(20)]), NOW).assessments[0].reason
+    assert "benjy with 12.0 GiB free decides the share of each" in reason
+
+
+def test_layers_go_where_memory_is_free_before_anything_is_evicted(model: Make, node: Make, fleet: Make) -> None:
+    beast, benjy = node("beast", [24], model("a", 18)), node("benjy", [24])
+    decision = place("big", fleet(beast, benjy, specs=[staged(25)]), NOW)
+    assert (decision.evictions, decision.takes_bytes, decision.parts[0].takes_bytes) == ((), 5 * GIB, 20 * GIB)
+    decision = place("big", fleet(beast, benjy, specs=[staged(40)]), NOW)
+    assert decision.evictions == (ModelOnNode("beast", "a"),)
+    assert (decision.takes_bytes, decision.parts[0].takes_bytes) == (20 * GIB, 20 * GIB)
+    # An equal part would need more of benjy than is free.
+    benjy = node("benjy", [24], model("b", 8))
+    decision = place("big", fleet(beast, benjy, specs=[staged(35)]), NOW)
+    assert decision.evictions == (ModelOnNode("beast", "a"),)
+    assert (decision.takes_bytes, decision.parts[0].takes_bytes) == (21 * GIB, 14 * GIB)
+
+
+def test_loaded_layers_are_shown_and_their_bytes_are_the_size_of_the_model(
+    model: Make, node: Make, fleet: Make
+) -> None:
+    held = leading(model("big", 20), parallel="pipeline", stage_layers=(42,))
+    benjy = with_share(node("benjy", [12]), 10, awake_bytes=10 * GIB, stage_layers=(22,))
+    snapshot = fleet(node("beast", [24], held), benjy, specs=[staged(None)])
+    assert "layers: 42 on device 0, 22 on device 0 of benjy" in place("big", snapshot, NOW).assessments[0].reason
+    assert list(measurements(snapshot).values()) == [30 * GIB]
+    loading = with_share(node("benjy", [12]), 0, state="loading")
+    assert measurements(fleet(node("beast", [24], held), loading, specs=[staged(None)])) == {}
+
+
+def test_sleeping_stages_wake_at_their_own_sizes_or_are_loaded_on_other_devices(
+    model: Make, node: Make, fleet: Make
+) -> None:
+    asleep = leading(model("big", 20, state=ModelState.ASLEEP), parallel="pipeline", stage_layers=(42,))
+    benjy = node("benjy", [12, 12], model("b", 8, pinned=False, devices=(0,)))
+    benjy = with_share(benjy, 0, state="asleep", awake_bytes=10 * GIB)
+    decision = place("big", fleet(node("beast", [24], asleep), benjy, specs=[staged(None)]), NOW)
+    assert (decision.action, decision.parts[0].devices) == ("wake", (0,))
+    assert (decision.takes_bytes, decision.parts[0].takes_bytes) == (20 * GIB, 10 * GIB)
+    assert decision.evictions == (ModelOnNode("benjy", "b"),)
+    pinned = with_share(node("benjy", [12, 12], model("b", 8, pinned=True)), 0, state="asleep", awake_bytes=10 * GIB)
+    decision = place("big", fleet(node("beast", [24], asleep), pinned, specs=[staged(None)]), NOW)
+    assert (decision.action, decision.parts[0].devices, decision.evictions) == ("load", (1,), ())
+
+
+def test_sleeping_part_whose_device_is_held_is_loaded_on_another(model: Make, node: Make, fleet: Make) -> None:
+    beast = node("beast", [24], leading(model("big", 15, state=ModelState.ASLEEP)))
+    benjy = with_share(node("benjy", [24, 24], model("b", 20, pinned=True)), 0, state="asleep")
+    decision = place("big", fleet(beast, benjy, specs=[spanning(30)]), NOW)
+    assert (decision.action, decision.parts[0].devices, decision.evictions) == ("load", (1,), ())
 
 
 def test_takes_equally_many_devices_on_each_node(node: Make, fleet: Make) -> None:
@@ -283,8 +382,10 @@ def test_model_that_only_its_lead_is_configured_to_share_needs_its_part_on_every
     decision = place("big", fleet(node("beast", [24], held), node("benjy", [24], model("b", 20))), NOW)
     assert (decision.action, decision.node, decision.takes_bytes) == ("load", "beast", 15 * GIB)
     assert decision.evictions == (ModelOnNode("benjy", "b"),)
-    by_layers = leading(held, parallel="pipeline")
-    assert place("big", fleet(node("beast", [24], by_layers), node("benjy", [2])), NOW).action == "load"
+    by_layers = node("beast", [24], leading(held, parallel="pipeline"))
+    decision = place("big", fleet(by_layers, node("benjy", [12])), NOW)
+    assert (decision.action, decision.takes_bytes) == ("load", 20 * GIB)
+    assert place("big", fleet(by_layers, node("benjy", [2])), NOW).action == "reject"
     renamed = place("big", fleet(node("beast", [24], held), node("known as another", [24], model("b", 20))), NOW)
     assert (renamed.action, renamed.node, renamed.evictions) == ("load", "beast", ())
 

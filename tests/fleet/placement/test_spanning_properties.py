@@ -77,7 +77,8 @@ class Drawing:
         for number in range(self.random.randint(0, 8)):
             self.add(f"model {number}")
         nodes, size = self.nodes_of_model(), self.random.choice((4, 10, 15, 22))
-        newcomer = ModelSpec(id=NEWCOMER, nodes=nodes, vram_mb=size * max(1, len(nodes)))
+        stages = self.random.choice((1, len(nodes) or 1))
+        newcomer = ModelSpec(id=NEWCOMER, nodes=nodes, vram_mb=size * max(1, len(nodes)), pipeline_parallel=stages)
         return Fleet(nodes=tuple(self.nodes.values()), catalogue=Catalogue(models=(*self.specs, newcomer)))
 
 

@@ -129,7 +129,13 @@ def test_names_the_setting_that_a_node_cannot_satisfy(node: Make, fleet: Make, s
     assert "needs 50.0 GiB on 2 devices, which have 48.0 GiB together" in crowded.assessments[0].reason
 
 
-@pytest.mark.parametrize("other", [{"min_devices": 2}, {"nodes": ("a", "b")}])
-def test_stages_are_not_combined_with_other_divisions(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"`m` has .*pipeline_parallel"):
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ({"min_devices": 2}, "`m` has min_devices and pipeline_parallel"),
+        ({"nodes": ("a", "b", "c")}, "pipeline_parallel = 2 of `m` cannot be shared equally by 3 nodes"),
+    ],
+)
+def test_stages_are_not_combined_with_what_contradicts_them(other: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
         ModelSpec(id="m", pipeline_parallel=2, **other)

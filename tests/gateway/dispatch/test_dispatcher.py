@@ -70,16 +70,26 @@ def sharing_fleet(**sizes: int) -> FakeFleet:
 
 
 @pytest.mark.parametrize("nodes", [(), ("n", "m")])
-def test_ceiling_of_a_node_limits_its_part_of_a_model_that_spans_nodes(nodes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ceiling_of_a_node_limits_its_part_of_a_model_that_spans_nodes(nodes: tuple[str, ...], stages: int) -> None:
     """`nodes` of the model: in the catalogue, or only in the configuration of its lead."""
-    catalogue = Catalogue(models=(ModelSpec(id="a", nodes=nodes),))
+    catalogue = Catalogue(models=(ModelSpec(id="a", nodes=nodes, pipeline_parallel=stages),))
     fake = FakeFleet({"n": {"a": 6 * GB}, "m": {}}, catalogue=catalogue, spans={"a": ("n", "m")})
     settings = fake.settings("n", "m")
-    limited = tuple(msgspec.structs.replace(each, memory_mb=8 * GB >> 20) for each in settings.neurons)
+    ceilings = (9 * GB, 8 * GB)
+    limited = tuple(
+        msgspec.structs.replace(each, memory_mb=ceiling >> 20)
+        for each, ceiling in zip(settings.neurons, ceilings, strict=True)
+    )
     fake.dispatcher.reconfigure(replace(settings, neurons=limited))
     fake.poll()
     fake.ask("a")
-    assert fake.load_requests[0].max_bytes == 16 * GB, "over both nodes"
+    (request,) = fake.load_requests
+    assert (request.tensor_parallel if stages == 1 else request.pipeline_parallel) == (2 if nodes or stages > 1 else 1)
+    if stages == 1:
+        assert (request.max_bytes, request.max_bytes_of_nodes) == (16 * GB, ()), "over both nodes"
+    else:
+        assert (request.max_bytes, request.max_bytes_of_nodes) == (None, ceilings)
 
 
 def test_models_that_span_the_same_nodes_replace_each_other() -> None:

@@ -138,6 +138,8 @@ class FaultyEngine:
         return True
 
     def prepare(self) -> bool:
+        if self._behaviour.get("prepare") == "hang":
+            misbehave(HANG)
         return False
 
     def stats(self) -> EngineStats:

@@ -24,6 +24,16 @@ def test_worker_without_pending_work_is_not_stuck() -> None:
     assert watch.verdict(509.0, TIMEOUTS) is None
 
 
+def test_worker_that_says_it_is_in_a_step_has_work_whether_or_not_a_request_waits() -> None:
+    """It prepares itself, or follows the leader of a divided model."""
+    watch = ProgressWatch.begin(0.0)
+    assert [watch.reported(activity, 5, 1.0).is_in_step for activity in ("step", "idle", "load")] == [
+        True,
+        False,
+        False,
+    ]
+
+
 def test_load_has_its_own_timeout() -> None:
     watch = ProgressWatch.begin(0.0).reported("load", 5, 0.0)
     assert watch.verdict(99.0, TIMEOUTS) is None

@@ -58,6 +58,14 @@ async def test_model_keeps_serving_after_a_bug_in_a_step(tmp_path: Path) -> None
         assert sink.lost == []
 
 
+async def test_worker_that_hangs_while_it_prepares_an_idle_model_is_lost_without_a_request(tmp_path: Path) -> None:
+    async with supervised(timeouts=SHORT_TIMEOUTS) as supervisor:
+        sink = RecordingSink()
+        await supervisor.load(model(tmp_path, prepare="hang"), sink)
+        await sink.until(lambda: sink.lost)
+        assert "no progress in 'step'" in sink.lost[0]
+
+
 @pytest.mark.parametrize(
     ("token", "reason"),
     [

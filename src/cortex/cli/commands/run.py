@@ -10,6 +10,7 @@ from cortex.cli.commands.chat import converse
 from cortex.cli.commands.files import split_quant, start_pull
 from cortex.cli.failures import Command, CommandError
 from cortex.cli.views.jobs import follow
+from cortex.quant_names import is_same_quant
 from cortex.wire.node.protocol import ModelState
 
 
@@ -50,8 +51,7 @@ def run(
 def _reject_another_quant(gateway: GatewayClient, name: str, quant: str) -> None:
     """A model in memory serves as it was loaded: what a client asks for here would not be what it gets."""
     for place, held in fleet_view.fetch(gateway).places(name):
-        known = {each.lower() for each in (held.requested_quant, held.quant) if each is not None}
-        if held.state is not ModelState.FAILED and quant.lower() not in known:
+        if held.state is not ModelState.FAILED and not is_same_quant(quant, held.requested_quant, held.quant):
             raise CommandError(
                 f"{name} is in memory on {place.name} as {held.quant or 'dense weights'}, not as {quant}",
                 f"unload it first with `cortex unload {name}`, or leave out :{quant}",

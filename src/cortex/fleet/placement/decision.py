@@ -159,10 +159,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return self.chosen.need_bytes if self.chosen else None
 
     @property
-    def max_bytes(self) -> int | None:
-        """What the load may take of each node at most: all take equal parts, so that the smallest ceiling decides."""
-        places = (self.chosen, *self.chosen.parts) if self.chosen else ()
-        return min((place.max_bytes for place in places if place.max_bytes is not None), default=None)
+    def max_bytes(self) -> tuple[int | None, ...]:
+        """What the load may take of each of its nodes at most."""
+        return tuple(place.max_bytes for place in (self.chosen, *self.chosen.parts)) if self.chosen else ()
 
     @property
     def takes_bytes(self) -> int | None:

@@ -29,57 +29,96 @@ class _Finding(msgspec.Struct, frozen=True):
     held_by: frozenset[Protection] = frozenset()
 
 
-def fit(
-    spec: ModelSpec,
-    node: Node,
-    fleet: Fleet,
-    now: float,
-    *,
-    need: Need | None,
-    origin: Origin,
-    spans: bool = False,
-    leaving: frozenset[ModelOnNode] = frozenset(),
-) -> Assessment:
-    """Assess `spec` by the memory of `node`; `need` is `None` where its size is unknown. `spans`: the node takes a part
-    of it; `leaving`: what is evicted for it on other nodes.
+class Fitting:
+    """`spec` on the devices of `node`, by their memory."""
 
-    A model is placed where its full footprint is free. Other models are evicted only for its comfortable footprint;
-    where they cannot be, its minimum footprint will do. A model that is asleep wakes on its previous devices at its
-    previous size; where those have no room, all devices are considered.
-    """
-    held = node.residencies.get(spec.id)
-    count = max(spec.min_devices, spec.pipeline_parallel)
-    stage_layers: tuple[int, ...] = ()
-    if held is not None:
-        count, stage_layers = max(count, held.status.num_devices), held.status.stage_layers
-    by_layers = spec.pipeline_parallel > 1 or bool(stage_layers)
-    num_layers = sum(stage_layers) or MOST_LAYERS
-    spans = spans or bool(node.nodes_of(spec))
-    has_replicas = held is not None and held.status.num_devices > 1 and held.status.parallel is None
-    if count > spec.min_devices:
-        spec = msgspec.structs.replace(spec, min_devices=count, pipeline_parallel=1)
-    devices = ledger(node)
-    occupants = occupants_of(spec, node, devices, fleet, now, origin, leaving)
-    eligible = _eligible(spec, devices)
-    if part := next((each for each in node.shares if (each.model_id, each.state) == (spec.id, "asleep")), None):
-        eligible = [device for device in eligible if device.index in part.devices]  # it wakes where it is
+    def __init__(
+        self,
+        spec: ModelSpec,
+        node: Node,
+        fleet: Fleet,
+        now: float,
+        *,
+        need: Need | None,
+        origin: Origin,
+        spans: bool = False,
+        leaving: frozenset[ModelOnNode] = frozenset(),
+    ) -> None:
+        """`need`: `None` where its size is unknown. `spans`: the node takes a part of it; `leaving`: what is evicted
+        for it on other nodes."""
+        held = node.residencies.get(spec.id)
+        count = max(spec.min_devices, spec.pipeline_parallel)
+        self._stage_layers: tuple[int, ...] = ()
+        if held is not None:
+            count, self._stage_layers = max(count, held.status.num_devices), held.status.stage_layers
+        self._by_layers = spec.pipeline_parallel > 1 or bool(self._stage_layers)
+        self._num_layers = sum(self._stage_layers) or MOST_LAYERS
+        self._spans = spans or bool(node.nodes_of(spec))
+        self._has_replicas = held is not None and held.status.num_devices > 1 and held.status.parallel is None
+        if count > spec.min_devices:
+            spec = msgspec.structs.replace(spec, min_devices=count, pipeline_parallel=1)
+        self._spec, self._node, self._fleet, self._need = spec, node, fleet, need
+        self._held = held
+        self._devices = ledger(node)
+        self._occupants = occupants_of(spec, node, self._devices, fleet, now, origin, leaving)
+        self._eligible = _eligible(spec, self._devices)
 
-    def assess(candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool) -> Assessment:
+    def wake(self) -> Assessment | None:
+        """How a model that is asleep wakes on its devices, at its previous size; `None` where they have no room, and
+        if it is not asleep."""
+        homes = [share.devices for share in self._node.shares if share.model_id == self._spec.id and share.is_asleep]
+        if self._held is not None and self._held.state is ModelState.ASLEEP:
+            homes.append(self._held.status.devices)
+        if not homes:
+            return None
+        home = [device for device in self._eligible if device.index in homes[0]] or self._eligible
+        need = self._need
+        for size in (None,) if need is None else (need.takes_bytes, need.comfortable_bytes, need.least_bytes):
+            waking = self._assess(home, size, asleep=True)
+            if waking.verdict in (Verdict.ASLEEP, Verdict.FITS_AFTER_EVICTION):
+                return waking
+        return None
+
+    def load(self) -> Assessment:
+        """A load, on any devices. A model is placed where its full footprint is free. Other models are evicted only
+        for its comfortable footprint; where they cannot be, its minimum footprint will do."""
+        need = self._need
+        if need is None:
+            return self._assess(self._eligible, None)
+        whole = self._assess(self._eligible, need.takes_bytes)
+        if whole.verdict is Verdict.FITS or need.least_bytes == need.takes_bytes:
+            return whole
+        comfortable = self._assess(self._eligible, need.comfortable_bytes)
+        if comfortable.verdict in (Verdict.FITS, Verdict.FITS_AFTER_EVICTION):
+            return comfortable
+        return self._assess(self._eligible, need.least_bytes)
+
+    def _assess(self, candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool = False) -> Assessment:
+        spec, node, need = self._spec, self._node, self._need
+        by_layers, num_layers = self._by_layers, self._num_layers
         limit = node.max_devices_per_model
         count = _device_count(spec, candidates, size, limit=limit, by_layers=by_layers, num_layers=num_layers)
         division = None if size is None else Division(size, count or spec.min_devices, by_layers, num_layers)
-        is_divided = spans or ((count or 1) > 1 and not has_replicas)
+        is_divided = self._spans or ((count or 1) > 1 and not self._has_replicas)
 
         def excludes(occupant: Occupant) -> frozenset[int]:
             # Devices of divided models take turns; only within one node can they agree on an order.
-            return occupant.ranks if is_divided and (spans or occupant.num_nodes > 1) else frozenset()
+            return occupant.ranks if is_divided and (self._spans or occupant.num_nodes > 1) else frozenset()
 
         found = _find_room(
-            spec, node, candidates, occupants, fleet, stage_layers, excludes, count=count, division=division
+            spec,
+            node,
+            candidates,
+            self._occupants,
+            self._fleet,
+            self._stage_layers,
+            excludes,
+            count=count,
+            division=division,
         )
         verdict, reason, room = found.verdict, found.reason, found.room
-        if verdict is Verdict.TOO_SMALL and held is not None:
-            reason += _smaller_form(held.status, candidates)
+        if verdict is Verdict.TOO_SMALL and self._held is not None:
+            reason += _smaller_form(self._held.status, candidates)
         if asleep and verdict is Verdict.FITS:
             verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
         takes_bytes = None if need is None or size is None else _taken(need.takes_bytes, size, room)
@@ -95,28 +134,17 @@ def fit(
             is_cut=need is not None and takes_bytes is not None and takes_bytes < need.takes_bytes,
             devices=tuple(sorted(device.index for device in room.devices)),
             victims=room.victims,
-            rows=_rows(devices, division, room),
+            rows=_rows(self._devices, division, room),
             held_by=found.held_by,
             ceiling_bytes=node.ceiling_bytes,
-            occupants=occupants,
+            occupants=self._occupants,
         )
 
-    if held is not None and held.state is ModelState.ASLEEP:
-        home = [device for device in eligible if device.index in held.status.devices] or eligible
-        sizes = (None,) if need is None else (need.takes_bytes, need.comfortable_bytes, need.least_bytes)
-        for size in sizes:
-            waking = assess(home, size, asleep=True)
-            if waking.verdict in (Verdict.ASLEEP, Verdict.FITS_AFTER_EVICTION):
-                return waking
-    if need is None:
-        return assess(eligible, None, asleep=False)
-    whole = assess(eligible, need.takes_bytes, asleep=False)
-    if whole.verdict is Verdict.FITS or need.least_bytes == need.takes_bytes:
-        return whole
-    comfortable = assess(eligible, need.comfortable_bytes, asleep=False)
-    if comfortable.verdict in (Verdict.FITS, Verdict.FITS_AFTER_EVICTION):
-        return comfortable
-    return assess(eligible, need.least_bytes, asleep=False)
+
+def capacity_bytes(spec: ModelSpec, node: Node, count: int) -> int:
+    """What a load could take of the largest `count` empty devices."""
+    largest = sorted((device.capacity_bytes for device in _eligible(spec, ledger(node))), reverse=True)[:count]
+    return sum(largest) if node.ceiling_bytes is None else min(sum(largest), node.ceiling_bytes)
 
 
 def need_and_have(node: Node, need: Need | None, count: int) -> tuple[DeviceRow, ...]:

@@ -25,7 +25,7 @@ def occupants_of(
     """Every model that holds memory on `node`, or has reserved some, whole or in part."""
     found = []
     reserved = {reservation.model_id: reservation for reservation in node.reservations}
-    shares = {share.model_id: share for share in node.shares if share.state != "asleep"}
+    shares = {share.model_id: share for share in node.shares if not share.is_asleep}
     for model_id in {**node.residencies, **reserved, **shares}:
         known = fleet.catalogue.spec(model_id)
         held, lead = node.residencies.get(model_id), None

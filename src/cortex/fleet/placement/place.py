@@ -11,11 +11,11 @@ from cortex.fleet.catalogue import MEBIBYTE, Catalogue, ModelSpec
 from cortex.fleet.memory import Need, need_of
 from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import STARTING, Fleet, Node, Residency
-from cortex.wire.node.protocol import ModelState
+from cortex.wire.node.protocol import ModelShare, ModelState, ModelStatus
 
 from .decision import Action, Assessment, Decision, Origin, Verdict
 from .eviction import occupies
-from .fitting import fit, need_and_have
+from .fitting import Fitting, need_and_have
 from .spanning import fit_over_nodes
 
 _ORDER = {verdict: rank for rank, verdict in enumerate(Verdict)}
@@ -70,8 +70,11 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
     found = _without_memory(spec, node, held, fleet, now, origin)
     if found is None and (peers := _peers(spec, held, fleet)):
         return fit_over_nodes(spec, node, peers, fleet, now, need=need, origin=origin)
+    if need is not None:
+        need = need.part_of(max(1, len(node.nodes_of(spec))))
     if found is None:
-        return fit(spec, node, fleet, now, need=need, origin=origin)
+        fitting = Fitting(spec, node, fleet, now, need=need, origin=origin)
+        return fitting.wake() or fitting.load()
     verdict, reason = found
     return Assessment(
         node=node.name,
@@ -81,7 +84,7 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
         need_bytes=None if need is None else need.takes_bytes,
         takes_bytes=None if need is None else need.takes_bytes,
         devices=() if held is None else held.status.devices,
-        rows=need_and_have(node, need, _num_devices(spec, held)),
+        rows=need_and_have(node, need, _num_devices(spec, node)),
         ceiling_bytes=node.ceiling_bytes,
         load=0.0 if held is None else _load(held),
     )
@@ -113,24 +116,31 @@ class Feasibility:
         return tuple(assessment.node for assessment in decision.assessments if assessment.verdict in _ACTIONS)
 
 
-def _layers(held: Residency) -> str:
+def _layers(node: Node, held: Residency, fleet: Fleet) -> str:
     """How many layers each device holds, of a model that is divided by layers."""
-    layers = zip(held.status.stage_layers, held.status.devices, strict=False)
-    parts = [f"{count} on device {device}" for count, device in layers]
+    places: list[tuple[str, ModelStatus | ModelShare]] = [("", held.status)]
+    places += [(f" of {peer.name}", share) for peer, share in fleet.parts(node.name, held.model_id)]
+    parts = [
+        f"{count} on device {device}{where}"
+        for where, place in places
+        for count, device in zip(place.stage_layers, place.devices, strict=False)
+    ]
     return f"; layers: {', '.join(parts)}" if parts else ""
 
 
 def _peers(spec: ModelSpec, held: Residency | None, fleet: Fleet) -> tuple[str, ...]:
     """The nodes that take parts of the model: by the catalogue, or as its lead is configured. Of those that the lead
-    divides by layers or knows under other names, only the lead can say what they need."""
-    if spec.nodes or held is None or held.status.parallel == "pipeline" or spec.pipeline_parallel > 1:
+    knows under other names, only the lead can say what they need."""
+    if spec.nodes or held is None:
         return spec.nodes[1:]
     peers = held.status.nodes[1:]
     return peers if all(fleet.node(name) is not None for name in peers) else ()
 
 
-def _num_devices(spec: ModelSpec, held: Residency | None) -> int:
-    return spec.devices_per_node if held is None else len(held.status.devices) or spec.devices_per_node
+def _num_devices(spec: ModelSpec, node: Node) -> int:
+    held = node.residencies.get(spec.id)
+    reported = 0 if held is None else len(held.status.devices)
+    return reported or spec.devices_per_node(max(1, len(node.nodes_of(spec))))
 
 
 class UnmetPin(NamedTuple):
@@ -176,7 +186,7 @@ def _without_memory(
     if held is not None and (part := fleet.draining_part(node, held)) is not None:
         return Verdict.DRAINING, f"{part.name} has a part of it, and is {part.why_draining}"
     if held is not None and held.state is ModelState.READY:
-        return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}{_layers(held)}"
+        return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}{_layers(node, held, fleet)}"
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
     if any(reservation.model_id == spec.id for reservation in node.reservations):

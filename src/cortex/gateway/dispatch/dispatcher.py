@@ -259,9 +259,11 @@ class Dispatcher(StateMachine):
     @event
     def _raise_need(self, job: LoadJob, error: CortexError) -> None:
         """The load ran out of memory: count the model as needing more than there was, and try it once more."""
-        node = self._fleet_state.fleet.node(job.target.node)
-        devices = ledger(node) if node is not None else ()
-        have = sum(device.available_bytes for device in devices if device.index in job.reservation.devices)
+        have = 0
+        for name, reservation in ((job.target.node, job.reservation), *job.parts):
+            node = self._fleet_state.fleet.node(name)
+            devices = ledger(node) if node is not None else ()
+            have += sum(device.available_bytes for device in devices if device.index in reservation.devices)
         self._fleet_state.shortfalls[job.target] = Shortfall(self._clock(), max(have, job.need_bytes) + 1)
         self._retry_load(job, error)
 

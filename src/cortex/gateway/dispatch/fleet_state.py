@@ -56,10 +56,10 @@ class LoadJob:
     reservation: MemoryReservation
     """What it is counted as until it has loaded."""
     need_bytes: int
-    """What the decision found free, or freed by the victims."""
+    """What the decision found free, or freed by the victims, over all its nodes."""
     begun_at: float
-    max_bytes: int | None = None
-    """What memory ceilings let it take."""
+    max_bytes: tuple[int | None, ...] = ()
+    """What memory ceilings let it take of each of its nodes."""
     victims: frozenset[ModelOnNode] = frozenset()
     """Still to be unloaded before it can begin."""
     parts: tuple[tuple[str, MemoryReservation], ...] = ()

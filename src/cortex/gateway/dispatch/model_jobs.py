@@ -77,7 +77,7 @@ class ModelJobs:
         job = LoadJob(
             target,
             decision.chosen.reservation(target.model),
-            decision.need_bytes or 0,
+            sum(place.need_bytes or 0 for place in (decision.chosen, *decision.parts)),
             self._clock(),
             max_bytes=decision.max_bytes,
             victims=frozenset(decision.evictions),
@@ -260,9 +260,11 @@ class ModelJobs:
     def _load(self, job: LoadJob) -> None:
         node, model = job.target
         spec = self._fleet_state.settings.catalogue.spec(model)
-        in_stages = spec.pipeline_parallel > 1
-        lead = self._fleet_state.fleet.node(node)
-        num_nodes = max(1, len(spec.nodes if lead is None else lead.nodes_of(spec)))
+        lead = self._fleet_state.fleet.node(node) or Node(name=node)
+        num_nodes = max(1, len(lead.nodes_of(spec)))
+        spans_by_layers = num_nodes > 1 and lead.divides_by_layers(spec)
+        # Equal parts: the smallest ceiling decides.
+        max_bytes = min((each for each in job.max_bytes if each is not None), default=None)
         self._event_log.happened("load_started", node=node, model=model)
         self._effects.load(
             node,
@@ -272,7 +274,9 @@ class ModelJobs:
                 harness=spec.harness,
                 quant=spec.quant,
                 devices=job.reservation.devices,
-                tensor_parallel=1 if in_stages else max(1, len(job.reservation.devices)) * max(1, len(spec.nodes)),
+                tensor_parallel=1
+                if spec.pipeline_parallel > 1
+                else max(1, len(job.reservation.devices)) * max(1, len(spec.nodes)),
                 pipeline_parallel=spec.pipeline_parallel,
                 nodes=spec.nodes,
                 context_tokens=spec.context,
@@ -280,7 +284,8 @@ class ModelJobs:
                 kv_dtype=spec.kv_dtype,
                 sampling=msgspec.convert(spec.sampling.given, SamplingDefaults),
                 deterministic=spec.deterministic,
-                max_bytes=None if job.max_bytes is None else job.max_bytes * num_nodes,
+                max_bytes=None if max_bytes is None or spans_by_layers else max_bytes * num_nodes,
+                max_bytes_of_nodes=job.max_bytes if spans_by_layers and max_bytes is not None else (),
             ),
             tuple(name for name, _ in job.parts),
         )

@@ -74,7 +74,8 @@ class ModelController:
     # For callers
 
     def want_ready(self, model: KnownModel) -> None:
-        """Starts to load `model`. A load in progress or done is joined, whatever its options."""
+        """Starts to load `model`. A load in progress or done is joined, whatever its options: the node has
+        rejected another quantisation before."""
         self._set_options(model)
         self._post(events.EnsureReady())
 

@@ -43,8 +43,9 @@ from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices
 from cortex.neuron.worker.factory import ENGINE
 from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.quant_names import is_same_quant
 from cortex.tasks import SupervisedTask, Supervisor, run_once
-from cortex.wire.errors import LoadFailed, ShuttingDown, shorten
+from cortex.wire.errors import LoadFailed, ModelInUse, ShuttingDown, shorten
 from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, NodeEvent, UnloadRequest
 
 log = logging.getLogger(__name__)
@@ -194,11 +195,29 @@ class Node:
             raise LoadFailed(f"this node has no harness {shorten(request.harness)!r}; it has {offered}")
         model = self._library.adopt(request)
         self.files.reject_if_deleting(model)
+        if request.quant is not None:
+            await self._free_another_quant(model.id, request.quant)
         if wait:
             await self._models.controller(model.id).ensure_ready(model)
         else:
             self._models.controller(model.id).want_ready(model)
         return self.model(request.model_id)
+
+    async def _free_another_quant(self, model_id: str, quant: str) -> None:
+        """Unload the model where it sleeps in another quantisation than `quant`. Raises ModelInUse where it serves in
+        another one: to join that would give the caller other weights than it asked for."""
+        held = self.model(model_id)
+        is_in_memory = held.state not in (ModelState.COLD, ModelState.FAILED, ModelState.UNLOADING)
+        if not is_in_memory or is_same_quant(quant, held.requested_quant, held.quant):
+            return
+        if held.state is ModelState.ASLEEP:
+            await self._models.controller(model_id).unload_if_asleep()
+            return
+        loaded = held.requested_quant or held.quant or "dense weights"
+        raise ModelInUse(
+            f"{shorten(model_id)} is {held.state.value} as {loaded}, not as {shorten(quant)}; unload it first, or "
+            "leave out the quantisation"
+        )
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
         """Returns when the model's memory is free; with `sleep`, when its device memory is. Running requests get
@@ -262,7 +281,11 @@ class Node:
     def _holdings(self) -> list[ModelHolding]:
         """What models, and the parts here of models that other nodes lead, hold of the devices."""
         shares = [
-            ModelHolding(share.model_id, share.devices, equal_parts(share.num_bytes, len(share.devices)))
+            ModelHolding(
+                share.model_id,
+                share.devices,
+                share.device_bytes if share.state == "ready" else equal_parts(share.num_bytes, len(share.devices)),
+            )
             for share in self.shares.statuses()
             if share.devices
         ]

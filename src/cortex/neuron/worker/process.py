@@ -72,6 +72,11 @@ class ProgressWatch:
         since_s = now_s if progress != self.progress else self.since_s
         return ProgressWatch(activity, progress, since_s)
 
+    @property
+    def is_in_step(self) -> bool:
+        """It has work of its own, whether or not a request waits: it prepares a model, or follows a leader."""
+        return self.activity == "step"
+
     def restarted(self, now_s: float) -> ProgressWatch:
         """The state while no work is pending, and after a reply: the clock restarts."""
         return ProgressWatch(self.activity, self.progress, now_s)
@@ -203,7 +208,7 @@ class WorkerProcess:
         interval_s = min(_WATCH_INTERVAL_S, self._timeouts.shortest_s / 4)
         while True:
             await asyncio.sleep(interval_s)
-            if not self._replies and not self._has_live_requests():
+            if not (self._replies or self._has_live_requests() or self._watch.is_in_step):
                 self._watch = self._watch.restarted(_now_s())
             elif verdict := self._watch.verdict(_now_s(), self._timeouts, is_called=bool(self._replies)):
                 log.error("killing the worker of %s: %s", self._device.thread_name, verdict)

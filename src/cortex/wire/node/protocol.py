@@ -255,8 +255,18 @@ class ModelShare(NodeValue, frozen=True):
     devices: tuple[int, ...] = ()
     num_bytes: int = 0
     """Device memory of the part; 0 while it is being loaded."""
+    device_bytes: tuple[int, ...] = ()
+    """The part of `awake_bytes` on each of `devices`; empty: equal parts."""
+    awake_bytes: int = 0
+    """Device memory of the part while it is awake; 0 while it is being loaded."""
+    stage_layers: tuple[int, ...] = ()
+    """Number of layers on each of `devices`, if the model is divided by layers."""
     host_bytes: int = 0
     """Its weights in host memory while it is asleep."""
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.state == "asleep"
 
 
 class Health(NodeValue, frozen=True):
@@ -278,7 +288,8 @@ class Health(NodeValue, frozen=True):
 
 
 class LoadRequest(NodeValue, frozen=True):
-    """`POST /models/load`. Idempotent: a request for a model that is ready or loading joins it."""
+    """`POST /models/load`. Idempotent: a request for a model that is ready or loading joins it, unless it names another
+    `quant` than that one has, which is rejected with 409."""
 
     model_id: ModelName
     source: Source | None = None
@@ -306,6 +317,8 @@ class LoadRequest(NodeValue, frozen=True):
     """Whether a request gets the same tokens alone and beside others."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
+    max_bytes_of_nodes: Annotated[tuple[Annotated[int, Meta(ge=1)] | None, ...], Meta(max_length=64)] = ()
+    """The most that they may take of each of `nodes`, if the layers are divided among these."""
 
     def __post_init__(self) -> None:
         if self.tensor_parallel > 1 and self.pipeline_parallel > 1:

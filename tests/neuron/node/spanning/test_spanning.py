@@ -153,6 +153,23 @@ async def test_layers_are_divided_among_the_devices_of_both_nodes(nodes: Nodes) 
         assert nodes.second.health().shares == ()
 
 
+async def test_layers_and_cache_stay_below_the_limit_of_each_node(nodes: Nodes) -> None:
+    async def parts(*limits: int | None) -> tuple[int, tuple[int, ...]]:
+        request = LoadRequest(model_id="staged", max_bytes_of_nodes=limits)
+        status = await nodes.first.load(request, wait=True)
+        (share,) = nodes.second.health().shares
+        await nodes.first.unload(UnloadRequest(model_id="staged"))
+        return share.awake_bytes, (*status.stage_layers, *share.stage_layers)
+
+    free_bytes, free_layers = await parts()
+    limit_bytes = free_bytes // 2
+    taken_bytes, layers = await parts(None, limit_bytes)
+    assert 0 < taken_bytes <= limit_bytes
+    assert sum(layers) == sum(free_layers) == 4
+    with pytest.raises(LoadFailed, match="max_bytes_of_nodes for each of them, or for none"):
+        await parts(limit_bytes)
+
+
 @pytest.mark.parametrize("model", ["four", "four stages"])
 async def test_model_sleeps_and_wakes_on_all_nodes(nodes: Nodes, model: str) -> None:
     await load(nodes.first, model)

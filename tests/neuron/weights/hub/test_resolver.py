@@ -130,6 +130,11 @@ def test_sends_the_token_to_the_hub_but_not_to_a_redirect_target(start_hub: Star
     client.resolve(hub, cache_dir=client.cache / "third", environment={"HF_TOKEN": "hf_secret"})
 
 
+def test_rejects_a_token_that_no_header_can_carry(start_hub: StartHub, client: Client) -> None:
+    with pytest.raises(HubError, match="set HF_TOKEN to one token"):
+        client.resolve(start_hub(MODEL), environment={"HF_TOKEN": "hf_one\nhf_two"})
+
+
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [

@@ -94,7 +94,7 @@ class PeerConnector:
         """Raises PeerUnreachable or PeerRejected."""
         headers = {}
         if peer.key_env is not None:
-            key = os.environ.get(peer.key_env)
+            key = os.environ.get(peer.key_env, "").strip()
             if not key:
                 raise PeerRejected(f"node {peer.name}: the variable {peer.key_env} is not set; it holds the key")
             headers["authorization"] = f"Bearer {key}"

@@ -1,4 +1,4 @@
-"""From codes and scales to a packed matrix, and back: plain torch, on any device."""
+"""From codes and scales to a packed matrix, and back: plain torch, on any device. On a GPU `pack_rows.py` fills it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.quantised.layout import SCALED_COLUMNS, UNIT, Layout, padded
+from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_numbers
 from cortex.neuron.kernels.quantised.quantise import quantised
 
 COUNTED_ROWS = 64
@@ -48,27 +50,47 @@ class PackedMatrix:
         minimum must be `-zero · scale`: it is not stored. Where it has levels, every code must be `zero` plus one of
         them.
         """
-        layout, rows = self.layout, slice(first_row, first_row + len(code))
-        columns = self.low.shape[1] * UNIT
-        if layout.levels:
-            code = _codes_of_levels(layout, code.device)[code.int()]
-        units = _units(_pad(code, columns))
-        if layout.levels:
-            units = torch.cat((units[..., 0::2], units[..., 1::2]), -1)
-        if layout.low_bits == 8:
-            self.low[rows], self.high[rows] = (_byte_plane(units[..., odd::2]) for odd in (0, 1))
+        rows = self._rows(first_row, len(code))
+        if self.layout.levels:
+            code = _codes_of_levels(self.layout, code.device)[code.int()]
+        if has_kernels(code):
+            pack_codes(code, scale, minimum, self.layout, *rows)
         else:
-            self.low[rows] = _plane(units & ((1 << layout.low_bits) - 1), layout.low_bits)
-            if layout.high_bits:
-                self.high[rows] = _plane(units >> layout.low_bits, layout.high_bits)
-        groups = columns // layout.group
-        scale, minimum = _pad(scale, groups).bfloat16(), _pad(minimum, groups).bfloat16()
-        stored = scale if layout.zero is not None else torch.stack((scale, minimum), -1).flatten(1)
-        self.scales[rows] = stored.contiguous().view(self.scales.dtype)
+            pack_codes_reference(code, scale, minimum, self.layout, *rows)
 
     def put_numbers(self, first_row: int, numbers: Tensor) -> None:
         """Quantise dense rows and fill rows from `first_row` on with them. numbers: [rows, inputs]"""
-        self.put(first_row, *quantised(numbers, self.layout))
+        rows = self._rows(first_row, len(numbers))
+        if has_kernels(numbers):
+            pack_numbers(numbers, self.layout, *rows)
+        else:
+            pack_codes_reference(*quantised(numbers, self.layout), self.layout, *rows)
+
+    def _rows(self, first_row: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of the planes and scales."""
+        rows = slice(first_row, first_row + count)
+        return self.low[rows], self.high[rows], self.scales[rows]
+
+
+def pack_codes_reference(
+    code: Tensor, scale: Tensor, minimum: Tensor, layout: Layout, low: Tensor, high: Tensor, scales: Tensor
+) -> None:
+    """See `pack_codes`."""
+    columns = low.shape[1] * UNIT
+    units = _units(_pad(code, columns))
+    if layout.levels:
+        units = torch.cat((units[..., 0::2], units[..., 1::2]), -1)
+    if layout.low_bits == 8:
+        for odd, plane in enumerate((low, high)):
+            plane.copy_(_byte_plane(units[..., odd::2]))
+    else:
+        low.copy_(_plane(units & ((1 << layout.low_bits) - 1), layout.low_bits))
+        if layout.high_bits:
+            high.copy_(_plane(units >> layout.low_bits, layout.high_bits))
+    groups = columns // layout.group
+    scale, minimum = _pad(scale, groups).bfloat16(), _pad(minimum, groups).bfloat16()
+    stored = scale if layout.zero is not None else torch.stack((scale, minimum), -1).flatten(1)
+    scales.copy_(stored.contiguous().view(scales.dtype))
 
 
 def empty_matrix(layout: Layout, outputs: int, inputs: int, device: torch.device) -> PackedMatrix:

@@ -52,6 +52,8 @@ class KnownModel:
     """The operator's."""
     deterministic: bool = False
     pipeline_parallel: int = 1
+    max_bytes_of_nodes: tuple[int | None, ...] = ()
+    """The most that its layers take of each of `nodes`; empty: no limits."""
 
     @property
     def num_devices(self) -> int:
@@ -155,6 +157,7 @@ class Library:
             sampling=request.sampling.over(known.sampling),
             deterministic=request.deterministic or known.deterministic,
             memory_bytes=smallest(known.memory_bytes, max_bytes),
+            max_bytes_of_nodes=request.max_bytes_of_nodes,
         )
         return _with_own_quant(adopted)
 

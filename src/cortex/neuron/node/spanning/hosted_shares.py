@@ -169,6 +169,7 @@ class _Share:
         self._loader = resources.loader
         self._group: WorkerGroup | None = None
         self._resident: Resident | None = None
+        self._stage_layers: tuple[int, ...] = ()
         self._is_lost = False
         self.ended = asyncio.Event()
         """Nothing of it is left."""
@@ -192,6 +193,9 @@ class _Share:
             state="loading" if resident is None else "asleep" if resident.host_bytes else "ready",
             devices=self._group.device_indices if self._group is not None else (),
             num_bytes=_held_bytes(resident) if resident is not None else 0,
+            device_bytes=resident.device_bytes(len(self._group.device_indices)) if resident and self._group else (),
+            awake_bytes=resident.measured_bytes if resident is not None else 0,
+            stage_layers=self._stage_layers,
             host_bytes=self.host_bytes,
         )
 
@@ -273,6 +277,9 @@ class _Share:
                 await self._connection.send(encode(SharePrepared(chosen.free_bytes, chosen.limits)))
                 given = await self._given
                 self._group = self._new_group(chosen, given, claim)
+                first = 0 if given.rank is None else given.rank.rank
+                own_stages = given.stages[first : first + len(chosen.devices)]
+                self._stage_layers = tuple(stage.num_layers for stage in own_stages)
                 self._resident = await self._group.load(self._spec(model, facts, chosen, given), self)
             reply = ShareLoaded(self._resident.info.notes)
         except Exception as error:  # noqa: BLE001 - reported

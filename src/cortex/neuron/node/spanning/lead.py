@@ -66,6 +66,8 @@ class Lead:
                 f"{model.id} is divided among {size} devices, which {len(model.nodes)} nodes cannot share equally; "
                 "choose a multiple of the number of nodes as tensor_parallel or pipeline_parallel"
             )
+        if len(model.max_bytes_of_nodes) not in (0, len(model.nodes)):
+            raise LoadFailed(f"{model.id} spans {names}: give max_bytes_of_nodes for each of them, or for none")
         for name in model.nodes[1:]:
             if name not in self._peers:
                 known = ", ".join(self._peers) or "none"
@@ -102,8 +104,12 @@ class Lead:
         self, model: KnownModel, facts: ModelFacts, own: ChosenDevices, prepared: Sequence[SharePrepared]
     ) -> tuple[StageSpec, ...]:
         """The layers of every device, in the order of the ranks. Raises InsufficientCapacity."""
-        free_bytes = [*own.free_bytes, *(num_bytes for each in prepared for num_bytes in each.free_bytes)]
-        limits = [*own.limits, *(limit for each in prepared for limit in each.limits)]
+        free_bytes: list[int] = []
+        limits: list[int | None] = []
+        nodes = [(own.free_bytes, own.limits), *((each.free_bytes, each.limits) for each in prepared)]
+        for (free, own_limits), max_bytes in zip(nodes, model.max_bytes_of_nodes or (None,) * len(nodes), strict=True):
+            free_bytes += limited(free, max_bytes)
+            limits += own_limits if max_bytes is None else limited(free, max_bytes)
         stages = self._forecast.stages(model, facts, own.devices[0], free_bytes, limits)
         if stages is None:
             have = ", ".join(f"{num_bytes / 1e9:.2f} GB" for num_bytes in free_bytes)
@@ -123,6 +129,14 @@ class Lead:
                     raise WorkerLost(f"node {peer.name} cannot be reached: {error}") from error
                 log.info("node %s cannot be reached, trying again: %s", peer.name, error)
             await asyncio.sleep(_RETRY_S)
+
+
+def limited(free_bytes: Sequence[int], max_bytes: int | None) -> tuple[int, ...]:
+    """What each device of a node can give if all of them together may give no more than `max_bytes`."""
+    total_bytes = sum(free_bytes)
+    if max_bytes is None or total_bytes <= max_bytes:
+        return tuple(free_bytes)
+    return tuple(num_bytes * max_bytes // total_bytes for num_bytes in free_bytes)
 
 
 def _size(model: KnownModel) -> int:

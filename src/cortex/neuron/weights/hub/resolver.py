@@ -97,10 +97,11 @@ def is_offline(environment: Mapping[str, str]) -> bool:
 def transport_to_hub(
     environment: Mapping[str, str], *, endpoint: str | None = None, token: str | None = None
 ) -> Transport:
-    """Requests to the hub that the environment names, unless the arguments do."""
-    return Transport(
-        endpoint or environment.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT, token or _environment_token(environment)
-    )
+    """Requests to the hub that the environment names, unless the arguments do. Raises HubError for a wrong token."""
+    token = token or _environment_token(environment)
+    if token and not (token.isascii() and token.isprintable()):
+        raise HubError("the token of the hub has a line break or another wrong character; set HF_TOKEN to one token")
+    return Transport(endpoint or environment.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT, token)
 
 
 def _download(

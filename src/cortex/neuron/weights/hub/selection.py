@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cortex.neuron.weights.errors import NotOnHub
+from cortex.quant_names import meanings, plain
 
 SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _COMPANION: Final = re.compile(r"[^/]+\.(?:json|jinja)|merges\.txt|tokenizer\.model")
@@ -17,11 +18,6 @@ _GGUF_PART: Final = re.compile(r"(?P<stem>.*?)(?:-(?P<number>\d{5})-of-(?P<count
 _QUANT: Final = re.compile(
     r"(?<![A-Z0-9])(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|FP?16|FP?32)(?![A-Z0-9])", re.IGNORECASE
 )
-_BARE_BITS: Final = re.compile(r"(?:Q|INT)?(\d)(?:BITS?)?")
-_OF_BITS: Final = ("Q{}", "Q{}KM", "Q{}KS", "Q{}KL", "Q{}KXL", "Q{}K", "Q{}0", "Q{}1", "IQ{}XS", "IQ{}NL")
-"""What bits alone mean, the recommended kind first."""
-_MIXTURES: Final = ("", "M", "S", "L", "XL")
-"""What `Q4_K` and other names mean, after which files name the size of a mixture of formats."""
 
 Objection = Callable[[str], str | None]
 """A quantisation → why dense weights cannot be quantised so at load; None: they can."""
@@ -127,18 +123,8 @@ def _label_for(models: dict[str, list[str]], quant: str) -> str | None:
     for label, paths in models.items():
         if quant in (label, *paths):
             return label
-    wanted = _plain(quant)
-    names = [wanted + mixture for mixture in _MIXTURES]
-    if match := _BARE_BITS.fullmatch(wanted):
-        names = [name.format(match[1]) for name in _OF_BITS]
-    spelled = {_plain(label): label for label in reversed(models)}
-    return next((spelled[name] for name in names if name in spelled), None)
-
-
-def _plain(label: str) -> str:
-    """A spelling without case, signs and what does not change the format: `UD-Q4_K_XL` is `Q4KXL`, `fp16` `F16`."""
-    plain = re.sub(r"[^A-Z0-9]", "", label.strip().upper().removeprefix("UD-"))
-    return re.sub(r"FP(16|32)", r"F\1", plain)
+    spelled = {plain(label): label for label in reversed(models)}
+    return next((spelled[name] for name in meanings(quant) if name in spelled), None)
 
 
 def _reject_unless_quantised_at_load(

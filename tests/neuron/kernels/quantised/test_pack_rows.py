@@ -1,0 +1,84 @@
+"""The kernels that fill a packed matrix write what the plain torch code writes, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_numbers
+from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, pack_codes_reference, unpacked
+from cortex.neuron.kernels.quantised.quantise import quantised
+
+LAYOUTS = [layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q8]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}bit")
+ROWS = 5
+
+
+def numbers_like(kind: str, columns: int, device: torch.device) -> Tensor:
+    if kind == "normal":
+        return torch.randn(ROWS, columns, device=device).bfloat16()
+    # Multiples of 1/64, whose sums are exact in float32: no order of additions changes them.
+    return torch.randint(-64, 65, (ROWS, columns), device=device).to(torch.bfloat16) / 64
+
+
+def both(layout: Layout, numbers: Tensor) -> tuple[PackedMatrix, PackedMatrix]:
+    """Of the kernel and of plain torch. The memory has other contents before."""
+    rows, columns = numbers.shape
+    made = empty_matrix(layout, rows, columns, numbers.device), empty_matrix(layout, rows, columns, numbers.device)
+    for matrix in made:
+        for tensor in matrix.tensors:
+            tensor.fill_(77)
+    pack_numbers(numbers, layout, *made[0].tensors)
+    pack_codes_reference(*quantised(numbers, layout), layout, *made[1].tensors)
+    return made
+
+
+@each_layout
+@pytest.mark.parametrize("columns", [32, 160, 384])
+def test_exact_numbers_are_packed_to_the_same_bits(layout: Layout, columns: int, device: torch.device) -> None:
+    kernel, plain = both(layout, numbers_like("exact", columns, device))
+    for ours, theirs in zip(kernel.tensors, plain.tensors, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@each_layout
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_other_numbers_are_packed_with_the_same_error(layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+    """Another order of additions may round a few scales to a neighbour."""
+    numbers = numbers_like("normal", 1024, device).to(dtype)
+    kernel, plain = both(layout, numbers)
+    ours, theirs = ((unpacked(matrix) - numbers.float()).norm() for matrix in (kernel, plain))
+    assert ours <= theirs * 1.001
+    same = sum(int((mine == other).sum()) for mine, other in zip(kernel.tensors, plain.tensors, strict=True))
+    assert same >= 0.98 * sum(tensor.numel() for tensor in plain.tensors)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's own
+@each_layout
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_group_with_a_number_that_is_not_finite_has_no_numbers(
+    layout: Layout, value: float, device: torch.device
+) -> None:
+    numbers = numbers_like("exact", 64, device)
+    numbers[1, 40] = value
+    for matrix in both(layout, numbers):
+        is_number = unpacked(matrix).isfinite()
+        first = 40 // layout.group * layout.group
+        assert not is_number[1, first : first + layout.group].any()
+        assert int(is_number.sum()) == numbers.numel() - layout.group
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, layouts.IQ4], ids=lambda layout: f"{layout.bits}bit")
+@pytest.mark.parametrize("columns", [32, 160, 384])
+def test_codes_are_packed_to_the_same_bits(layout: Layout, columns: int, device: torch.device) -> None:
+    groups = columns // layout.group
+    code = torch.randint(0, 1 << layout.bits, (ROWS, columns), dtype=torch.uint8, device=device)
+    scale, minimum = torch.randn(2, ROWS, groups, device=device)
+    made = empty_matrix(layout, ROWS, columns, device), empty_matrix(layout, ROWS, columns, device)
+    pack_codes(code, scale, minimum, layout, *made[0].tensors)
+    pack_codes_reference(code, scale, minimum, layout, *made[1].tensors)
+    for ours, theirs in zip(made[0].tensors, made[1].tensors, strict=True):
+        assert torch.equal(ours, theirs)

@@ -49,17 +49,16 @@ def random_experts(gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("gate_up", "down", "hidden", "inner"),
+    ("gate_up", "down", "hidden", "inner", "rows"),
     [
-        (layouts.Q4, layouts.Q6, 160, 32),
-        (layouts.Q8, layouts.Q4, 160, 32),
-        (layouts.IQ4, layouts.IQ4, 160, 32),
-        (FLOAT8_BLOCKS, FLOAT8_BLOCKS, 128, 128),
-        (FLOAT8_ROWS, FLOAT8_ROWS, 128, 128),
-        (FLOAT8_ROWS, layouts.Q8, 128, 32),
+        *((layouts.Q4, layouts.Q6, 160, 32, rows) for rows in (2, 9)),
+        *((layouts.Q8, layouts.Q4, 160, 32, rows) for rows in (2, 9)),
+        *((layouts.IQ4, layouts.IQ4, 160, 32, rows) for rows in (2, 9)),
+        *((FLOAT8_BLOCKS, FLOAT8_BLOCKS, 128, 128, rows) for rows in (2, 9)),
+        *((FLOAT8_ROWS, FLOAT8_ROWS, 128, 128, rows) for rows in (2, 9)),
+        (FLOAT8_ROWS, layouts.Q8, 128, 32, 9),
     ],
 )
-@pytest.mark.parametrize("rows", [2, 9])
 def test_mixture_agrees_with_dense_experts(
     gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner: int, rows: int
 ) -> None:

@@ -30,8 +30,9 @@ from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding, equal_parts
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
-from cortex.neuron.node.spanning.hosted_shares import HostedShares, ShareResources
+from cortex.neuron.node.spanning.hosted_share import ShareResources
 from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
+from cortex.neuron.node.spanning.peer import HostedShares
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe_node

@@ -222,7 +222,7 @@ class Node:
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
         """Returns when the model's memory is free; with `sleep`, when its device memory is. Running requests get
-        `drain_s` to finish, or nothing with `force`. A model whose load failed, and which has no files, is forgotten."""
+        `drain_s` to finish, or nothing with `force`. A model without files whose load failed is forgotten."""
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
         controller = self._models.controller(request.model_id)
         has_failed = controller.life.state is ModelState.FAILED

@@ -13,7 +13,6 @@ TESTABLE := .venv/.testable
 CLIENTS  := $(addprefix tests/clients/,.venv/frameworks/.made .venv/aider/.made node_modules/.made)
 SOURCES  := src tests bench
 ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests/http/server tests/gateway/test_reload.py
-PARALLEL := --numprocesses auto --maxprocesses 8
 
 # The suite starts many programs. Without compiled files every one of them would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -39,10 +38,10 @@ types: $(TESTABLE) ## Check types, strictly
 	$(BIN)/mypy
 
 suite: $(TESTABLE) ## Run the tests (ARGS="tests/wire -k stream" for a part)
-	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --processes auto $(ARGS)
 
 kernels: $(TESTABLE) ## Run the GPU kernels' tests on the CPU, under Triton's interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PARALLEL) --dist worksteal tests/neuron/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --processes auto tests/neuron/kernels
 
 hostile: $(TESTABLE) ## Attack running programs with full counts; `make test` does it with small ones
 	HOSTILE=full $(BIN)/python -m pytest $(ATTACKS) $(ARGS)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
+from .forked_run import ForkedRun
+
 if TYPE_CHECKING:
     from .certificates import Authority
     from .telemetry.otlp_collector import Collector
@@ -26,6 +28,9 @@ BUDGET_S = 20.0
 SHARED_UP = "tests/e2e"
 """The tests of the files right in this folder share one `cortex up`."""
 
+KERNELS = "tests/neuron/kernels/"
+"""Tests of these files share nothing."""
+
 hypothesis.settings.register_profile(
     "no deadline",
     deadline=None,  # examples are slow on a busy machine
@@ -33,10 +38,24 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("no deadline")
 
-# torch reads both when it is imported, here and in the programs that tests start.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the workers have it
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process per core: more threads would wait for each other
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the workers have it; torch reads it when it is imported
+gc.disable()  # until the tests are collected: little of what is imported is garbage
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--processes",
+        type=lambda text: 2 * min(len(os.sched_getaffinity(0)), 4) if text == "auto" else int(text),
+        default=0,
+        metavar="N",
+        help="run the tests in N processes, forked after the collection; auto: two per core, at most 8",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if num_processes := config.getoption("processes"):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads would wait for each other
+        config.pluginmanager.register(ForkedRun(num_processes, _group))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -71,10 +90,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     One process runs the fast tests first. Several processes begin with `e2e`, whose files take longest.
     """
-    is_parallel = hasattr(config, "workerinput")
+    is_parallel = bool(config.getoption("processes"))
     items.sort(key=lambda item: (item.get_closest_marker("e2e") is None) == is_parallel)
     if is_parallel:
-        items.sort(key=lambda item: _scope(item.nodeid) != SHARED_UP)
+        items.sort(key=lambda item: _group(item.nodeid) != SHARED_UP)
     if not Path("/dev/nvidiactl").exists():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -85,6 +104,7 @@ def pytest_collection_finish() -> None:
     """Exclude the objects of imported modules from garbage collection: they live until the end."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
@@ -92,33 +112,12 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """A process per core, and one more where tests wait for programs that they started."""
-    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
-        return None
-    return len(os.sched_getaffinity(0)) + bool(config.getoption("dist") == "loadfile")
-
-
-def _scope(nodeid: str) -> str:
-    """Tests of the same scope run in the same process."""
+def _group(nodeid: str) -> str:
+    """Tests of the same group run in the same process."""
     file = nodeid.partition("::")[0]
+    if file.startswith(KERNELS):
+        return nodeid.partition("[")[0]
     return SHARED_UP if file.rpartition("/")[0] == SHARED_UP else file
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run the tests of a file in one process, and so all that share a `cortex up`."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class SharedPrograms(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return _scope(nodeid)
-
-    config.option.loadscopereorder = False  # keep the order of the collection
-    return SharedPrograms(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -21,21 +21,19 @@ from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import FAMILIES, read_architecture
 from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
 
+from ..tiny_models import tiny_delta, tiny_sizes
+
 META = torch.device("meta")
 SIZES: dict[str, Any] = {
-    "vocab_size": 192,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 10,
-    "linear_conv_kernel_dim": 4,
+    **tiny_sizes(
+        vocab_size=192,
+        intermediate_size=128,
+        num_hidden_layers=5,
+        num_attention_heads=6,
+        max_position_embeddings=512,
+        head_dim=32,
+    ),
+    **tiny_delta(linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=10),
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 SHARED = {"shared_expert_intermediate_size": 40}

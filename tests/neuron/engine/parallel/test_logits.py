@@ -16,30 +16,21 @@ from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import LoadSpec, RankSpec
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 
+from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes
+
 CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,  # odd: the ranks have different shares
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,  # four ranks share them
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-}
-EXPERTS: dict[str, Any] = {
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
+SIZES: dict[str, Any] = tiny_sizes(
+    vocab_size=97,  # odd: the ranks have different shares
+    hidden_size=48,
+    intermediate_size=80,
+    num_attention_heads=8,
+    num_key_value_heads=2,  # four ranks share them
+    head_dim=16,
+)
+EXPERTS: dict[str, Any] = tiny_experts(num_experts_per_tok=3)
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 40}
 DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 10,
-    "linear_conv_kernel_dim": 4,
+    **tiny_delta(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=10),
     "layer_types": ["linear_attention", "full_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
 }

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from faulty_models import parts
-from tiny_llama import generate, write_llama
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest
@@ -21,7 +20,7 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import Recovering
 from cortex.wire.node.protocol import ModelState
 
-from ..node_calls import load, worker_of
+from ..node_calls import generate, load, worker_of, write_source
 
 FAULTS = [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)]
 """The place of a worker in its group, and what happens to it."""
@@ -47,7 +46,7 @@ async def recover_from_every_fault(node: Node, model_id: str, devices: tuple[int
 async def test_divided_models_recover_alone_from_faults_of_any_of_their_workers(tmp_path: Path) -> None:
     """A killed worker is noticed at once, a stopped one by the watchdog. Both divisions have their faults at the same
     time, and a model beside them is not disturbed."""
-    source = write_llama(tmp_path / "model", 1, num_layers=5)
+    source = write_source(tmp_path / "model", seed=1, num_hidden_layers=5)
     models = (
         ModelEntry(id="shares", source=source, context_tokens=512, tensor_parallel=2, devices=(0, 1)),
         ModelEntry(id="stages", source=source, context_tokens=512, pipeline_parallel=2, devices=(2, 3)),

@@ -1,0 +1,181 @@
+"""Runs tests in several processes that are forked after the collection: tests are imported and collected once.
+
+The tests of a group run in one process, in order. Half of the processes take groups from the start of the queue, the
+others from its end. So tests that mostly wait for programs, which come first, run beside tests that mostly compute.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import warnings
+from collections import deque
+from collections.abc import Callable
+from itertools import chain, groupby, zip_longest
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+from _pytest import runner
+
+from cortex.ipc.child import die_with_parent
+
+Group = list[pytest.Item]
+
+
+class ForkedRun:
+    """The plugin of the process that collects: it forks, hands out groups, and reports the results."""
+
+    def __init__(self, num_processes: int, group_of: Callable[[str], str]) -> None:
+        self._num_processes = num_processes
+        self._group_of = group_of
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.testsfailed or session.config.getoption("collectonly"):
+            return None  # there is nothing to run, as pytest's own loop says
+        groups = groupby(session.items, key=lambda item: self._group_of(item.nodeid))
+        queue = deque(list(items) for _, items in groups)
+        processes = [_Process(session, takes_last=bool(number % 2)) for number in range(self._num_processes)]
+        try:
+            _report_all(session, {each.connection: each for each in processes}, queue)
+        finally:
+            for each in processes:
+                each.interrupt()
+        return True
+
+
+def _report_all(session: pytest.Session, processes: dict[Connection, _Process], queue: deque[Group]) -> None:
+    while processes:
+        for connection in wait(list(processes)):
+            assert isinstance(connection, Connection)
+            process = processes[connection]
+            try:
+                message = connection.recv()
+            except EOFError:
+                process.report_end()
+                del processes[connection]
+            else:
+                process.receive(message, queue)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+    for item in chain.from_iterable(queue):
+        _fail(item, "did not run: every process has ended")
+
+
+class _Process:
+    """A forked process, as seen from the process that collects."""
+
+    def __init__(self, session: pytest.Session, takes_last: bool) -> None:
+        self._takes_last = takes_last
+        self._unfinished: Group = []
+        """The test that runs, and the rest of its group."""
+        self._last: pytest.Item | None = None
+        self._config = session.config
+        context = multiprocessing.get_context("fork")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_run_groups, args=(session, theirs, os.getpid()))
+        self._process.start()
+        theirs.close()
+
+    def receive(self, message: Any, queue: deque[Group]) -> None:
+        match message:
+            case None:
+                group = [] if not queue else queue.pop() if self._takes_last else queue.popleft()
+                self._unfinished = group
+                self.connection.send([item.nodeid for item in group])
+            case list():
+                convert = self._config.hook.pytest_report_from_serializable
+                self._last = self._unfinished.pop(0)
+                _log(self._last, [convert(config=self._config, data=report) for report in message])
+            case dict():
+                category = type(message.pop("category"), (Warning,), {})
+                warning = warnings.WarningMessage(message.pop("text"), category, *message.pop("place"))
+                kwargs = {"warning_message": warning, **message}
+                self._config.hook.pytest_warning_recorded.call_historic(kwargs=kwargs)
+
+    def report_end(self) -> None:
+        """Reports tests that it has not finished as failed, and its last one if it failed after that."""
+        self._process.join()
+        ended = f"its process ended with exit code {self._process.exitcode}"
+        for number, item in enumerate(self._unfinished):
+            _fail(item, f"{'did not run' if number else 'was running'}: {ended}")
+        if self._process.exitcode and not self._unfinished and self._last is not None:
+            _fail(self._last, f"was the last: {ended}")
+
+    def interrupt(self) -> None:
+        """The process tears down what its tests have set up, and ends."""
+        if self._process.is_alive():
+            assert self._process.pid is not None
+            os.kill(self._process.pid, signal.SIGINT)
+        self._process.join()
+
+
+def _fail(item: pytest.Item, reason: str) -> None:
+    _log(item, [pytest.TestReport(item.nodeid, item.location, {}, "failed", reason, "call")])
+
+
+def _log(item: pytest.Item, reports: list[pytest.TestReport]) -> None:
+    hook = item.config.hook
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in reports:
+        hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+
+def _run_groups(session: pytest.Session, connection: Connection, parent_id: int) -> None:
+    """In a forked process: runs the groups that it gets until there are no more."""
+    die_with_parent(parent_id)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    plugins = session.config.pluginmanager
+    plugins.unregister(name="terminalreporter")
+    plugins.register(_Sender(session.config, connection))
+    capture = plugins.getplugin("capturemanager")
+    if capture is not None:  # its files are shared with the other processes
+        capture.stop_global_capturing()
+        capture.start_global_capturing()
+        capture.suspend_global_capture()
+    items = {item.nodeid: item for item in session.items}
+    try:
+        while group := _next_group(connection):
+            # After the last test of a group, only what belongs to the session stays set up.
+            for nodeid, following in zip_longest(group, group[1:]):
+                next_item = items[following] if following else session
+                session.config.hook.pytest_runtest_protocol(item=items[nodeid], nextitem=next_item)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        runner.pytest_sessionfinish(session)
+
+
+def _next_group(connection: Connection) -> list[str]:
+    connection.send(None)
+    nodeids: list[str] = connection.recv()
+    return nodeids
+
+
+class _Sender:
+    """Sends the reports of each test, and warnings, in place of printing them."""
+
+    def __init__(self, config: pytest.Config, connection: Connection) -> None:
+        self._config = config
+        self._connection = connection
+        self._reports: list[dict[str, Any]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        hook = self._config.hook
+        self._reports.append(hook.pytest_report_to_serializable(config=self._config, report=report))
+
+    def pytest_runtest_logfinish(self) -> None:
+        self._connection.send(self._reports)
+        self._reports = []
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: Any
+    ) -> None:
+        warning = {"text": str(warning_message.message), "category": warning_message.category.__name__}
+        place = (warning_message.filename, warning_message.lineno)
+        self._connection.send({**warning, "place": place, "when": when, "nodeid": nodeid, "location": location})

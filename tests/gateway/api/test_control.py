@@ -337,8 +337,8 @@ async def test_exhausted_budget_responds_429(neurons: StartNeuron, start_gateway
     headers = {"Authorization": f"Bearer {key.text}"}
     body = {"model": "a", "messages": [], "max_tokens": 1}
     assert (await client.post("/v1/chat/completions", body, **headers))[0] == 200
-    status, answer = await client.post("/v1/chat/completions", body, **headers)
-    assert (status, answer["error"]["code"]) == (429, "insufficient_quota")
+    status, response = await client.post("/v1/chat/completions", body, **headers)
+    assert (status, response["error"]["code"]) == (429, "insufficient_quota")
 
 
 async def test_models_stay_below_the_ceiling_of_their_node(neurons: StartNeuron, start_gateway: StartGateway) -> None:

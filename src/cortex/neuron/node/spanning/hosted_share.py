@@ -15,7 +15,7 @@ import msgspec
 from cortex.neuron.engine.request import EngineStats, LoadSpec, StepOutput
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.device_room import DeviceRoom, wake_settled
+from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.preflight import ModelFacts, inspect
@@ -79,6 +79,8 @@ class HostedShare:
         self._group: WorkerGroup | None = None
         self._resident: Resident | None = None
         self._stage_layers: tuple[int, ...] = ()
+        self._model: tuple[KnownModel, ModelFacts] | None = None
+        """Once its files are known."""
         self._is_lost = False
         self.ended = asyncio.Event()
         """Nothing of it is left."""
@@ -178,6 +180,7 @@ class HostedShare:
             )
             path = await self._loader.find_local(model) or await self._loader.download(model, lambda *_: None)
             facts = await asyncio.to_thread(_inspect, model, path)
+            self._model = model, facts
             async with contextlib.AsyncExitStack() as room:
                 chosen = await self._room_for(model, facts, room)
                 claim = self._resources.devices.claims.new(model.id, chosen.indices, spans=True)
@@ -210,7 +213,8 @@ class HostedShare:
         """The reply to an order that failed: the lead waits for one, whatever the error is."""
         match error:
             case InsufficientCapacity():
-                return ShareFailed(FaultKind.OUT_OF_MEMORY, error.message)
+                elsewhere = isinstance(error, RoomElsewhere)
+                return ShareFailed(FaultKind.OUT_OF_MEMORY, error.message, has_room_elsewhere=elsewhere)
             case CortexError():
                 return ShareFailed(FaultKind.REQUEST, error.message)
             case LoadRejected():
@@ -238,10 +242,21 @@ class HostedShare:
     async def _wake(self) -> ShareMessage:
         """Raises InsufficientCapacity, LoadRejected, Damaged or WorkerLost."""
         group, resident = self._loaded()
-        async with contextlib.AsyncExitStack() as room:
-            await self._entered(self._resources.room.for_wake(self.model_id, group, resident), room)
-            self._resident = await wake_settled(group, resident)
+        try:
+            async with contextlib.AsyncExitStack() as room:
+                await self._entered(self._resources.room.for_wake(self.model_id, group, resident), room)
+                self._resident = await wake_settled(group, resident)
+        except (InsufficientCapacity, LoadRejected) as error:
+            is_full = isinstance(error, InsufficientCapacity) or error.kind is FaultKind.OUT_OF_MEMORY
+            if is_full and await self._has_room_elsewhere(resident):
+                raise RoomElsewhere(str(error)) from error
+            raise
         return ShareWoken()
+
+    async def _has_room_elsewhere(self, resident: Resident) -> bool:
+        if self._model is None:
+            return False
+        return await self._resources.room.has_room(*self._model, resident.measured_bytes)
 
     def _loaded(self) -> tuple[WorkerGroup, Resident]:
         """Raises WorkerLost."""

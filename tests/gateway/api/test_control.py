@@ -273,6 +273,18 @@ async def test_failed_operator_load_returns_the_reason(neurons: StartNeuron, sta
     assert "beast" in body["error"]["message"]
 
 
+async def test_load_on_a_node_that_the_catalogue_excludes_is_a_wrong_request(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"m": GB})
+    attic = await neurons("attic", sizes={"m": GB})
+    client = await start_gateway(beast, attic, catalogue=Catalogue(models=(ModelSpec(id="m", only_on=("beast",)),)))
+    status, rejected = await client.post("/fleet/models/m/load", {"node": "attic"})
+    assert (status, rejected["error"]["param"]) == (400, "node")
+    assert "attic cannot serve m now: loaded only on beast" in rejected["error"]["message"]
+    assert (await client.post("/fleet/models/m/load"))[0] == 200
+
+
 async def test_pin_loads_and_protects_until_unpin(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB})
     client = await start_gateway(beast)

@@ -15,7 +15,7 @@ from tests.neuron.fake_hub import FakeHub, served
 
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.memory.dtypes import likely_cpu_form
-from cortex.neuron.kernels.products.cpu_matrix import fastest_form
+from cortex.neuron.kernels.products.cpu_matrix import best_form
 
 from .gguf_files import write_gguf
 
@@ -118,7 +118,7 @@ def test_load_of_another_quantisation_than_the_one_in_memory_is_rejected(daemon:
 @pytest.fixture
 def _quantises_at_load() -> None:
     device = torch.device("cpu")
-    if likely_cpu_form() is None or fastest_form(compute_dtype("auto", device)) is None:
+    if likely_cpu_form() is None or best_form(compute_dtype("auto", device)) is None:
         pytest.skip("this processor multiplies faster with dense weights, so none are quantised at load")
 
 

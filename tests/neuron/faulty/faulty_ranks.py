@@ -10,6 +10,7 @@ import torch
 
 from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.models.decoder import DecoderLayer
 
 ERRORS: dict[str, Exception] = {
@@ -28,12 +29,12 @@ def load(spec: LoadSpec, device: Any, progress: Any, cancelled: Callable[[], boo
     if spec.rank is not None:
         order, call = _order(spec.path, spec.rank.rank), DecoderLayer.__call__
 
-        def failing_call(layer: DecoderLayer, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+        def failing_call(self: DecoderLayer, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
             if order.exists():
                 error = order.read_text()
                 order.unlink()
                 raise ERRORS[error]
-            return call(layer, hidden, batch)
+            return call(self, hidden, batch)
 
         DecoderLayer.__call__ = failing_call  # type: ignore[method-assign]
     return engine

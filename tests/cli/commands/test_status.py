@@ -37,6 +37,15 @@ def test_ps_lists_models_in_memory(gateway: CannedGateway, invoke: Invoke) -> No
     assert [entry["model"]["id"] for entry in json.loads(invoke("ps", "--json").stdout)] == ["small", "other"]
 
 
+def test_ps_shows_no_activity_of_a_node_that_is_down(gateway: CannedGateway, invoke: Invoke) -> None:
+    busy = READY | {"in_flight": 7, "load": {"running": 7, "tokens_per_s": 55.0}, "idle_s": 0.0}
+    gateway.responses["GET", "/fleet/status"] = fleet(busy)
+    assert "55" in invoke("ps").stdout
+    gateway.responses["GET", "/fleet/status"] = fleet(busy, up=False)
+    *_, row = invoke("ps").stdout.splitlines()
+    assert row.split() == ["small", "beast", "(down)", "unreachable", "900", "MiB"]
+
+
 REQUEST = {
     "id": "req_1",
     "number": 1,

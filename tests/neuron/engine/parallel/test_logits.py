@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,7 +104,7 @@ def test_logits_of_a_divided_model_equal_those_of_one_device(family: str, tmp_pa
         ranks = [RankSpec(rank, size, str(directory)) for rank in range(size)]
         read_bytes: list[int] = []
         with ThreadPoolExecutor(size) as pool:
-            results = list(pool.map(lambda rank: logits_of(path, rank, on_read=read_bytes.append), ranks))
+            results = list(pool.map(partial(logits_of, path, on_read=read_bytes.append), ranks))
         for logits in results:
             assert (logits - expected).abs().max() < 1e-4
         # Its own part and little more: norms, and of six experts on four ranks one or two.

@@ -167,11 +167,11 @@ class Gateway:
     config: Path
 
 
-StartGateway = Callable[..., Gateway]
+StartSecondGateway = Callable[..., Gateway]
 
 
 @pytest.fixture(scope="session")
-def start_gateway(up: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGateway]:
+def start_second_gateway(up: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSecondGateway]:
     """Start another gateway over the node of `up`, which takes far less than another `cortex up`.
 
     `settings` are lines of its section `[gateway]`, `sections` further ones; `key` is one that it accepts.

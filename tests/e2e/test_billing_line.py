@@ -10,7 +10,7 @@ import pytest
 from cortex.cli.up.demo import SMOLLM2
 
 if TYPE_CHECKING:
-    from .conftest import Run, StartGateway
+    from .conftest import Run, StartSecondGateway
 
 pytestmark = pytest.mark.e2e
 
@@ -22,9 +22,9 @@ PROMPT: anthropic.types.TextBlockParam = {"type": "text", "text": "You are terse
 
 
 @pytest.fixture(scope="module")
-def keeping_url(start_gateway: StartGateway) -> str:
+def keeping_url(start_second_gateway: StartSecondGateway) -> str:
     """Of a second gateway in front of the same node that leaves prompts alone."""
-    return start_gateway(settings="strip_billing_header = false").url
+    return start_second_gateway(settings="strip_billing_header = false").url
 
 
 def count(url: str, *system: anthropic.types.TextBlockParam) -> int:

@@ -18,7 +18,7 @@ from cortex.cli.up.demo import SMOLLM2
 from cortex.gateway.ledger.keys import as_toml, generate
 
 if TYPE_CHECKING:
-    from .conftest import Gateway, StartGateway
+    from .conftest import Gateway, StartSecondGateway
 
 pytestmark = pytest.mark.e2e
 
@@ -27,8 +27,8 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
-def keyed(start_gateway: StartGateway) -> Gateway:
-    return start_gateway(as_toml(KEY.section), key=KEY.text)
+def keyed(start_second_gateway: StartSecondGateway) -> Gateway:
+    return start_second_gateway(as_toml(KEY.section), key=KEY.text)
 
 
 def ask_openai(gateway: Gateway, key: str) -> openai.types.chat.ChatCompletion:

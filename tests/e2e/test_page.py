@@ -20,7 +20,7 @@ from ..gateway.fake_neuron import GB
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-    from .conftest import Run, StartGateway
+    from .conftest import Run, StartSecondGateway
 
 pytestmark = pytest.mark.e2e
 
@@ -94,11 +94,11 @@ def second(tmp_path: Path) -> Iterator[DirectedNode]:
 
 
 def test_both_kinds_of_keys_over_a_real_and_a_second_node(
-    start_gateway: StartGateway, browser: Browser, second: DirectedNode
+    start_second_gateway: StartSecondGateway, browser: Browser, second: DirectedNode
 ) -> None:
     operator, user = generate("anna", operator=True), generate("ben", models=("smollm*",))
     keys = (as_toml(operator.section), as_toml(user.section))
-    gateway = start_gateway(CONFIGURATION.format(endpoint=second.endpoint), *keys, key=operator.text)
+    gateway = start_second_gateway(CONFIGURATION.format(endpoint=second.endpoint), *keys, key=operator.text)
     page = signed_in(browser, gateway.url, operator.text)
 
     real, other = (page.get_by_label(f"Node {name}", exact=True) for name in ("local", "second"))

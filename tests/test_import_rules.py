@@ -19,7 +19,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 
 ENGINE_LIBRARIES = frozenset({"torch", "triton", "numpy", "safetensors", "tokenizers"})
-KERNELS = {"neuron.kernels"}
+KERNELS = {"neuron.kernels", "neuron.delta_sizes"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", *MODELS}
@@ -83,9 +83,12 @@ RULES: dict[str, Rule] = {
     "gateway.page": Rule(GATEWAY_PAGE),
     "gateway.responses": Rule(RESPONSES),
     "gateway": Rule(GATEWAY),
+    "neuron.delta_sizes": Rule(set(), frozenset()),
     "neuron.kernels": Rule(KERNELS, ENGINE_LIBRARIES),
     "neuron.layers": Rule(LAYERS, ENGINE_LIBRARIES),
-    "neuron.weights": Rule({"neuron.weights", "quant_names"}, ENGINE_LIBRARIES, frozenset({"huggingface_hub"})),
+    "neuron.weights": Rule(
+        {"neuron.weights", "neuron.delta_sizes", "quant_names"}, ENGINE_LIBRARIES, frozenset({"huggingface_hub"})
+    ),
     "neuron.models": Rule(MODELS, ENGINE_LIBRARIES),
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings"}),

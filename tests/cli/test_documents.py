@@ -110,6 +110,20 @@ def test_links_in_the_documents_exist() -> None:
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
 
 
+def test_paths_in_the_documents_exist() -> None:
+    """Whole or their end, such as `dispatch/queues.py` or `wire/fields/`."""
+    folders = ("src", "tests", "bench", "packaging", "examples", "docs")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
+    known = [f"/{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}" for path in paths]
+    known += [f"/{path.name}{'/' * path.is_dir()}" for path in ROOT.iterdir()]
+    to_be_written = {"src/cortex/neuron/models/mistral.py"}
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        named = set(re.findall(r"(?<![\w/.~])((?:[\w-]+/)*[\w-]+\.py)(?!\w)|`((?:[a-z_]+/)+)`", text))
+        for path in {file or folder for file, folder in named} - to_be_written:
+            assert any(each.endswith(f"/{path}") for each in known), f"{page.name} names {path}"
+
+
 def locked(name: str) -> dict[str, tuple[Requirement, int]]:
     """The requirements of a lock file by name, and the number of their hashes."""
     text = (ROOT / "packaging" / f"requirements-{name}.lock").read_text().replace(" \\\n", " ")

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import openai
 import pytest
-import torch
 from anthropic.types import TextBlock, ThinkingBlock, ToolUseBlock
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from ..neuron.tiny_models import llama_config, llama_weights, write_checkpoint
 from .foreign_server import CONTEXT_TOKENS, KEY, ForeignServer
 
 if TYPE_CHECKING:
@@ -57,33 +56,18 @@ def write_model(folder: Path, template: str) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     text = {"eos_token": "<|im_end|>", "chat_template": (TEMPLATES / template).read_text()}
     (folder / "tokenizer_config.json").write_text(json.dumps(text))
-    vocab, hidden = tokenizer.get_vocab_size(), 32
-    config = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 8192,
-        "vocab_size": vocab,
-        "rms_norm_eps": 1e-6,
-        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    layer = "model.layers.0"
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "lm_head.weight": (vocab, hidden),
-        **{f"{layer}.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"},
-        **{f"{layer}.mlp.{name}_proj.weight": (hidden, hidden) for name in ("gate", "up", "down")},
-    }
-    norms = ("model.norm", f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
-    generator = torch.Generator().manual_seed(7)
-    weights = {name: torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes.items()}
+    model_config = llama_config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=8192,
+        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+    )
+    weights = llama_weights(model_config)
     weights["lm_head.weight"][len(alphabet) :] = 0  # markers are never the likeliest
-    save_file(weights | {f"{name}.weight": torch.ones(hidden) for name in norms}, folder / "model.safetensors")
-    return folder
+    return write_checkpoint(folder, model_config, weights)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,17 +16,15 @@ import uvloop
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from cortex.fleet.catalogue import Catalogue
-from cortex.gateway.config import Config, GatewaySection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.metrics import OVERHEAD_BUCKETS
-from cortex.gateway.server import Gateway
+from cortex.gateway.proxy.services import Services
 from cortex.parsing import relayed
 from cortex.parsing.relayed import RelayedBody
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import DeviceHealth, ModelLoad, ModelState
 
-from .fake_neuron import GB, REPORTED, begin_stream, chunk, plain_answer, until
+from .fake_neuron import GB, REPORTED, begin_stream, chunk, plain_response, until
 
 if TYPE_CHECKING:
     from .fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
@@ -39,10 +36,10 @@ SPEND = {"key": "alice", "model": "a"}
 DEVICE = {"node": "beast", "device": "0"}
 
 
-async def answer(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """A stream pauses after its first token; `/v1/messages` streams in the Anthropic dialect."""
     if not body.get("stream"):
-        return await plain_answer(node, request, body)
+        return await plain_response(node, request, body)
     response = await begin_stream(request)
     anthropic = request.path == "/v1/messages"
     first = b'event: message_start\ndata: {"type":"message_start"}\n\n' if anthropic else chunk("a", {"content": "x"})
@@ -78,7 +75,7 @@ async def measured(
     """A gateway after responses, streams, an error, a cold start that evicts, and with a request that waits."""
     key = generate("alice")
     beast = await neurons("beast", sizes={"a": GB, "b": 20 * GB, "c": 20 * GB}, states={"a": READY, "b": READY})
-    beast.answer = answer
+    beast.respond = respond
     beast.loads["a"] = ModelLoad(running=2, waiting=1, kv_used_fraction=0.25)
     plain = beast.health
     device = DeviceHealth(
@@ -154,12 +151,10 @@ async def test_waiting_for_a_load_does_not_count_as_overhead(measured: Measured)
     assert value(found, "cortex_queue_depth", {"model": "c"}) == 0
 
 
-def test_requests_are_measured_with_a_clock_finer_than_the_smallest_bucket(tmp_path: Path) -> None:
+def test_requests_are_measured_with_a_clock_finer_than_the_smallest_bucket() -> None:
     async def shortest_difference_s() -> float:
         """Within one turn of the loop that gateways run on."""
-        gateway = Gateway(Config(gateway=GatewaySection(metrics_listen=None)), Catalogue(), tmp_path)
-        clock = gateway._services.clock  # noqa: SLF001 - nothing else shows the clock
-        readings = [clock() for _ in range(100_000)]
+        readings = [Services.clock() for _ in range(100_000)]
         return min((later - earlier for earlier, later in pairwise(readings) if later > earlier), default=math.inf)
 
     assert uvloop.run(shortest_difference_s()) < OVERHEAD_BUCKETS[0]

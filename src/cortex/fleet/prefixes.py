@@ -28,8 +28,8 @@ EDGES = _edges()
 
 
 def leading_blocks(prompt: bytes) -> Blocks:
-    """Chained fingerprints of the leading full blocks of a prompt. Equal fingerprints mean an equal prefix, with a
-    certainty that is enough for a preference."""
+    """Chained fingerprints of the leading full blocks of a prompt. Equal fingerprints almost certainly mean an equal
+    prefix, which is enough for a preference."""
     fingerprints = []
     fingerprint = 0
     view = memoryview(prompt)

@@ -123,7 +123,6 @@ class Gateway:
             activity=ActivityLog(config.activity),
             parser=BodyParser(),
             buffered=Buffered(client_limits(config).buffered_bytes),
-            clock=time.monotonic,
         )
         self._inference = Inference(self._services)
         self._responses = ResponsesService(config, directory, self._inference, self.tasks)

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cortex.neuron.engine.memory.host import anonymous_bytes
 
+from ...neuron.tiny_models import write_llama
 from ...ports import free_port
 
 SOURCE = Path(__file__).parents[3] / "src"
@@ -155,42 +154,8 @@ def write_model(folder: Path, inner: int, num_layers: int = 2) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    hidden, vocab = 64, len(alphabet)
-    config = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "vocab_size": vocab,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(7)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "lm_head.weight": (vocab, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for layer in range(num_layers):
-        block = f"model.layers.{layer}"
-        shapes |= {
-            f"{block}.input_layernorm.weight": (hidden,),
-            f"{block}.post_attention_layernorm.weight": (hidden,),
-            f"{block}.self_attn.q_proj.weight": (hidden, hidden),
-            f"{block}.self_attn.k_proj.weight": (hidden // 2, hidden),
-            f"{block}.self_attn.v_proj.weight": (hidden // 2, hidden),
-            f"{block}.self_attn.o_proj.weight": (hidden, hidden),
-            f"{block}.mlp.gate_proj.weight": (inner, hidden),
-            f"{block}.mlp.up_proj.weight": (inner, hidden),
-            f"{block}.mlp.down_proj.weight": (hidden, inner),
-        }
-    weights = {name: torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes.items()}
-    save_file(weights, folder / "model.safetensors")
-    return folder
+    sizes = {"vocab_size": len(alphabet), "intermediate_size": inner, "max_position_embeddings": 512}
+    return write_llama(folder, **sizes, num_hidden_layers=num_layers)
 
 
 @pytest.fixture(scope="module")

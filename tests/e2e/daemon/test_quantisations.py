@@ -15,7 +15,7 @@ from tests.neuron.fake_hub import FakeHub, served
 
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.memory.dtypes import likely_cpu_form
-from cortex.neuron.kernels.products.cpu_matrix import fastest_form
+from cortex.neuron.kernels.products.cpu_matrix import best_form
 
 from .gguf_files import write_gguf
 
@@ -115,10 +115,20 @@ def test_load_of_another_quantisation_than_the_one_in_memory_is_rejected(daemon:
     unload(daemon, "tiny/quants-GGUF")
 
 
+def test_model_that_does_not_exist_is_listed_until_its_failure_is_cleared(daemon: Daemon) -> None:
+    request = {"model_id": "tiny/absent"}
+    assert daemon.call("/models/load", request, timeout_s=120)[1]["error"]["code"] == "source_not_found"
+    assert daemon.model("tiny/absent")["state"] == "failed"
+    assert daemon.call("/models/unload", request, timeout_s=60)[0] == 200
+    _, listed = daemon.call("/models")
+    assert "tiny/absent" not in {model["id"] for model in listed["models"]}
+    assert daemon.call("/models/unload", request, timeout_s=60)[0] == 404
+
+
 @pytest.fixture
 def _quantises_at_load() -> None:
     device = torch.device("cpu")
-    if likely_cpu_form() is None or fastest_form(compute_dtype("auto", device)) is None:
+    if likely_cpu_form() is None or best_form(compute_dtype("auto", device)) is None:
         pytest.skip("this processor multiplies faster with dense weights, so none are quantised at load")
 
 

@@ -22,6 +22,7 @@ from cortex.exits import ExitCode
 from cortex.wire.sse import Parser
 
 from ...ports import free_port
+from ..tiny_models import write_llama
 
 SOURCE = Path(__file__).parents[3] / "src"
 WAIT_S = 90.0
@@ -30,48 +31,10 @@ WAIT_S = 90.0
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory, text_files: Any) -> Path:
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import save_file
-
     folder = tmp_path_factory.mktemp("tiny")
     text_files(folder)
-    hidden, inner, layers, vocab, heads, kv_heads, head = 32, 64, 2, 264, 4, 2, 8
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head,
-        "vocab_size": vocab,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-        "eos_token_id": 257,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    tensors = {"model.embed_tokens.weight": torch.randn(vocab, hidden), "model.norm.weight": torch.ones(hidden)}
-    for layer in range(layers):
-        name = f"model.layers.{layer}."
-        for projection, rows, columns in (
-            ("self_attn.q_proj", heads * head, hidden),
-            ("self_attn.k_proj", kv_heads * head, hidden),
-            ("self_attn.v_proj", kv_heads * head, hidden),
-            ("self_attn.o_proj", hidden, heads * head),
-            ("mlp.gate_proj", inner, hidden),
-            ("mlp.up_proj", inner, hidden),
-            ("mlp.down_proj", hidden, inner),
-        ):
-            tensors[f"{name}{projection}.weight"] = torch.randn(rows, columns) * 0.1
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{name}{norm}.weight"] = torch.ones(hidden)
-    save_file(tensors, str(folder / "model.safetensors"))
-    return folder
+    sizes = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 4096}
+    return write_llama(folder, std=0.1, **sizes, tie_word_embeddings=True, torch_dtype="float32", eos_token_id=257)
 
 
 @dataclass

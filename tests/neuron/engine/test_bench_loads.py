@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from cortex.neuron.engine.memory.device import compute_dtype
-from cortex.neuron.kernels.products.cpu_matrix import fastest_form
+from cortex.neuron.kernels.products.cpu_matrix import best_form
 
 ROOT = Path(__file__).parents[3]
 STAGES = ["open s", "read s", "pages s", "warm s", "token s", "total s"]
 
 
 def test_every_variant_that_the_machine_supports_is_timed(tmp_path: Path) -> None:
-    has_quant = fastest_form(compute_dtype("auto", torch.device("cpu"))) is not None
+    has_quant = best_form(compute_dtype("auto", torch.device("cpu"))) is not None
     variants = ["gguf", "q4" if has_quant else "bf16"]
     options = ["--shape", "tiny", "--device", "cpu", "--runs", "1", "--only", ",".join(variants)]
     finished = subprocess.run(

@@ -17,39 +17,24 @@ from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.parameters import Parameters
 
+from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
+    **tiny_sizes(vocab_size=160),
     "tie_word_embeddings": True,
 }
 MIXTURE = DENSE | {
     "model_type": "qwen3_moe",
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
+    **tiny_experts(moe_intermediate_size=32),
 }
 HYBRID = DENSE | {
     "model_type": "qwen3_next",
+    **tiny_delta(linear_key_head_dim=8),
+    **tiny_experts(moe_intermediate_size=32),
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
-    "norm_topk_prob": True,
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
 }

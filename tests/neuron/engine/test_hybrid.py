@@ -16,21 +16,19 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.sizes import state_bytes
 
+from ..tiny_models import tiny_delta, tiny_sizes
+
 CONFIG = {
     "model_type": "qwen3_5_text",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 1024,
+    **tiny_sizes(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        max_position_embeddings=1024,
+        head_dim=16,
+    ),
+    **tiny_delta(linear_key_head_dim=8, linear_value_head_dim=8),
     "full_attention_interval": 2,
 }
 GREEDY = SamplingParams(temperature=0.0)

@@ -12,17 +12,12 @@ from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.parameters import Parameters
 
+from ..tiny_models import tiny_sizes
+
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
+    **tiny_sizes(),
     "tie_word_embeddings": True,
 }
 PROMPT = tuple((7 * number) % 90 + 2 for number in range(80))

@@ -22,35 +22,24 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.scheduler import Scheduler
 from cortex.neuron.layers.parameters import Parameters
 
+from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
+
 DENSE: dict[str, Any] = {
     "model_type": "llama",
-    "vocab_size": 90,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
+    **tiny_sizes(vocab_size=90, hidden_size=32, intermediate_size=48),
     "tie_word_embeddings": True,
 }
 HYBRID: dict[str, Any] = DENSE | {
     "model_type": "qwen3_5_text",
+    **tiny_delta(linear_key_head_dim=8, linear_value_head_dim=8),
     "num_hidden_layers": 4,
     "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
     "full_attention_interval": 2,
 }
 MIXTURE: dict[str, Any] = DENSE | {
     "model_type": "qwen3_moe",
+    **tiny_experts(num_experts=4, moe_intermediate_size=16),
     "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
 }
 PROMPT = tuple(range(5, 75))
 CPU = torch.device("cpu")
@@ -352,6 +341,7 @@ def test_gpu_memory_is_freed_and_responses_stay_the_same(make_engine: EngineMake
         "num_hidden_layers": 8,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
+        "head_dim": 64,
         "vocab_size": 32_000,
     }
     empty = torch.cuda.memory_reserved()

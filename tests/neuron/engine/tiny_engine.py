@@ -15,6 +15,8 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
 
+from ..tiny_models import tiny_sizes
+
 CPU = torch.device("cpu")
 VOCAB = 97
 CONTEXT = 256
@@ -26,14 +28,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-        max_position_embeddings=CONTEXT,
+        **tiny_sizes(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, max_position_embeddings=CONTEXT)
     )
     model = transformers.LlamaForCausalLM(config)
     for parameter in model.parameters():

@@ -19,33 +19,32 @@ from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import read_architecture
 
+from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
+
 PAGE_TOKENS, PAGES_PER_ROW, ROWS = 4, 4, 3
 BLOCK = 4
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
+    **tiny_sizes(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    ),
     "tie_word_embeddings": True,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+EXPERTS = tiny_experts(num_experts=4, moe_intermediate_size=16)
 FAMILIES: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "mixture": DENSE | EXPERTS | {"model_type": "qwen3_moe"},
     "delta net": DENSE
     | {
         "model_type": "qwen3_next",
+        **tiny_delta(linear_num_key_heads=1, linear_num_value_heads=2),
         "layer_types": ["linear_attention"],
-        "linear_num_key_heads": 1,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 4,
     },
 }
 SEQUENCE = (3, 14, 15, 9, 26, 5)

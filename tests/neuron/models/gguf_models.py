@@ -16,31 +16,19 @@ import torch
 import transformers
 from torch import Tensor
 
+from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
+
 VOCAB, HIDDEN = 96, 256
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 256,
+    **tiny_sizes(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=4, head_dim=64),
     "rms_norm_eps": 1e-6,
 }
 EXPERTS: dict[str, Any] = {
-    "num_experts": 5,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "norm_topk_prob": True,
+    **tiny_experts(num_experts=5, moe_intermediate_size=256),
     "decoder_sparse_step": 1,
 }
 HYBRID: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
+    **tiny_delta(linear_num_value_heads=6, linear_key_head_dim=32, linear_value_head_dim=128),
     "full_attention_interval": 2,
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},

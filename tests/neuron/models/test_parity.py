@@ -25,19 +25,14 @@ from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3 import Qwen3
 
+from ..tiny_models import tiny_sizes
+
 CPU = torch.device("cpu")
 VOCAB = 97
 PROMPT_TOKENS = 75
 MAX_ERROR = 1e-3
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 256,
+    **tiny_sizes(vocab_size=VOCAB, hidden_size=48, intermediate_size=72),
     "eos_token_id": None,
 }
 

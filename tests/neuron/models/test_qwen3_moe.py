@@ -20,19 +20,21 @@ from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_moe import Qwen3Moe
 
+from ..tiny_models import tiny_sizes
+
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    **tiny_sizes(
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        max_position_embeddings=512,
+        head_dim=16,
+    ),
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
-    "max_position_embeddings": 512,
 }
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -17,21 +17,19 @@ from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_next import Qwen3Next
 
+from ..tiny_models import tiny_delta, tiny_sizes
+
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 10,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 512,
+    **tiny_sizes(
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=5,
+        num_attention_heads=6,
+        max_position_embeddings=512,
+        head_dim=16,
+    ),
+    **tiny_delta(linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=10),
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
 }

@@ -10,25 +10,23 @@ from cortex.neuron.layers.configs import AttentionConfig, Shard
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.registry import read_architecture
 
+from ..tiny_models import tiny_delta, tiny_sizes
+
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
-    "vocab_size": 192,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
+    **tiny_sizes(
+        vocab_size=192,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        max_position_embeddings=512,
+        head_dim=32,
+    ),
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DELTA = {
     "model_type": "qwen3_next",
-    "linear_num_key_heads": 3,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 10,
-    "linear_conv_kernel_dim": 4,
+    **tiny_delta(linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=10),
 }
 
 

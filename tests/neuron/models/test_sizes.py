@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from cortex.neuron.engine.memory.sequences import KVCache, StateMemory
+from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
 from cortex.neuron.kernels.products.cpu_layout import CpuForm, cpu_layouts
 from cortex.neuron.kernels.quantised import layout as layouts
-from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.recipes import DeviceLayout
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import SingleRank
 from cortex.neuron.layers.parameters import PackingOffer, Parameters
@@ -20,21 +21,19 @@ from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import FAMILIES, read_architecture
 from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
 
+from ..tiny_models import tiny_delta, tiny_sizes
+
 META = torch.device("meta")
 SIZES: dict[str, Any] = {
-    "vocab_size": 192,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 10,
-    "linear_conv_kernel_dim": 4,
+    **tiny_sizes(
+        vocab_size=192,
+        intermediate_size=128,
+        num_hidden_layers=5,
+        num_attention_heads=6,
+        max_position_embeddings=512,
+        head_dim=32,
+    ),
+    **tiny_delta(linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=10),
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 SHARED = {"shared_expert_intermediate_size": 40}
@@ -111,11 +110,11 @@ def test_computed_size_on_a_cpu_is_what_the_layers_allocate(
     assert weight_bytes(architecture, WeightStorage(4, offer.layouts)) == allocated < dense.parameters.num_bytes
 
 
-@pytest.mark.parametrize("mixed", [layouts.Q4, layouts.Q6, None])
+@pytest.mark.parametrize("mixed", [layouts.Q4, layouts.Q6, layouts.IQ4, FLOAT8_ROWS, None])
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_computed_size_of_packed_matrices_is_what_the_layers_allocate(
-    family: str, changes: str, mixed: Layout | None
+    family: str, changes: str, mixed: DeviceLayout | None
 ) -> None:
     """Value and down projections are packed in `mixed` or dense, all other matrices in 4 bits."""
     architecture = read_architecture(config_of(family, CHANGES[changes]))

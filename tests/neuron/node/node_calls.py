@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import faulty_engine
 
 from cortex.neuron.engine.memory.host import anonymous_bytes
-from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.node import Node
 from cortex.wire.node.protocol import LoadRequest, ModelStatus
+
+from ..tiny_models import write_llama
 
 WAIT_S = 60.0
 """Upper bound of a wait; only reached on failure."""
@@ -51,3 +55,17 @@ def worker_of(node: Node, device: int = 0) -> int:
 
 def worker_bytes(node: Node) -> int:
     return anonymous_bytes(worker_of(node))
+
+
+def write_source(folder: Path, seed: int, **changes: Any) -> str:
+    """A real model, small enough to be loaded in every test: the `source` of its configuration."""
+    return str(write_llama(folder, seed, **{"vocab_size": 1000, "max_position_embeddings": 4096, **changes}))
+
+
+def greedy_request(request_id: str, max_tokens: int = 8) -> EngineRequest:
+    greedy = SamplingParams(temperature=0.0)
+    return EngineRequest(id=request_id, prompt=tuple(range(5, 25)), max_tokens=max_tokens, sampling=greedy)
+
+
+async def generate(node: Node, model_id: str, request_id: str = "r", max_tokens: int = 8) -> list[int]:
+    return await tokens_of(node.submit(model_id, greedy_request(request_id, max_tokens)))

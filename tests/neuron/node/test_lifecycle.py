@@ -177,6 +177,18 @@ def test_falls_asleep_and_wakes_once_for_many_callers() -> None:
         ("waking", [ModelLost("killed")], ModelState.LOADING, []),
         (
             "waking",
+            [LoadEnded(3, NO_ROOM, has_room_elsewhere=True), UnloadEnded(4)],
+            ModelState.LOADING,
+            [StartUnload(4), NotifyGone(), StartLoad(5)],
+        ),
+        (
+            "waking",
+            [EnsureGone(), LoadEnded(3, NO_ROOM, has_room_elsewhere=True), UnloadEnded(4)],
+            ModelState.COLD,
+            [StartUnload(4), NotifyGone()],
+        ),
+        (
+            "waking",
             [EnsureGone(), LoadEnded(3), UnloadEnded(4)],
             ModelState.COLD,
             [StartUnload(4), NotifyGone()],
@@ -295,8 +307,8 @@ class World:
             ):
                 self.held = "all"
                 self.post(LoadEnded(attempt))
-            case StartWake(attempt) if outcome == "refused" and self.held == "weights":
-                self.post(LoadEnded(attempt, NO_ROOM))
+            case StartWake(attempt) if outcome in ("refused", "moves") and self.held == "weights":
+                self.post(LoadEnded(attempt, NO_ROOM, has_room_elsewhere=outcome == "moves"))
             case StartWake(attempt):
                 self.held = "nothing"
                 self.post(LoadEnded(attempt, LOST, worker_lost=True))
@@ -310,7 +322,8 @@ class World:
 
 
 steps = st.lists(
-    st.sampled_from(["ready", "gone", "asleep", "up", "refused", "fault", "lose", "prove", "downloading"]), max_size=40
+    st.sampled_from(["ready", "gone", "asleep", "up", "refused", "moves", "fault", "lose", "prove", "downloading"]),
+    max_size=40,
 )
 
 

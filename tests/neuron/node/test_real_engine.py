@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from faulty_models import parts
-from tiny_llama import generate, write_llama
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
@@ -18,7 +17,7 @@ from cortex.neuron.worker.factory import ENGINE
 from cortex.wire.errors import InvalidValue, Recovering
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
-from .node_calls import load, worker_bytes, worker_of
+from .node_calls import generate, load, worker_bytes, worker_of, write_source
 
 MEBIBYTE = 1 << 20
 
@@ -26,8 +25,8 @@ MEBIBYTE = 1 << 20
 async def start(tmp_path: Path, **limits: int) -> Node:
     # The models differ in size, so that one cannot reuse exactly the memory of the other.
     models = (
-        ModelEntry(id="a", source=write_llama(tmp_path / "a", 1), context_tokens=512),
-        ModelEntry(id="b", source=write_llama(tmp_path / "b", 2, vocab=40_000), context_tokens=512),
+        ModelEntry(id="a", source=write_source(tmp_path / "a", seed=1), context_tokens=512),
+        ModelEntry(id="b", source=write_source(tmp_path / "b", seed=2, vocab_size=40_000), context_tokens=512),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, **limits), drain_s=1.0)
     return await Node.start(config, parts(engine=ENGINE, timeouts=None, policy=BackoffPolicy()))

@@ -24,9 +24,9 @@ _TITLES = ("TIME", "STATUS", "TTFT", "TOTAL", "TOK/S", "TOKENS", "NODE", "KEY", 
 @click.command(cls=Command)
 @click.option("-f", "--follow", is_flag=True, help="Wait for further requests until Ctrl-C.")
 @click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many requests.")
-@click.option("--model", help="Only of this model, or of a pattern with *.")
-@click.option("--key", help="Only of the key with this name or id.")
-@click.option("--status", help="Only with this status, such as 200 or 5xx, or: ok, error.")
+@click.option("--model", help="Only requests for this model; * matches any text.")
+@click.option("--key", help="Only requests with the key of this name or id.")
+@click.option("--status", help="Only requests with this status: 200, 5xx, ok, error.")
 @gateway_options
 @json_option
 def logs(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cortex.gateway.config import GatewaySection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
@@ -34,5 +36,5 @@ class Services:
     parser: BodyParser
     buffered: Buffered
     """Request bytes in memory, of clients and of runs in the background."""
-    clock: Callable[[], float]
+    clock: ClassVar = staticmethod(time.monotonic)
     """Not the loop's, which counts whole milliseconds and stands still during a turn: a request takes less."""

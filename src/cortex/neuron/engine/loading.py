@@ -23,7 +23,7 @@ from cortex.neuron.engine.memory.plan import (
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.products.cpu_layout import cpu_layouts
-from cortex.neuron.kernels.products.cpu_matrix import fastest_form
+from cortex.neuron.kernels.products.cpu_matrix import best_form
 from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
 from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
@@ -136,7 +136,7 @@ def packing_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: tor
         return PackingOffer(packed_layouts(tensors, recipe))
     form = None
     if device.type == "cpu" and spec.dtype == "auto" and (recipe is None or suits_cpus(recipe)):
-        form = fastest_form(compute_dtype(spec.dtype, device))
+        form = best_form(compute_dtype(spec.dtype, device))
     if recipe is not None and form is None:
         raise LoadError(
             f"weights cannot be quantised as {recipe.name} at load here: that takes a GPU that computes in bfloat16, "

@@ -77,7 +77,7 @@ class EngineRequest:
     grammar: str | None = None
     """A grammar in the form `text.grammar` compiles, constraining the output; None: free."""
     principal: str = ""
-    """The principal whose fair share it uses; empty: the anonymous one."""
+    """Whose share of the slots it uses (`node/admission.py`); empty: anonymous. The engine itself ignores it."""
     checkpoint_at: tuple[int, ...] = ()
     """Prompt positions (turn ends) where a model with recurrent layers should save its state for later turns."""
     prompt_logprobs: int | None = None

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cortex.neuron.delta_sizes import DeltaSizes
+
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -109,27 +111,15 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaConfig:
+class GatedDeltaConfig(DeltaSizes):
     hidden: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
     conv_taps: int
     norm_eps: float
-
-    @property
-    def key_size(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def value_size(self) -> int:
-        return self.value_heads * self.value_dim
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
         return {
-            f"{prefix}.in_proj_qkv": 2 * self.key_size + self.value_size,
+            f"{prefix}.in_proj_qkv": self.channels,
             f"{prefix}.in_proj_z": self.value_size,
             f"{prefix}.in_proj_b": self.value_heads,
             f"{prefix}.in_proj_a": self.value_heads,

@@ -17,7 +17,7 @@ from cortex.neuron.kernels.products.cpu_matrix import dense_product
 from cortex.neuron.kernels.products.matvec import beats_library, gated_matvec, matvec
 from cortex.neuron.kernels.silu import silu_mul
 from cortex.neuron.layers.norm import RMSNorm
-from cortex.neuron.layers.packed import PackedProjections, projections
+from cortex.neuron.layers.packed import projections
 from cortex.neuron.layers.parameters import Parameters
 
 
@@ -83,7 +83,7 @@ class RowParallelLinear(Linear):
 
     def activated(self, gate_up: Tensor, residual: Tensor) -> Tensor:
         """`(silu(gate) · up) Wᵀ + b + residual`. gate_up: [tokens, 2 · this rank's inputs] → [tokens, out]"""
-        if not isinstance(self.packed, PackedProjections) or not self.packed.rounds_inputs(gate_up):
+        if self.packed is None or not self.packed.rounds_inputs(gate_up):
             return self(silu_mul(gate_up), residual=residual)
         own_residual = residual if self._group.shard.is_first else None
         return self._group.all_reduce(self.packed.activated(gate_up, self.bias, own_residual))

@@ -15,14 +15,15 @@ from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix
+from cortex.neuron.kernels.products.native import NativeMatrix
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
-from cortex.neuron.kernels.quantised.product import packed_product
+from cortex.neuron.kernels.quantised.product import MAX_SMALL_ROWS, packed_product
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import QuantisedMatrix
 
 
 class PackedProjections:
-    """`y = norm(x) Wᵀ + b + residual` over vertically concatenated matrices."""
+    """`y = norm(x) Wᵀ + b + residual` over vertically concatenated matrices. `residual` may be overwritten."""
 
     def __init__(self, matrices: Sequence[DeviceMatrix]) -> None:
         self.matrices = matrices
@@ -43,7 +44,10 @@ class PackedProjections:
             x = norm(x)
         x = x.contiguous()
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        out = torch.empty(len(x), self.outputs, dtype=x.dtype, device=x.device)
+        if residual is None or len(x) <= MAX_SMALL_ROWS:
+            out = torch.empty(len(x), self.outputs, dtype=x.dtype, device=x.device)
+        else:
+            out = residual  # the library adds to what it overwrites
         for matrix, part, part_bias, part_residual in self._parts(out, bias, residual):
             if isinstance(matrix, Float8Matrix):
                 if fuses_norm:
@@ -110,9 +114,15 @@ class CpuProjections:
 
     def __init__(self, matrices: Sequence[CpuMatrix]) -> None:
         self.matrices = matrices
+        only = matrices[0] if len(matrices) == 1 else None
+        self._native = only if isinstance(only, NativeMatrix) else None
 
     def __call__(self, x: Tensor, bias: Tensor | None, norm: RMSNorm | None, residual: Tensor | None) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
+        if self._native is not None:
+            weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+            out = self._native.fused(x, norm=weight, eps=eps, residual=residual)
+            return out if bias is None else out.add_(bias)
         x, scale = (x, 1.0) if norm is None else norm.in_two(x)
         out = self.matrices[0].product(x, scale)
         if len(self.matrices) > 1:
@@ -120,6 +130,16 @@ class CpuProjections:
         if bias is not None:
             out = out.add_(bias)
         return out if residual is None else out.add_(residual)
+
+    def rounds_inputs(self, x: Tensor) -> bool:  # noqa: ARG002
+        """Whether `activated` rounds and multiplies in one pass."""
+        return self._native is not None
+
+    def activated(self, gate_up: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """`(silu(gate) · up) Wᵀ + b + residual`. Requires `rounds_inputs`. gate_up: [tokens, 2 · in] → [tokens, out]"""
+        assert self._native is not None
+        out = self._native.fused(gate_up, is_gated=True, residual=residual)
+        return out if bias is None else out.add_(bias)
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:  # noqa: ARG002
         """None: no library product has the activation in it."""

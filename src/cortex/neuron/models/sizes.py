@@ -98,8 +98,7 @@ def state_bytes(architecture: Architecture, item_bytes: int) -> int:
     """
     deltas = [layer.mixer for layer in architecture.layers if isinstance(layer.mixer, GatedDeltaConfig)]
     return sum(
-        delta.conv_taps * (2 * delta.key_size + delta.value_size) * item_bytes
-        + delta.value_size * delta.key_dim * _FLOAT32_BYTES
+        delta.conv_taps * delta.channels * item_bytes + delta.value_size * delta.key_dim * _FLOAT32_BYTES
         for delta in deltas
     )
 
@@ -118,7 +117,7 @@ def _gated_delta_bytes(config: GatedDeltaConfig, storage: WeightStorage, prefix:
     inputs = config.input_rows(prefix)
     total = storage.linear_bytes(config.hidden, inputs)
     total += storage.linear_bytes(config.value_size, {f"{prefix}.out_proj": config.hidden})
-    total += storage.matrix_bytes(config.conv_taps, 2 * config.key_size + config.value_size)
+    total += storage.matrix_bytes(config.conv_taps, config.channels)
     return total + 2 * config.value_heads * _FLOAT32_BYTES + config.value_dim * storage.item_bytes
 
 

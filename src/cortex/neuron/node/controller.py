@@ -16,6 +16,7 @@ from functools import partial
 from cortex.neuron.node import lifecycle_events as events
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.lifecycle import Lifecycle, transition
+from cortex.neuron.node.loading.device_room import RoomElsewhere
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
@@ -214,7 +215,7 @@ class ModelController:
 
     async def _run(self, attempt: int, work: Callable[[], Awaitable[Instance]]) -> None:
         error: CortexError | None = None
-        worker_lost = False
+        worker_lost = has_room_elsewhere = False
         try:
             instance = await work()
             if instance.lost_reason is not None:  # after its weights were loaded, and before the rest was ready
@@ -224,13 +225,14 @@ class ModelController:
             # It is kept with the state of the model. The frames that led to it hold the files that were read.
             failed.__cause__ = failed.__context__ = None
             error = failed.with_traceback(None)
+            has_room_elsewhere = isinstance(failed, RoomElsewhere)
         except (WorkerLost, Damaged) as lost:
             self.instance = None
             error, worker_lost = LoadFailed(f"{self.model_id}: {lost}"), True
         except Exception as unexpected:
             log.exception("%s: unexpected error in a load", self.model_id)
             error = LoadFailed(f"{self.model_id}: {type(unexpected).__name__}: {unexpected}; see the node's log")
-        self._post(events.LoadEnded(attempt, error, worker_lost))
+        self._post(events.LoadEnded(attempt, error, worker_lost, has_room_elsewhere))
 
     def _post_if_cancelled(self, attempt: int, task: asyncio.Task[None]) -> None:
         # A task may be cancelled before its first line runs, so this cannot be an `except` in it.

@@ -57,7 +57,7 @@ def transition(life: Lifecycle, happened: events.Input, now_s: float, policy: Ba
             return _load_succeeded(life, now_s)
         case events.LoadEnded(attempt, error, worker_lost) if attempt == life.attempt and error is not None:
             if life.weights_in_host and not worker_lost:
-                return _wake_failed(life, error, now_s)
+                return _wake_failed(life, error, now_s, has_room_elsewhere=happened.has_room_elsewhere)
             return _load_failed(life, error, worker_lost, now_s, policy)
         case events.ModelLost(reason) if life.state is ModelState.READY:
             return _recover(life, reason, now_s, policy)
@@ -138,8 +138,8 @@ def _load_failed(
     return _fail(life, error, now_s)
 
 
-def _wake_failed(life: Lifecycle, error: CortexError, now_s: float) -> Transition:
-    if life.state is ModelState.UNLOADING:  # cancelled
+def _wake_failed(life: Lifecycle, error: CortexError, now_s: float, *, has_room_elsewhere: bool) -> Transition:
+    if life.state is ModelState.UNLOADING or has_room_elsewhere:  # cancelled, or unloaded to be loaded again
         return _start_unload(life, events.StartUnload(life.attempt + 1), now_s)
     return _enter(replace(life, wanted="gone"), ModelState.ASLEEP, now_s), (events.NotifyFailed(error),)
 

@@ -48,12 +48,13 @@ class LoadEnded:
     """A load or a wake ended: the model serves, or `error` says why not.
 
     `worker_lost`: nothing of the model is left and another attempt may succeed. Without it, a model that failed to
-    wake is asleep as before.
+    wake is asleep as before; `has_room_elsewhere`: on other devices it could be loaded.
     """
 
     attempt: int
     error: CortexError | None = None
     worker_lost: bool = False
+    has_room_elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cortex.neuron.delta_sizes import DeltaSizes
 from cortex.neuron.weights.errors import Malformed
 from cortex.neuron.weights.stored import StoredTensor
 
@@ -11,23 +12,11 @@ Runs = tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaHeads:
-    """The sizes of a gated delta net."""
+class DeltaHeads(DeltaSizes):
+    """The heads of a gated delta net, as a file has them."""
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
     is_tiled: bool
     """Whether the file has the value heads in an order of its own."""
-
-    @property
-    def key_size(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def value_size(self) -> int:
-        return self.value_heads * self.value_dim
 
     @property
     def shared(self) -> int:

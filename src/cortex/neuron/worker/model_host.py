@@ -14,11 +14,15 @@ from cortex.neuron.worker.memory import Reclaimed
 class LoadRejected(Exception):
     """The worker could not load or wake the model; the message is the engine's own."""
 
-    def __init__(self, kind: FaultKind, message: str, *, cancelled: bool = False) -> None:
-        """`cancelled`: by the daemon, or because another rank of the model failed."""
+    def __init__(
+        self, kind: FaultKind, message: str, *, cancelled: bool = False, has_room_elsewhere: bool = False
+    ) -> None:
+        """`cancelled`: by the daemon, or because another rank of the model failed. `has_room_elsewhere`: it cannot wake
+        on its devices, but could be loaded on others."""
         super().__init__(message)
         self.kind = kind
         self.cancelled = cancelled
+        self.has_room_elsewhere = has_room_elsewhere
 
 
 class SleepRejected(Exception):

@@ -19,16 +19,19 @@ from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.llama import Llama
 
+from ...tiny_models import tiny_sizes
+
 CPU = torch.device("cpu")
 CONFIG = {
     "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
+    **tiny_sizes(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    ),
 }
 MAX_ROWS = 6
 CONTEXT = 48

@@ -13,17 +13,19 @@ from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.qwen3 import Qwen3
 
+from ...tiny_models import tiny_sizes
+
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 4096,
+    **tiny_sizes(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        max_position_embeddings=4096,
+        head_dim=8,
+    ),
 }
 WINDOWED = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8, "use_sliding_window": True}
 

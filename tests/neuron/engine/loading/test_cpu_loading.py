@@ -127,7 +127,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cpu
         matrix.product(torch.ones(1, 32))
     except (RuntimeError, AttributeError, NotImplementedError):
         pytest.skip(f"torch has no {form} products for this processor")
-    monkeypatch.setattr(loading, "fastest_form", lambda _: form)
+    monkeypatch.setattr(loading, "best_form", lambda _: form)
     monkeypatch.setattr(placement, "CACHED_PIECE_BYTES", 1)
     return form
 
@@ -168,7 +168,7 @@ def test_quantising_at_load_is_rejected_where_no_product_is_faster(
         load(tmp_path / "model.gguf", "float32", quant="q4_k")
     with pytest.raises(LoadError, match="cannot be quantised as fp8 at load here"):
         load(tmp_path / "model.gguf", quant="fp8")
-    monkeypatch.setattr(loading, "fastest_form", lambda _: None)
+    monkeypatch.setattr(loading, "best_form", lambda _: None)
     with pytest.raises(LoadError, match="cannot be quantised as q4_k at load here"):
         load(tmp_path / "model.gguf", quant="q4_k")
 
@@ -214,7 +214,7 @@ def test_requested_dtype_keeps_the_dense_form(tmp_path: Path) -> None:
 
 
 def test_keeps_the_dense_form_if_no_other_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "fastest_form", lambda _: None)
+    monkeypatch.setattr(loading, "best_form", lambda _: None)
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     loaded = load(tmp_path / "model.gguf")
     assert loaded.model.head.packed is None

@@ -18,6 +18,8 @@ from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.request import LoadSpec
 
+from ...tiny_models import tiny_sizes
+
 CPU = torch.device("cpu")
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ODD_VALUES = st.one_of(
@@ -101,13 +103,7 @@ QUANTISATION: dict[str, Any] = {
 def write_published(directory: Path, quantisation: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     config = {
         "model_type": "llama",
-        "vocab_size": 32,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 64,
+        **tiny_sizes(vocab_size=32, intermediate_size=64, num_hidden_layers=1, num_key_value_heads=4),
         "tie_word_embeddings": True,
         "quantization_config": quantisation,
     }

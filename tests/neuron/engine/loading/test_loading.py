@@ -19,6 +19,8 @@ from cortex.neuron.engine.memory.device import DeviceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.models.registry import FAMILIES
 
+from ...tiny_models import tiny_sizes
+
 CPU = torch.device("cpu")
 VOCAB = 20_000
 """Large enough for a leaked model to show in the process's memory."""
@@ -28,13 +30,7 @@ CONTEXT = 256
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
+        **tiny_sizes(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, max_position_embeddings=CONTEXT)
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     return tmp_path

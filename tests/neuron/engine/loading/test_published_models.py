@@ -31,6 +31,7 @@ from cortex.neuron.node.loading.preflight import inspect
 from cortex.wire.errors import LoadFailed
 
 from ...rank_threads import RankThreads, run, tokens_of
+from ...tiny_models import tiny_sizes
 
 CPU = torch.device("cpu")
 VOCAB = 96
@@ -88,9 +89,8 @@ def write(path: Path, config: dict[str, Any], quantise: Quantise, inner: int = 2
     """Returns the reference model."""
     torch.manual_seed(0)
     sizes = transformers.Qwen3Config(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,
-    )  # fmt: skip
+        **tiny_sizes(vocab_size=VOCAB, hidden_size=128, intermediate_size=inner), tie_word_embeddings=False
+    )
     reference = transformers.Qwen3ForCausalLM(sizes).eval()
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.15)

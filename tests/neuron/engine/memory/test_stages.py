@@ -22,6 +22,8 @@ from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 
+from ...tiny_models import tiny_delta, tiny_sizes
+
 GB = 10**9
 LAYER = LayerSizes(weight_bytes=400_000_000, page_bytes=100_000)
 NOTHING = CacheSize(0)
@@ -114,19 +116,8 @@ def test_no_other_division_has_a_larger_cache_or_a_less_full_device(seed: int) -
 
 CONFIG = {
     "model_type": "qwen3_next",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
+    **tiny_sizes(vocab_size=1000, intermediate_size=128, num_hidden_layers=8, max_position_embeddings=512, head_dim=32),
+    **tiny_delta(),
 }
 
 

@@ -23,7 +23,7 @@ from cortex.neuron.kernels.peer_buffer import MAX_BYTES, MAX_RANKS
 from cortex.neuron.layers.parallel import UNLIMITED_BYTES
 
 from ...rank_threads import RankThreads, run, tokens_of
-from ...small_llama import write_small_llama
+from ...tiny_models import write_llama
 
 MAX_ROWS = 3
 
@@ -63,7 +63,7 @@ class _Replay:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_llama(tmp_path_factory.mktemp("model"))
+    return write_llama(tmp_path_factory.mktemp("model"), std=0.1, hidden_size=256, intermediate_size=512)
 
 
 @pytest.fixture

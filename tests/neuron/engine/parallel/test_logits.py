@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,30 +18,21 @@ from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import LoadSpec, RankSpec
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 
+from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes
+
 CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,  # odd: the ranks have different shares
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,  # four ranks share them
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-}
-EXPERTS: dict[str, Any] = {
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
+SIZES: dict[str, Any] = tiny_sizes(
+    vocab_size=97,  # odd: the ranks have different shares
+    hidden_size=48,
+    intermediate_size=80,
+    num_attention_heads=8,
+    num_key_value_heads=2,  # four ranks share them
+    head_dim=16,
+)
+EXPERTS: dict[str, Any] = tiny_experts(num_experts_per_tok=3)
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 40}
 DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 10,
-    "linear_conv_kernel_dim": 4,
+    **tiny_delta(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=10),
     "layer_types": ["linear_attention", "full_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
 }
@@ -67,12 +60,16 @@ FAMILIES = {
 
 @torch.inference_mode()
 def logits_of(
-    path: Path, rank: RankSpec | None = None, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    path: Path,
+    rank: RankSpec | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    on_read: Callable[[int], None] = lambda _: None,
 ) -> torch.Tensor:
-    """A prompt in two chunks, then two single tokens: the logits of every position."""
+    """A prompt in two chunks, then two single tokens: the logits of every position. `on_read`: gets how many bytes the
+    load reads."""
     spec = LoadSpec(str(path), dtype=dtype, max_num_seqs=2, rank=rank)
     group = None if rank is None else TorchGroup.join(rank, CPU, lambda: None)
-    model = load_model(spec, CPU, lambda *_: None, lambda: False, group).model
+    model = load_model(spec, CPU, lambda _stage, _done, total: on_read(total), lambda: False, group).model
     tokens = torch.randint(0, SIZES["vocab_size"], (40,), generator=torch.Generator().manual_seed(1))
     pages = torch.arange(1, 5, dtype=torch.int32)
     start, logits = 0, []
@@ -105,10 +102,13 @@ def test_logits_of_a_divided_model_equal_those_of_one_device(family: str, tmp_pa
         directory = tmp_path / f"group of {size}"
         directory.mkdir()
         ranks = [RankSpec(rank, size, str(directory)) for rank in range(size)]
+        read_bytes: list[int] = []
         with ThreadPoolExecutor(size) as pool:
-            results = list(pool.map(lambda rank: logits_of(path, rank), ranks))
+            results = list(pool.map(partial(logits_of, path, on_read=read_bytes.append), ranks))
         for logits in results:
             assert (logits - expected).abs().max() < 1e-4
+        # Its own part and little more: norms, and of six experts on four ranks one or two.
+        assert 0 < max(read_bytes) < {2: 0.52, 4: 0.35}[size] * (path / "model.safetensors").stat().st_size
 
 
 def test_ranks_agree_on_recomputed_near_ties_in_half_precision(tmp_path: Path) -> None:

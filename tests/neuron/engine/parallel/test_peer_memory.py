@@ -44,7 +44,7 @@ from cortex.neuron.layers.parallel import UNLIMITED_BYTES
 from cortex.neuron.worker.faults import FaultKind, classify
 
 from ...rank_threads import run, tokens_of
-from ...small_llama import write_small_llama
+from ...tiny_models import write_llama
 
 pytestmark = pytest.mark.gpu
 
@@ -307,7 +307,7 @@ def serve(stage: Stage, directory: str, plans: Any, path: str) -> tuple[int, lis
 
 
 def test_divided_model_replays_graphs_with_its_messages(tmp_path: Path) -> None:
-    path = write_small_llama(tmp_path)
+    path = write_llama(tmp_path, std=0.1, hidden_size=256, intermediate_size=512)
     (tmp_path / "ranks").mkdir()
     with Ranks(serve, tmp_path / "ranks", str(path)) as ranks:
         (leading, (whole, divided, woken)), (following, _) = ranks.results()

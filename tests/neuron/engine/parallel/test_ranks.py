@@ -22,20 +22,11 @@ from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 
 from ...rank_threads import QueueLink, RankThreads, run, tokens_of
+from ...tiny_models import tiny_delta, tiny_sizes
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 10,
+    **tiny_sizes(vocab_size=97, hidden_size=48, intermediate_size=80, head_dim=16),
+    **tiny_delta(linear_key_head_dim=12, linear_value_head_dim=10),
     "layer_types": ["linear_attention", "full_attention"],
 }
 

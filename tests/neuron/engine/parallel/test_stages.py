@@ -16,32 +16,24 @@ from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StageSpec, StepOutput
 
 from ...rank_threads import RankThreads, run, tokens_of
+from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes
 
 VOCAB = 97
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,  # neither divides two devices: stages need no divisibility
-    "head_dim": 16,
-    "max_position_embeddings": 256,
+    **tiny_sizes(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=5,
+        num_attention_heads=3,
+        num_key_value_heads=1,  # neither divides two devices: stages need no divisibility
+    ),
     "eos_token_id": None,
 }
-EXPERTS: dict[str, Any] = {
-    "num_experts": 5,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
+EXPERTS: dict[str, Any] = tiny_experts(num_experts=5, num_experts_per_tok=3)
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 40}
 DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 3,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 10,
-    "linear_conv_kernel_dim": 4,
+    **tiny_delta(linear_num_key_heads=1, linear_num_value_heads=3, linear_key_head_dim=12, linear_value_head_dim=10),
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
 }

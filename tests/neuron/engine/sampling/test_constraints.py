@@ -16,6 +16,8 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
 from cortex.neuron.text.grammar.matcher import MatchState
 
+from ...tiny_models import tiny_sizes
+
 END = 256
 SCHEMA = {
     "type": "object",
@@ -31,14 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tokenizer]:
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        eos_token_id=END,
+        **tiny_sizes(vocab_size=258, hidden_size=32, num_hidden_layers=1, max_position_embeddings=512), eos_token_id=END
     )
     LlamaForCausalLM(config).save_pretrained(path)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

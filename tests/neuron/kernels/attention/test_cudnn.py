@@ -45,7 +45,7 @@ def prepared(device: torch.device, dtype: torch.dtype, monkeypatch: pytest.Monke
     """Prompts of 16 tokens and more use cuDNN; plans for up to 160 tokens are built."""
     monkeypatch.setattr(cudnn, "SHORTEST", 16)
     monkeypatch.setattr(cudnn, "plans", cudnn.Plans())
-    geometry = Geometry(torch.empty(0, device=device).device, dtype, HEADS, KV_HEADS, DIM)
+    geometry = Geometry(device, dtype, HEADS, KV_HEADS, DIM)
     for length in planned_lengths(160):
         cudnn.prepare(geometry, DIM**-0.5, length)
     return geometry

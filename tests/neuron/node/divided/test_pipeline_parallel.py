@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 from faulty_models import parts
-from tiny_llama import generate, write_llama
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest
@@ -18,11 +17,11 @@ from cortex.neuron.worker.factory import ENGINE
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
-from ..node_calls import load
+from ..node_calls import generate, load, write_source
 
 
 async def start(tmp_path: Path, num_devices: int, *models: ModelEntry) -> Node:
-    source = write_llama(tmp_path / "model", 1, num_layers=5)
+    source = write_source(tmp_path / "model", seed=1, num_hidden_layers=5)
     entries = tuple(msgspec.structs.replace(model, source=source, context_tokens=512) for model in models)
     config = NeuronConfig(
         models=entries, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0, cpu_devices=num_devices

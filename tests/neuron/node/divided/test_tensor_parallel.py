@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from faulty_models import parts
-from tiny_llama import generate, write_llama
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest
@@ -20,7 +19,7 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
-from ..node_calls import load, tokens_of
+from ..node_calls import generate, load, tokens_of, write_source
 
 ROUNDS = int(os.environ.get("CORTEX_GROUP_ROUNDS", "3"))
 """How often loads are repeated."""
@@ -29,7 +28,7 @@ ROUNDS = int(os.environ.get("CORTEX_GROUP_ROUNDS", "3"))
 @pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[Node]:
     """Three devices, and models on every two of them."""
-    source = write_llama(tmp_path / "model", 1)
+    source = write_source(tmp_path / "model", seed=1)
     models = (
         ModelEntry(id="whole", source=source, context_tokens=512, devices=(1,)),
         ModelEntry(id="divided", source=source, context_tokens=512, tensor_parallel=2, devices=(0, 1)),

@@ -24,27 +24,16 @@ from cortex.neuron.node.loading.loader import quantised_footprints
 from cortex.neuron.node.loading.preflight import inspect
 from cortex.wire.node.protocol import Device
 
+from ...tiny_models import tiny_delta, tiny_sizes
+
 CPU = torch.device("cpu")
 GIB = 1 << 30
 SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
+    **tiny_sizes(vocab_size=512, num_hidden_layers=4),
     "eos_token_id": None,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-}
+DELTA: dict[str, Any] = tiny_delta()
 FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
     "llama, tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)),

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from faulty_models import parts
-from tiny_llama import generate, greedy_request, write_llama
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig, PeerEntry
 from cortex.neuron.node.node import Node
@@ -18,7 +17,7 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, Recovering
 from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
-from ..node_calls import load, tokens_of, until, worker_of
+from ..node_calls import generate, greedy_request, load, tokens_of, until, worker_of, write_source
 
 BOTH = ("first", "second")
 
@@ -71,8 +70,8 @@ def peer_sleep_mb() -> int:
 
 @pytest.fixture
 async def nodes(tmp_path: Path, peer_sleep_mb: int) -> AsyncIterator[Nodes]:
-    source = write_llama(tmp_path / "model", 1, kv_heads=4, num_layers=4)
-    other = write_llama(tmp_path / "other", 1)  # the same name for other files
+    source = write_source(tmp_path / "model", seed=1, num_key_value_heads=4, num_hidden_layers=4)
+    other = write_source(tmp_path / "other", seed=1)  # the same name for other files
 
     def entry(
         model_id: str,
@@ -98,9 +97,11 @@ async def nodes(tmp_path: Path, peer_sleep_mb: int) -> AsyncIterator[Nodes]:
     led = (
         entry("whole", nodes=()),
         entry("two", tensor_parallel=2, devices=(0,)),
+        entry("two too", tensor_parallel=2, devices=(1,)),
+        entry("staged too", pipeline_parallel=2, devices=(1,)),
         entry("four", tensor_parallel=4),
         entry("different", tensor_parallel=2),
-        entry("staged", pipeline_parallel=2),
+        entry("staged", pipeline_parallel=2, devices=(0,)),
         entry("four stages", pipeline_parallel=4),
         entry("local", tensor_parallel=2, nodes=()),
         entry("odd", tensor_parallel=3),
@@ -197,6 +198,24 @@ async def test_devices_of_a_sleeping_model_are_free_for_others_until_it_wakes(no
     assert nodes.first.devices.claims.conflicts(spans=True) == {}
     await nodes.second.unload(UnloadRequest(model_id="local"))
     assert (await load(nodes.first, "four")).state is ModelState.READY
+
+
+@pytest.mark.parametrize("model", ["two", "staged"])
+async def test_sleeping_part_whose_device_was_taken_is_loaded_on_another_device_of_its_node(
+    nodes: Nodes, model: str
+) -> None:
+    await load(nodes.first, model)
+    tokens = await generate(nodes.first, model)
+    await nodes.first.unload(UnloadRequest(model_id=model, sleep=True))
+    workers = [worker_of(node) for node in (nodes.first, nodes.second)]
+    await load(nodes.first, f"{model} too")
+    devices = {share.model_id: share.devices for share in nodes.second.health().shares}
+    assert devices[model] == devices[f"{model} too"]
+    assert (await load(nodes.first, model)).state is ModelState.READY
+    held = {share.model_id: (share.state, share.devices) for share in nodes.second.health().shares}
+    assert held == {f"{model} too": ("ready", devices[model]), model: ("ready", (1 - devices[model][0],))}
+    assert await generate(nodes.first, model) == tokens == await generate(nodes.first, f"{model} too")
+    assert [worker_of(node) for node in (nodes.first, nodes.second)] == workers
 
 
 @pytest.mark.parametrize("peer_sleep_mb", [0])

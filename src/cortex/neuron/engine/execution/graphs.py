@@ -23,6 +23,7 @@ from torch import Tensor
 from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.kernels.greedy import likeliest
 from cortex.neuron.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -233,6 +234,6 @@ class StepGraphs:
             uniform=self._is_uniform,
         )
         logits = self._model.logits(self._model(batch))
-        highest, tokens = logits.max(-1)
+        tokens, healthy = likeliest(logits)
         self._last_tokens.index_copy_(0, rows, tokens)
-        return logits, tokens, highest.isfinite()
+        return logits, tokens, healthy

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+from cortex.neuron.kernels.native.library import compiler
 from cortex.neuron.kernels.products.cpu_layout import CpuForm
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -29,7 +30,7 @@ def likely_cpu_form() -> CpuForm | None:
     measures at load what is fastest."""
     for features, form in _FORM_FEATURES:
         if _processor_features() & features:
-            return form
+            return form if compiler() is None else CpuForm.NATIVE
     return None
 
 

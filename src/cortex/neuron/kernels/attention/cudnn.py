@@ -86,7 +86,7 @@ def prepare(geometry: Geometry, scale: float, length: int) -> None:
         if _UNSUPPORTED in str(error):
             raise Unserved(f"cuDNN has no attention for {heads} heads over {kv_heads} of {dim} in {dtype}") from error
         raise
-    plans.ready.add((geometry, length))
+    plans.ready.add((geometry._replace(device=q.device), length))  # with its number, as tensors name it
 
 
 def takes(q: Tensor, kv_heads: int, rules: AttentionRules, batch: Batch) -> bool:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from cortex.neuron.delta_sizes import DeltaSizes
+
 L2_EPS = 1e-6
 """Added under the root where queries and keys are normalised to unit length."""
 CHUNK = 64
@@ -13,17 +15,13 @@ CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaRules:
+class DeltaRules(DeltaSizes):
     """The parameters that all tokens of a layer share.
 
     The layout of a projected token: queries, keys, values (the convolved channels), gate, write strengths, decay
-    inputs. Each key head serves `value_heads / key_heads` consecutive value heads.
+    inputs.
     """
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
     conv_weight: Tensor
     """[taps, channels]: the last tap is for the token itself"""
     decay_rate: Tensor
@@ -33,18 +31,6 @@ class DeltaRules:
     norm_weight: Tensor
     """[value dim]: the weight of the norm on every output head"""
     eps: float
-
-    @property
-    def key_size(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def value_size(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        return 2 * self.key_size + self.value_size
 
     @property
     def projected_size(self) -> int:

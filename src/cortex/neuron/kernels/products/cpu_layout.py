@@ -23,6 +23,8 @@ GROUP: Final = 32
 """Columns that share a scale in memory."""
 ROW_BLOCK: Final = 64
 """torch packs at most this many rows together on any processor. Rows are padded to whole blocks."""
+TILE_ROWS: Final = 16
+"""Rows that are multiplied at a time in the native form."""
 _NIBBLE_ZERO: Final = 8
 
 
@@ -33,6 +35,8 @@ class CpuForm(StrEnum):
     """Inputs are quantised too, to eight bits with one scale per row (KleidiAI, on ARM)."""
     WEIGHT_ONLY = "weight_only"
     """Inputs are bfloat16 (x86)."""
+    NATIVE = "native"
+    """Our own, on hosts with a C compiler. Takes codes of any width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class CpuLayout:
     group: int = GROUP
     """Columns that share a scale in the checkpoint: 32 or 16."""
     zero: int | None = None
+    levels: tuple[int, ...] = ()
+    """The only codes that occur, in order, if they are 16: four bits suffice for their numbers."""
 
     @property
     def codes(self) -> Layout:
@@ -82,6 +88,8 @@ class CpuLayout:
     def num_bytes(self, outputs: int, inputs: int) -> int:
         """Of a matrix with `outputs` rows and `inputs` columns."""
         rows, columns = padded_rows(outputs), self.stored_columns(inputs)
+        if self.form is CpuForm.NATIVE:
+            return rows // TILE_ROWS * (inputs // GROUP) * tile_bytes(self)
         if self.form is CpuForm.WEIGHT_ONLY:
             return rows * weight_only_row_bytes(columns)
         constants = 4 * inputs // self.group if self.has_constants else 0
@@ -96,6 +104,12 @@ def dynamic_row_bytes(columns: int) -> int:
 def weight_only_row_bytes(columns: int) -> int:
     """Codes, and per group a scale and a constant in bfloat16."""
     return columns // 2 + columns // GROUP * 4
+
+
+def tile_bytes(layout: CpuLayout) -> int:
+    """Codes, and per group a scale and perhaps a minimum in bfloat16, of 16 rows and 32 columns (native form)."""
+    numbers = GROUP // layout.group * (2 if layout.zero is None else 1)
+    return TILE_ROWS * (GROUP * (4 if layout.levels else layout.bits) // 8 + 2 * numbers)
 
 
 def padded_rows(rows: int) -> int:
@@ -117,6 +131,8 @@ _FORMATS: Final[Mapping[str, tuple[int, int, int | None]]] = {
     "IQ4_XS": (8, 32, 128),
 }
 """Quantised types of GGUF files → bits, columns of a group, zero; as `weights/gguf/quants.py` decodes them."""
+_LEVELS: Final = tuple(128 + n for n in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+"""The codes of IQ4_NL and IQ4_XS."""
 
 
 def cpu_layouts(
@@ -127,6 +143,10 @@ def cpu_layouts(
     tensors are dense. Experts are dense: they are one stack."""
     if form is None:
         return {}
-    layouts = {name: CpuLayout(form, *_FORMATS[stored]) for name, stored in formats.items() if stored in _FORMATS}
+    layouts = {
+        name: CpuLayout(form, *_FORMATS[stored], _LEVELS if stored.startswith("IQ4") else ())
+        for name, stored in formats.items()
+        if stored in _FORMATS
+    }
     layouts |= {name: CpuLayout(form, codes.bits, codes.group, codes.zero) for name, codes in (chosen or {}).items()}
     return {name: layout for name, layout in layouts.items() if ".experts." not in name}

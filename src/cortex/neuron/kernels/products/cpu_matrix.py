@@ -1,7 +1,7 @@
 """Quantised matrices in a CPU's memory. Each exists once: for single rows, for prompts and for look-ups.
 
 A decode step is bound by the bytes of the matrices. torch implements each product with vector instructions for some
-processors only, and is far slower than a dense product on the others. Therefore `fastest_form` measures.
+processors only, and is far slower than a dense product on the others. Therefore `best_form` measures.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.products.cpu_layout import GROUP, ROW_BLOCK, CpuForm, CpuLayout
 from cortex.neuron.kernels.products.dynamic import DynamicMatrix
+from cortex.neuron.kernels.products.native import NativeMatrix
 from cortex.neuron.kernels.products.weight_only import WeightOnlyMatrix
 
 _TRIES = 4
@@ -72,18 +73,21 @@ class CpuMatrix(Protocol):
 
 def empty_cpu_matrix(layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> CpuMatrix:
     """Memory for a matrix, contents undefined until `put` has filled all rows."""
+    if layout.form is CpuForm.NATIVE:
+        return NativeMatrix.empty(layout, outputs, inputs, device)
     if layout.form is CpuForm.DYNAMIC:
         return DynamicMatrix.empty(layout, outputs, inputs, device)
     return WeightOnlyMatrix.empty(layout, outputs, inputs, device)
 
 
 @cache
-def fastest_form(dtype: torch.dtype) -> CpuForm | None:
-    """The form whose one-row product is fastest on this machine; None if a dense product in `dtype` is.
+def best_form(dtype: torch.dtype) -> CpuForm | None:
+    """The form of quantised matrices on this machine: our own, which is the smallest, or the fastest of the library's.
+    None if a dense one-row product in `dtype` is faster than all of them.
 
-    Takes tens of milliseconds, once per process. The products run alternately on one thread. Their shortest processor
-    times are compared, so that other load matters little. A form whose operations torch lacks here, or whose products
-    are wrong, does not count.
+    Takes tens of milliseconds, once per process, and seconds on a host that has not compiled our own before. The
+    products run alternately on one thread. Their shortest processor times are compared, so that other load matters
+    little. A form that is not possible here, or whose products are wrong, does not count.
     """
     outputs, inputs = 16 * ROW_BLOCK, 1024
     generator = torch.Generator().manual_seed(0)
@@ -108,9 +112,8 @@ def fastest_form(dtype: torch.dtype) -> CpuForm | None:
                 continue  # not in this build of torch, or not for this processor
         products = [partial(matrix.product, x) for matrix in candidates.values()]
         dense_s, *packed_s = shortest_times_s(partial(dense_product, x, exact), *products)
-    times = dict(zip(candidates, packed_s, strict=True))
-    best = min(times, key=times.__getitem__, default=None)
-    return best if best is not None and times[best] < dense_s else None
+    times = {form: time_s for form, time_s in zip(candidates, packed_s, strict=True) if time_s < dense_s}
+    return CpuForm.NATIVE if CpuForm.NATIVE in times else min(times, key=times.__getitem__, default=None)
 
 
 def dense_product(x: Tensor, weight: Tensor) -> Tensor:

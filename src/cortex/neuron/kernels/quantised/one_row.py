@@ -123,7 +123,7 @@ def _launch(
     num_blocks = triton.cdiv(outputs, rows)
     programs = num_blocks
     if tiles.programs:
-        programs = min(num_blocks, triton.cdiv(tiles.programs * num_processors(x.device), num_pairs))
+        programs = min(num_blocks, max(1, tiles.programs * num_processors(x.device) // num_pairs))
     _one_row_kernel[(programs, num_pairs)](
         x.view(torch.int32) if paired else x,
         matrix.low,

@@ -4,8 +4,8 @@ Small batches: one program reads BLOCK_OUT rows of the matrix once, unpacks them
 tensor-core product, and multiplies all rows of x. Matrices with few rows are cut along their columns as well (SPLIT),
 so that every processor has work: the program that finishes last adds the parts in a fixed order.
 
-Large batches: a stretch of the matrix is unpacked into a scratch buffer that stays in the L2 cache, and the library
-multiplies with that.
+Large batches: the matrix, or a stretch of a large one, is unpacked into a scratch buffer, and the library multiplies
+with that.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.levels import levels_option
 from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS, PackedMatrix, unpacked
 from cortex.neuron.kernels.quantised.unpack import unpack_ptx, unpack_units
-from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
+from cortex.neuron.kernels.shared_memory import MIN_STAGES, SharedMemory, shared_memory
 
 MAX_SMALL_ROWS = 64
 """With more rows the library is faster, by measurements."""
-_SCRATCH_BYTES = 32 << 20
+_SCRATCH_BYTES = 112 << 20
+"""Most matrices at once: few launches are worth more than a buffer that stays in the L2 cache."""
 
 
 class PackedTiles(NamedTuple):
@@ -116,10 +117,12 @@ def _large_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
         weight = scratch[: end - start]
         dequantise(matrix, start, end - start, weight)
         part = out[:, start:end]
-        if residual is not None:
-            torch.addmm(residual[:, start:end], x, weight.t(), out=part)
-        else:
+        if residual is None:
             torch.mm(x, weight.t(), out=part)
+        elif out.data_ptr() == residual.data_ptr():
+            part.addmm_(x, weight.t())
+        else:
+            torch.addmm(residual[:, start:end], x, weight.t(), out=part)
     if bias is not None:
         out.add_(bias)
 
@@ -130,7 +133,8 @@ def small_batch_product(
     """`packed_product` for at most MAX_SMALL_ROWS rows."""
     rows, inputs = x.shape
     shared = shared_memory(x.device)
-    tiles = small_batch_tiles(rows, matrix.low.shape[1] // 16, matrix.outputs, num_processors(x.device), shared)
+    chunks = matrix.low.shape[1] // 16
+    tiles = small_batch_tiles(rows, chunks, matrix.outputs, matrix.layout, num_processors(x.device), shared)
     partial = out
     if tiles.split > 1:
         partial = torch.empty(tiles.split * rows * matrix.outputs, dtype=torch.float32, device=x.device)
@@ -149,7 +153,7 @@ def small_batch_product(
         out.stride(0),
         0 if residual is None else residual.stride(0),
         INPUTS=inputs,
-        CHUNKS=matrix.low.shape[1] // 16,
+        CHUNKS=chunks,
         ROWS=max(16, triton.next_power_of_2(rows)),
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
@@ -165,14 +169,41 @@ def small_batch_product(
     )
 
 
-def small_batch_tiles(rows: int, chunks: int, outputs: int, processors: int, shared: SharedMemory) -> PackedTiles:
-    """The fastest of a sweep on Hopper, with as many stages as the device's shared memory holds."""
-    programs, split = -(-outputs // COUNTED_ROWS), 1
-    wanted = 4 * processors if rows <= 32 else 7 * processors // 4  # the parts of many rows are long to add
-    while programs * split < wanted and split < 8 and chunks % (2 * split) == 0 and chunks // split > 4:
+def small_batch_tiles(
+    rows: int, chunks: int, outputs: int, layout: Layout, processors: int, shared: SharedMemory
+) -> PackedTiles:
+    """The fastest of a sweep on Hopper, with as many stages as the device's shared memory holds.
+
+    The columns are cut until there are enough programs, and there are few enough stages that all of them run at once.
+    """
+    columns = max(16, triton.next_power_of_2(rows))
+    is_long = outputs > 8 * COUNTED_ROWS * processors  # as an output head
+    matrix_rows = 2 * COUNTED_ROWS if is_long else COUNTED_ROWS
+    warps = 8 if is_long and rows > 32 else 4
+    programs, split = -(-outputs // matrix_rows), 1
+    while split < 8 and chunks % (2 * split) == 0 and chunks // split > 4:
+        if programs * split >= _programs_wanted(rows, layout.bits, split) * processors:
+            break
         split *= 2
-    stages = 3 if rows > 32 and split == 1 else 5
-    return PackedTiles(COUNTED_ROWS, 1, 4, fitting_stages(COUNTED_ROWS, max(16, rows), stages, shared), split)
+    planes = 1 + (layout.low_bits == 8 or layout.high_bits > 0) + layout.scale_words
+    registers = 72 + 41 * max(0, columns - 16) // 48  # of a thread: 72 with 16 columns, 113 with 64
+    stages = fitting_stages(matrix_rows, columns, 5 if layout.bits < 8 else 4, shared)
+    while stages > MIN_STAGES:
+        program_bytes = (stages - 1) * planes * matrix_rows * 64 + stages * columns * 256
+        at_once = min(shared.num_bytes // program_bytes, 65536 // (registers * 32 * warps))
+        if programs * split <= at_once * processors:
+            break
+        stages -= 1
+    return PackedTiles(matrix_rows, 1, warps, stages, split)
+
+
+def _programs_wanted(rows: int, bits: int, split: int) -> float:
+    """For each processor, where the columns are cut `split` times: the parts of many rows are long to add."""
+    if rows > 32:
+        return 4 / 3
+    if split == 1:
+        return 4 if bits < 8 else 2.5
+    return 3 if split == 2 or (rows <= 16 and bits < 8) else 2
 
 
 def fitting_stages(matrix_rows: int, columns: int, stages: int, shared: SharedMemory) -> int:

@@ -55,18 +55,19 @@ def _low(layout: Layout) -> list[str]:
 
 
 def _bytes() -> list[str]:
-    """p_j = the codes themselves: 128 + a code of eight bits would not be exact, so its halves are put together."""
-    lines = [f"mov.b32 offset, {bfloat16_pair(-128.0):#x};", f"mov.b32 s0, {bfloat16_pair(16.0):#x};"]
+    """p_j = the codes themselves: 128 + a code of eight bits would not be exact. So seven bits become 128 + them, and
+    the bit above, which is the lowest of the exponent there, 256 or 128."""
+    lines = [f"mov.b32 offset, {bfloat16_pair(-256.0):#x};"]
     for j in range(4):
-        source, shift = ("$8", "$9")[j % 2], 8 * (j // 2)
+        source = ("$8", "$9")[j % 2]
+        if j >= 2:
+            lines.append(f"shr.b32 moved, {source}, 8;")
+            source = "moved"
         lines += [
-            f"shr.b32 moved, {source}, {shift};",
-            f"lop3.b32 p{j}, moved, 0x000F000F, magic, 0xEA;",
-            f"shr.b32 moved, {source}, {shift + 4};",
-            "lop3.b32 high, moved, 0x000F000F, magic, 0xEA;",
+            f"lop3.b32 p{j}, {source}, 0x007F007F, magic, 0xEA;",
+            f"lop3.b32 high, {source}, 0x00800080, magic, 0xEA;",
             "fma.rn.bf16x2 high, high, unit, offset;",
-            f"fma.rn.bf16x2 p{j}, p{j}, unit, offset;",
-            f"fma.rn.bf16x2 p{j}, high, s0, p{j};",
+            f"fma.rn.bf16x2 p{j}, p{j}, unit, high;",
         ]
     return lines
 

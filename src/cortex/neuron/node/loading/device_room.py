@@ -14,12 +14,16 @@ from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.ceilings import MemoryCeilings
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost, Resident
-from cortex.wire.errors import InsufficientCapacity
+from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.protocol import Device
 
 _SETTLE_S = 2.0
 """A device may report memory as used for this long after it was freed."""
 SETTLE_INTERVAL_S = 0.2
+
+
+class RoomElsewhere(InsufficientCapacity):
+    """A sleeping model has no room on its devices, but has on others."""
 
 
 class DeviceRoom:
@@ -82,6 +86,14 @@ class DeviceRoom:
         async with self._alone_under_ceiling(), self.locked(host.device_indices):
             self._check_ceilings(model_id, host.device_indices, resident)
             yield
+
+    async def has_room(self, model: KnownModel, facts: ModelFacts, need_bytes: int) -> bool:
+        """Whether a load would find devices now. `need_bytes`: what they must give, if the layers are divided."""
+        try:
+            chosen = await self._choose(model, facts, self._devices)
+        except (InsufficientCapacity, LoadFailed):
+            return False
+        return not chosen.free_bytes or sum(chosen.free_bytes) >= need_bytes
 
     def _check_ceilings(self, model_id: str, devices: tuple[int, ...], resident: Resident) -> None:
         """Raises InsufficientCapacity where a ceiling has no room for the model, awake."""

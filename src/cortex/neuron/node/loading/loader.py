@@ -21,7 +21,7 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_choice import ChosenDevices, check_devices
-from cortex.neuron.node.loading.device_room import DeviceRoom, wake_settled
+from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
 from cortex.neuron.node.loading.preflight import ModelFacts, gigabytes, inspect
@@ -137,12 +137,15 @@ class ModelLoader:
             raise
 
     async def wake(self, instance: Instance) -> None:
-        """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as
-        before), Damaged or WorkerLost (nothing of it is left)."""
+        """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as before;
+        `RoomElsewhere`: a peer has room for its part on other devices). Raises Damaged or WorkerLost if nothing of it
+        is left."""
         async with self._room.for_wake(instance.model_id, instance.host, instance.resident):
             try:
                 instance.woken(await wake_settled(instance.host, instance.resident))
             except LoadRejected as error:
+                if error.has_room_elsewhere:
+                    raise RoomElsewhere(f"{instance.model_id}: {error}") from error
                 raise _load_error(instance.model_id, error) from error
 
     # Files

@@ -103,6 +103,8 @@ class ShareFailed(ShareMessage, frozen=True):
     kind: FaultKind
     message: str
     cancelled: bool = False
+    has_room_elsewhere: bool = False
+    """It cannot wake on its devices, but could be loaded on others."""
 
 
 class ShareLost(ShareMessage, frozen=True):

@@ -150,8 +150,10 @@ class RemoteShare:
                     case ShareSlept() | ShareWoken():
                         if self._reply is not None and not self._reply.done():
                             self._reply.set_result(None)
-                    case ShareFailed(kind=kind, message=text, cancelled=cancelled):
-                        self._fail(LoadRejected(kind, f"on node {self._node}: {text}", cancelled=cancelled))
+                    case ShareFailed() as failed:
+                        text = f"on node {self._node}: {failed.message}"
+                        flags = {"cancelled": failed.cancelled, "has_room_elsewhere": failed.has_room_elsewhere}
+                        self._fail(LoadRejected(failed.kind, text, **flags))
                     case ShareEnding():
                         if self._sink is not None and not self._is_ending:
                             self._sink.on_ending(f"node {self._node} shuts down", lambda: None)

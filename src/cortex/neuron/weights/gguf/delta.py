@@ -29,7 +29,7 @@ def delta_tensors(part: str, stored: StoredTensor, heads: DeltaHeads) -> Mapping
 
 
 def _channels(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
-    check_rows(stored, 2 * heads.key_size + heads.value_size)
+    check_rows(stored, heads.channels)
     return {"in_proj_qkv.weight": _rows(stored, heads.channel_runs())}
 
 
@@ -49,7 +49,7 @@ def _per_head(name: str, adjustment: Adjustment | None = None) -> _Build:
 def _convolution(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
     if len(stored.shape) == 2:
         stored = replace(stored, shape=(stored.shape[0], 1, stored.shape[1]))
-    check_rows(stored, 2 * heads.key_size + heads.value_size)
+    check_rows(stored, heads.channels)
     return {"conv1d.weight": _rows(stored, heads.channel_runs())}
 
 

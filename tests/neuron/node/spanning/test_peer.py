@@ -14,8 +14,8 @@ import pytest
 from cortex.neuron.engine.request import EngineInfo, LoadSpec, Meeting, RankSpec
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.spanning import hosted_shares
-from cortex.neuron.node.spanning.hosted_shares import HostedShares
+from cortex.neuron.node.spanning import hosted_share
+from cortex.neuron.node.spanning.peer import HostedShares
 from cortex.neuron.node.spanning.protocol import (
     LoadShare,
     PrepareShare,
@@ -130,8 +130,8 @@ def group() -> FakeGroup:
 
 @pytest.fixture
 def place(group: FakeGroup, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(hosted_shares, "inspect", lambda *_, **__: SimpleNamespace(digest="digest"))
-    monkeypatch.setattr(hosted_shares, "FREE_S", 0.02)
+    monkeypatch.setattr(hosted_share, "inspect", lambda *_, **__: SimpleNamespace(digest="digest"))
+    monkeypatch.setattr(hosted_share, "FREE_S", 0.02)
     return FakePlace(group)
 
 
@@ -213,7 +213,7 @@ async def test_unload_waits_for_a_worker_that_is_busy_with_another_model(group: 
     _, lead, _ = served
     await loaded(lead)
     lead.say(UnloadShare())
-    await asyncio.sleep(5 * hosted_shares.FREE_S)
+    await asyncio.sleep(5 * hosted_share.FREE_S)
     assert not group.killed.is_set()
     group.freed.set()
     assert isinstance(await lead.reply(), ShareUnloaded)

@@ -1,8 +1,4 @@
-"""The parts of models that this node holds for other nodes, which lead them.
-
-A share lives as long as its connection: when the lead unloads it or is gone, its memory is freed. Everything here runs
-on the daemon's loop.
-"""
+"""The part of a model that this node holds for another node, which leads it. Runs on the daemon's loop."""
 
 from __future__ import annotations
 
@@ -19,29 +15,21 @@ import msgspec
 from cortex.neuron.engine.request import EngineStats, LoadSpec, StepOutput
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.device_room import DeviceRoom, wake_settled
+from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.preflight import ModelFacts, inspect
-from cortex.neuron.node.memory.sleep_budget import SleepBudget, SleepingModel
+from cortex.neuron.node.memory.sleep_budget import SleepBudget
 from cortex.neuron.node.spanning.protocol import (
     Connection,
-    KillShare,
-    LoadShare,
     PrepareShare,
-    ShareEnding,
     ShareFailed,
     ShareLoaded,
     ShareLost,
     ShareMessage,
     SharePrepared,
     ShareSlept,
-    ShareUnloaded,
     ShareWoken,
-    SleepShare,
-    UnloadShare,
-    WakeShare,
-    decode_from_lead,
     encode,
 )
 from cortex.neuron.worker.device_claims import DeviceClaim
@@ -74,94 +62,15 @@ class ShareResources:
     sleep_budget: SleepBudget
 
 
-class HostedShares:
-    def __init__(self, resources: ShareResources) -> None:
-        self._resources = resources
-        self._shares: dict[_Share, Connection] = {}
-        self._is_closing = False
-
-    def statuses(self) -> tuple[ModelShare, ...]:
-        return tuple(share.status() for share in self._shares)
-
-    def sleeping(self) -> list[SleepingModel]:
-        """The parts whose weights are in host memory. Their leads decide how long."""
-        return [
-            SleepingModel(share.model_id, share.host_bytes, 0.0, can_be_unloaded=False)
-            for share in self._shares
-            if share.host_bytes
-        ]
-
-    async def serve(self, connection: Connection) -> None:
-        """Serves one lead until its connection ends. Nothing of its share is left then, also when this is cancelled."""
-        share: _Share | None = None
-        try:
-            async for message in connection:
-                match decode_from_lead(message):
-                    case PrepareShare() as order if share is None and not self._is_closing:
-                        share = _Share(order, connection, self._resources, self._stale(order))
-                        self._shares[share] = connection
-                    case LoadShare(spec=spec) if share is not None:
-                        share.load(spec)
-                    case SleepShare() if share is not None and share.is_loaded:
-                        share.sleep()
-                    case WakeShare() if share is not None and share.is_loaded:
-                        share.wake()
-                    case PrepareShare() | LoadShare() | SleepShare() | WakeShare():
-                        break
-                    case UnloadShare():
-                        if share is not None:
-                            await share.unload()
-                        await connection.send(encode(ShareUnloaded()))
-                        break
-                    case KillShare(reason=reason):
-                        if share is not None:
-                            share.kill(reason)
-        except msgspec.MsgspecError as error:
-            log.warning("the lead of a model sent an invalid message: %s", error)
-        finally:
-            if share is not None:
-                ending = run_once(self._forget(share), f"free the part of {share.model_id}")
-                await asyncio.shield(ending)
-            await connection.close()
-
-    def _stale(self, order: PrepareShare) -> list[_Share]:
-        """Parts of the same model that its lead no longer has. Their memory is about to be free."""
-        return [
-            share for share in self._shares if share.model_id == order.request.model_id and share.lead == _lead(order)
-        ]
-
-    async def drain(self, drain_s: float) -> None:
-        """Takes no more shares, and gives the leads of those that serve `drain_s` to end their requests."""
-        self._is_closing = True
-        serving = {share: each for share, each in self._shares.items() if share.is_loaded and not share.host_bytes}
-        for connection in serving.values():
-            await connection.send(encode(ShareEnding()))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(drain_s):
-                await asyncio.gather(*(share.ended.wait() for share in serving))
-
-    async def close(self) -> None:
-        """Ends all shares and takes no more; their leads see that their connections end."""
-        self._is_closing = True
-        for share, connection in list(self._shares.items()):
-            await connection.close()
-            await self._forget(share)
-
-    async def _forget(self, share: _Share) -> None:
-        await share.end()
-        self._shares.pop(share, None)
-        share.ended.set()
-
-
-class _Share:
+class HostedShare:
     """One share, and the sink of its group."""
 
     def __init__(
-        self, order: PrepareShare, connection: Connection, resources: ShareResources, stale: list[_Share]
+        self, order: PrepareShare, connection: Connection, resources: ShareResources, stale: list[HostedShare]
     ) -> None:
         """`stale`: shares that end first."""
         self.model_id = order.request.model_id
-        self.lead = _lead(order)
+        self.lead = lead_of(order)
         self._stale = stale
         self._order = order
         self._connection = connection
@@ -170,6 +79,8 @@ class _Share:
         self._group: WorkerGroup | None = None
         self._resident: Resident | None = None
         self._stage_layers: tuple[int, ...] = ()
+        self._model: tuple[KnownModel, ModelFacts] | None = None
+        """Once its files are known."""
         self._is_lost = False
         self.ended = asyncio.Event()
         """Nothing of it is left."""
@@ -269,6 +180,7 @@ class _Share:
             )
             path = await self._loader.find_local(model) or await self._loader.download(model, lambda *_: None)
             facts = await asyncio.to_thread(_inspect, model, path)
+            self._model = model, facts
             async with contextlib.AsyncExitStack() as room:
                 chosen = await self._room_for(model, facts, room)
                 claim = self._resources.devices.claims.new(model.id, chosen.indices, spans=True)
@@ -301,7 +213,8 @@ class _Share:
         """The reply to an order that failed: the lead waits for one, whatever the error is."""
         match error:
             case InsufficientCapacity():
-                return ShareFailed(FaultKind.OUT_OF_MEMORY, error.message)
+                elsewhere = isinstance(error, RoomElsewhere)
+                return ShareFailed(FaultKind.OUT_OF_MEMORY, error.message, has_room_elsewhere=elsewhere)
             case CortexError():
                 return ShareFailed(FaultKind.REQUEST, error.message)
             case LoadRejected():
@@ -329,10 +242,21 @@ class _Share:
     async def _wake(self) -> ShareMessage:
         """Raises InsufficientCapacity, LoadRejected, Damaged or WorkerLost."""
         group, resident = self._loaded()
-        async with contextlib.AsyncExitStack() as room:
-            await self._entered(self._resources.room.for_wake(self.model_id, group, resident), room)
-            self._resident = await wake_settled(group, resident)
+        try:
+            async with contextlib.AsyncExitStack() as room:
+                await self._entered(self._resources.room.for_wake(self.model_id, group, resident), room)
+                self._resident = await wake_settled(group, resident)
+        except (InsufficientCapacity, LoadRejected) as error:
+            is_full = isinstance(error, InsufficientCapacity) or error.kind is FaultKind.OUT_OF_MEMORY
+            if is_full and await self._has_room_elsewhere(resident):
+                raise RoomElsewhere(str(error)) from error
+            raise
         return ShareWoken()
+
+    async def _has_room_elsewhere(self, resident: Resident) -> bool:
+        if self._model is None:
+            return False
+        return await self._resources.room.has_room(*self._model, resident.measured_bytes)
 
     def _loaded(self) -> tuple[WorkerGroup, Resident]:
         """Raises WorkerLost."""
@@ -407,7 +331,7 @@ def _held_bytes(resident: Resident) -> int:
     return resident.process_bytes if resident.host_bytes else resident.measured_bytes
 
 
-def _lead(order: PrepareShare) -> str:
+def lead_of(order: PrepareShare) -> str:
     return order.request.nodes[0] if order.request.nodes else ""
 
 

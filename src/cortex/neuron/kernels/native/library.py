@@ -1,0 +1,149 @@
+"""The functions in C, compiled with the host's C compiler on first use and kept in the cache folder."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("numbers.h", "products.c", "attention.c"))
+_COMPILE_TIMEOUT_S = 120
+
+
+class NativeMemory(ctypes.Structure):
+    """`Matrix` of products.c."""
+
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("table", ctypes.c_char_p),
+        ("outputs", ctypes.c_int64),
+        ("tiles", ctypes.c_int64),
+        ("bits", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("zero", ctypes.c_int32),
+        ("has_minimums", ctypes.c_int32),
+    )
+
+
+class NativeCall(ctypes.Structure):
+    """`Call` of products.c."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("is_gated", ctypes.c_int32),
+        ("is_half", ctypes.c_int32),
+    )
+
+
+class NativeAttention(ctypes.Structure):
+    """`Attention` of attention.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "key_pages", "value_pages", "out")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "rope")),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots", "lengths", "page_table")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "dim", "rotated_dims", "page_tokens")),
+        *((name, ctypes.c_int64) for name in ("table_columns", "window")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "q_head_stride", "k_stride", "v_stride")),
+        ("scale", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("is_half", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    attention: Callable[..., int]
+    product: Callable[..., int]
+    looked_up_rows: Callable[..., None]
+    parallel: int | None
+    """Address of the function that runs another one on torch's own threads; None: one thread only."""
+
+
+def compiler() -> str | None:
+    """The path of the host's C compiler; None: it has none."""
+    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+
+
+@cache
+def native_library() -> NativeLibrary:
+    """Raises NotImplementedError where the functions cannot be compiled."""
+    if (command := compiler()) is None:
+        raise NotImplementedError("no C compiler")
+    tune = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+    # Contracted operations would make a row depend on how many others there are.
+    options = ("-O3", "-ffp-contract=off", tune, "-shared", "-fPIC")
+    # A home folder may be shared by hosts with different processors.
+    features = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat"))]
+    parts = (
+        *(source.read_bytes() for source in _SOURCES),
+        command.encode(),
+        *(text.encode() for text in (*options, *features[:1])),
+    )
+    path = _folder() / f"native-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:24]}.so"
+    try:
+        if not path.exists():
+            _compile(command, options, path)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NotImplementedError(f"the functions in C were not compiled: {error}") from error
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    matrix = ctypes.POINTER(NativeMemory)
+    library.product.argtypes = [matrix, ctypes.POINTER(NativeCall), pointer, ctypes.c_int]
+    library.looked_up_rows.argtypes = [matrix, pointer, number, pointer]
+    library.looked_up_rows.restype = None
+    library.decode_attention.argtypes = [ctypes.POINTER(NativeAttention), pointer, ctypes.c_int]
+    return NativeLibrary(library.decode_attention, library.product, library.looked_up_rows, _parallel())
+
+
+@cache
+def native_library_or_none() -> NativeLibrary | None:
+    """None where the functions cannot be compiled."""
+    try:
+        return native_library()
+    except NotImplementedError:
+        return None
+
+
+def _folder() -> Path:
+    environment = os.environ
+    own = environment.get("CORTEX_CACHE")
+    return Path(own or Path(environment.get("XDG_CACHE_HOME", "~/.cache")) / "cortex").expanduser() / "kernels"
+
+
+def _compile(command: str, options: tuple[str, ...], path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        arguments = [
+            command,
+            *options,
+            *(str(source) for source in _SOURCES if source.suffix == ".c"),
+            "-o",
+            str(built),
+        ]
+        subprocess.run(arguments, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
+        built.replace(path)  # at once, for processes that compile the same
+
+
+def _parallel() -> int | None:
+    """`GOMP_parallel` of the library that torch has loaded. With another one there would be two sets of threads."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/")[2]
+        if "libgomp" in path.rpartition("/")[2]:
+            function = ctypes.CDLL("/" + path).GOMP_parallel
+            return ctypes.cast(function, ctypes.c_void_p).value
+    return None

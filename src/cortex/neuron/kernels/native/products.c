@@ -1,0 +1,321 @@
+// Products of vectors with quantised matrices. native.py says how a matrix lies in memory.
+//
+// A tile has 16 rows and 32 columns. A step multiplies four columns of all its rows: each row is one lane of 32 bits. So
+// sums over columns stay in their lanes, and scales are multiplied lane by lane.
+
+#include "numbers.h"
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#define WIDTH 16
+#define FLIP 128  // codes of eight bits are signed here: 128 less
+#elif defined(__AVX512VNNI__)
+#include <immintrin.h>
+#define WIDTH 64
+#define FLIP 0
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define WIDTH 32
+#define FLIP 0
+#else
+#error "no products of bytes on this processor"
+#endif
+
+enum { ROWS = 16, COLUMNS = 32, STEPS = 8, STEP_BYTES = 64, PARTS = STEP_BYTES / WIDTH, CODEBOOK = 0 };
+
+typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(WIDTH)));
+typedef float Floats __attribute__((vector_size(WIDTH)));
+
+// Adds the products of four codes and four inputs to each lane. `wide`: codes may have more than seven bits.
+INLINE Ints dot(Ints sums, Bytes codes, int32_t inputs, int wide) {
+    (void)wide;
+#if WIDTH == 16
+    return vdotq_s32(sums, (int8x16_t)codes, (int8x16_t)vdupq_n_s32(inputs));
+#elif WIDTH == 64
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(inputs));
+#else
+    __m256i x = _mm256_set1_epi32(inputs), one = _mm256_set1_epi16(1);
+    if (!wide) return sums + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, x), one);
+    __m256i low = (__m256i)(codes & 15), high = (__m256i)((codes >> 4) & 15);  // pairs of whole codes could overflow
+    sums += (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(low, x), one);
+    return sums + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(high, x), _mm256_set1_epi16(16));
+#endif
+}
+
+// What a table of 16 bytes has for each code.
+INLINE Bytes looked_up(const uint8_t *table, Bytes codes) {
+#if WIDTH == 16
+    return (Bytes)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes);
+#elif WIDTH == 64
+    __m512i entries = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
+    return (Bytes)_mm512_shuffle_epi8(entries, (__m512i)codes);
+#else
+    __m256i entries = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    return (Bytes)_mm256_shuffle_epi8(entries, (__m256i)codes);
+#endif
+}
+
+INLINE Bytes bytes_at(const uint8_t *from) {
+    Bytes bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return bytes;
+}
+
+INLINE Floats bfloats_at(const uint8_t *from) {
+#if WIDTH == 16
+    return (Floats)vshll_n_u16(vreinterpret_u16_u8(vld1_u8(from)), 16);
+#elif WIDTH == 64
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
+    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#endif
+}
+
+// Where a tile has which bits of its codes. `bits` is CODEBOOK for four bits that number the entries of a table.
+INLINE int has_four(int bits) { return bits == CODEBOOK || bits == 4 || bits == 5 || bits == 6; }
+INLINE int has_two(int bits) { return bits == 2 || bits == 3 || bits == 6; }
+INLINE int has_one(int bits) { return bits == 3 || bits == 5; }
+INLINE int twos_at(int bits) { return has_four(bits) ? 4 * STEP_BYTES : 0; }
+INLINE int ones_at(int bits) { return twos_at(bits) + (has_two(bits) ? 2 * STEP_BYTES : 0); }
+INLINE int codes_bytes(int bits) {
+    return bits == 8 ? STEPS * STEP_BYTES : ones_at(bits) + (has_one(bits) ? STEP_BYTES : 0);
+}
+
+INLINE Bytes shifted(Bytes bytes, int left) { return left >= 0 ? bytes << left : bytes >> -left; }
+
+// The codes of one part of a step.
+INLINE Bytes codes_of(const uint8_t *tile, int bits, int step, int part, const uint8_t *table) {
+    tile += part * WIDTH;
+    if (bits == 8) return bytes_at(tile + step * STEP_BYTES) ^ FLIP;
+    Bytes codes = {0};
+    if (has_four(bits)) {
+        Bytes pair = bytes_at(tile + step / 2 * STEP_BYTES);
+        codes = step % 2 ? (pair >> 4) & 15 : pair & 15;
+    }
+    if (bits == CODEBOOK) return looked_up(table, codes) ^ FLIP;
+    if (has_two(bits)) {
+        int to = has_four(bits) ? 4 : 0;
+        Bytes four = bytes_at(tile + twos_at(bits) + step / 4 * STEP_BYTES);
+        codes |= shifted(four, to - 2 * (step % 4)) & (uint8_t)(3 << to);
+    }
+    if (has_one(bits)) {
+        int to = has_four(bits) ? 4 : 2;
+        codes |= shifted(bytes_at(tile + ones_at(bits)), to - step) & (uint8_t)(1 << to);
+    }
+    return codes;
+}
+
+typedef struct {
+    const uint8_t *packed, *table;
+    int64_t outputs, tiles;
+    int32_t bits, group, zero, has_minimums;
+} Matrix;
+
+INLINE int64_t tile_bytes(const Matrix *m) {
+    return codes_bytes(m->bits) + COLUMNS / m->group * ROWS * 2 * (m->has_minimums ? 2 : 1);
+}
+
+// Inputs, quantised to eight bits: each tile's 32 columns have one scale.
+typedef struct {
+    int8_t *numbers;
+    float *scales;
+    int32_t *sums;  // of 16 numbers each
+} Inputs;
+
+// out = f(x) Wᵀ + residual, for `rows` rows. f divides by the length and multiplies with `norm` if that is given; if
+// `is_gated`, it is silu(first half) · second half. All numbers are bfloat16 if `is_half`, else float32.
+typedef struct {
+    const void *x, *norm, *residual;
+    void *out;
+    int64_t rows;
+    float eps;
+    int32_t is_gated, is_half;
+} Call;
+
+typedef struct {
+    const Matrix *matrix;
+    const Call *call;
+    Inputs inputs;
+    int64_t blocks, chunk, next;
+} Job;
+
+// f of one row. room: [2 · inputs], of which the first `inputs` are the result.
+static void prepare(const Call *call, int64_t row, int64_t inputs, float *room) {
+    float *other = room + inputs;
+    if (call->is_gated) {
+        widen(call->x, 2 * row * inputs, inputs, call->is_half, room);
+        widen(call->x, (2 * row + 1) * inputs, inputs, call->is_half, other);
+        for (int64_t i = 0; i < inputs; i++) room[i] = room[i] / (1 + exponential(-room[i])) * other[i];
+        return;
+    }
+    widen(call->x, row * inputs, inputs, call->is_half, room);
+    if (!call->norm) return;
+    widen(call->norm, 0, inputs, call->is_half, other);
+    float factor = 1 / __builtin_sqrtf(dot_product(room, room, inputs) / inputs + call->eps);
+    for (int64_t i = 0; i < inputs; i++) room[i] *= factor * other[i];
+}
+
+static void quantise(const float *x, int64_t tiles, int8_t *numbers, float *scales, int32_t *sums) {
+    for (int64_t tile = 0; tile < tiles; tile++, x += COLUMNS, numbers += COLUMNS) {
+        float largest = 0, doubt = 0;  // NaN, if one of the inputs is not finite
+        for (int i = 0; i < COLUMNS; i++) {
+            float size = __builtin_fabsf(x[i]);
+            largest = size > largest ? size : largest;
+            doubt += x[i] * 0;
+        }
+        float factor = largest > 0 ? 127 / largest : 0;
+        scales[tile] = largest / 127 + doubt;
+        for (int half = 0; half < 2; half++) {
+            int32_t sum = 0;
+            for (int i = 16 * half; i < 16 * half + 16; i++) {
+                int32_t number = (int32_t)__builtin_rintf(x[i] * factor);
+                numbers[i] = (int8_t)number;
+                sum += number;
+            }
+            sums[2 * tile + half] = sum;
+        }
+    }
+}
+
+// 16 rows of the matrix times `count` inputs, the first of which is `row`.
+INLINE void block_product(const Job *job, int64_t block, int64_t row, const int count, const int bits) {
+    const Matrix *m = job->matrix;
+    const int64_t tiles = m->tiles, size = tile_bytes(m);
+    const uint8_t *tile = m->packed + block * tiles * size;
+    const int is_split = m->group == 16, has_minimums = m->has_minimums;
+    const int zero = m->zero - (bits == 8 || bits == CODEBOOK ? FLIP : 0);
+    const uint8_t *table = m->table;
+    Floats totals[4][PARTS] = {0};
+    for (int64_t t = 0; t < tiles; t++, tile += size) {
+        const uint8_t *scales = tile + codes_bytes(bits), *minimums = scales + (is_split ? 2 : 1) * ROWS * 2;
+        Ints sums[4][PARTS] = {0};
+#pragma GCC unroll 8
+        for (int step = 0; step < STEPS; step++) {
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++) {
+                Bytes codes = codes_of(tile, bits, step, part, table);
+#pragma GCC unroll 4
+                for (int i = 0; i < count; i++) {
+                    int32_t four;
+                    memcpy(&four, job->inputs.numbers + ((row + i) * tiles + t) * COLUMNS + 4 * step, 4);
+                    sums[i][part] = dot(sums[i][part], codes, four, bits == 8 || bits == CODEBOOK);
+                }
+            }
+            if (step == STEPS - 1 || (step == STEPS / 2 - 1 && is_split)) {
+                const int group = is_split && step == STEPS - 1;
+#pragma GCC unroll 4
+                for (int i = 0; i < count; i++) {
+                    const int64_t at = (row + i) * tiles + t;
+                    const float scale = job->inputs.scales[at];
+                    const int32_t *halves = job->inputs.sums + 2 * at;
+                    const int32_t sum = is_split ? halves[group] : halves[0] + halves[1];
+#pragma GCC unroll 4
+                    for (int part = 0; part < PARTS; part++) {
+                        const int offset = group * ROWS * 2 + part * WIDTH / 2;
+                        Floats exact = __builtin_convertvector(sums[i][part] - zero * sum, Floats);
+                        Floats value = exact * bfloats_at(scales + offset);
+                        if (has_minimums) value += bfloats_at(minimums + offset) * (float)sum;
+                        totals[i][part] += value * scale;
+                        sums[i][part] = (Ints){0};
+                    }
+                }
+            }
+        }
+    }
+    const int64_t first = block * ROWS, rows = m->outputs - first < ROWS ? m->outputs - first : ROWS;
+    const Call *call = job->call;
+    for (int i = 0; i < count; i++) {
+        const int64_t at = (row + i) * m->outputs + first;
+        float sums[ROWS], added[ROWS] = {0};
+        memcpy(sums, totals[i], sizeof sums);
+        if (call->residual) widen(call->residual, at, rows, call->is_half, added);
+        for (int lane = 0; lane < ROWS; lane++) sums[lane] += added[lane];
+        narrow(sums, rows, call->out, at, call->is_half);
+    }
+}
+
+#define KERNEL(BITS)                                                                         \
+    static void block_of_##BITS(const Job *job, int64_t block) {                             \
+        int64_t row = 0;                                                                     \
+        for (; row + 4 <= job->call->rows; row += 4) block_product(job, block, row, 4, BITS);      \
+        for (; row < job->call->rows; row++) block_product(job, block, row, 1, BITS);              \
+    }
+KERNEL(0)
+KERNEL(2)
+KERNEL(3)
+KERNEL(4)
+KERNEL(5)
+KERNEL(6)
+KERNEL(8)
+
+static void work(void *data) {
+    static void (*const kernels[])(const Job *, int64_t) = {
+        block_of_0, 0, block_of_2, block_of_3, block_of_4, block_of_5, block_of_6, 0, block_of_8,
+    };
+    Job *job = data;
+    for (;;) {
+        int64_t first = __atomic_fetch_add(&job->next, job->chunk, __ATOMIC_RELAXED);
+        if (first >= job->blocks) return;
+        int64_t stop = first + job->chunk < job->blocks ? first + job->chunk : job->blocks;
+        for (int64_t block = first; block < stop; block++) kernels[job->matrix->bits](job, block);
+    }
+}
+
+// `parallel` calls a function on a number of threads. 0, or -1 if there is no memory.
+int product(const Matrix *m, const Call *call, Parallel parallel, int threads) {
+    const int64_t tiles = m->tiles, columns = tiles * COLUMNS, at = call->rows * tiles;
+    uint8_t *memory = malloc(2 * columns * sizeof(float) + at * (COLUMNS + 3 * 4));
+    if (!memory) return -1;
+    float *room = (float *)memory;
+    memory += 2 * columns * sizeof(float);
+    Inputs inputs = {(int8_t *)memory, (float *)(memory + at * COLUMNS), (int32_t *)(memory + at * (COLUMNS + 4))};
+    for (int64_t row = 0; row < call->rows; row++) {
+        const int64_t tile = row * tiles;
+        prepare(call, row, columns, room);
+        quantise(room, tiles, inputs.numbers + tile * COLUMNS, inputs.scales + tile, inputs.sums + 2 * tile);
+    }
+    const int64_t blocks = (m->outputs + ROWS - 1) / ROWS;
+    Job job = {m, call, inputs, blocks, blocks, 0};
+    if (parallel && threads > 1) {
+        job.chunk = blocks / (4 * threads) + 1;
+        parallel(work, &job, threads, 0);
+    } else {
+        work(&job);
+    }
+    free(room);
+    return 0;
+}
+
+// Rows of the matrix. out: [count, 32 · tiles]
+void looked_up_rows(const Matrix *m, const int64_t *numbers, int64_t count, float *out) {
+    const int64_t size = tile_bytes(m);
+    const int bits = m->bits, groups = COLUMNS / m->group;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t lane = numbers[i] % ROWS;
+        const uint8_t *tile = m->packed + numbers[i] / ROWS * m->tiles * size;
+        for (int64_t t = 0; t < m->tiles; t++, tile += size) {
+            for (int column = 0; column < COLUMNS; column++) {
+                const int step = column / 4;
+                const uint8_t *from = tile + lane * 4 + column % 4;
+                int code = bits == 8 ? from[step * STEP_BYTES] : 0;
+                if (has_four(bits)) code = from[step / 2 * STEP_BYTES] >> (step % 2 * 4) & 15;
+                if (bits == CODEBOOK) code = m->table[code];
+                int place = has_four(bits) ? 4 : 0;
+                if (has_two(bits)) {
+                    code |= (from[twos_at(bits) + step / 4 * STEP_BYTES] >> (step % 4 * 2) & 3) << place;
+                    place += 2;
+                }
+                if (has_one(bits)) code |= (from[ones_at(bits)] >> step & 1) << place;
+                uint16_t halves[2] = {0, 0};
+                const uint8_t *scale = tile + codes_bytes(bits) + (column / m->group * ROWS + lane) * 2;
+                memcpy(halves, scale, 2);
+                if (m->has_minimums) memcpy(halves + 1, scale + groups * ROWS * 2, 2);
+                uint32_t words[2] = {(uint32_t)halves[0] << 16, (uint32_t)halves[1] << 16};
+                float numbers_of[2];
+                memcpy(numbers_of, words, 8);
+                *out++ = (float)(code - m->zero) * numbers_of[0] + numbers_of[1];
+            }
+        }
+    }
+}

@@ -1,0 +1,159 @@
+"""Matrices of codes of any width, multiplied by functions of our own (`native/products.c`).
+
+The memory is [blocks of 16 rows, tiles of 32 columns, bytes of a tile]. A tile has its codes, then a bfloat16 scale per
+row and group, then the minimums, if groups have them. Codes are in the order [8 steps, 16 rows, 4 columns]. Those of
+eight bits are bytes. Others are divided into their lowest four bits, two steps per byte, then two bits, four steps per
+byte, then one bit, eight steps per byte; whichever of them make up the width.
+
+Inputs are quantised to eight bits with one scale per tile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cortex.neuron.kernels.native.library import NativeCall, NativeMemory, native_library
+from cortex.neuron.kernels.products.cpu_layout import (
+    GROUP,
+    ROW_BLOCK,
+    TILE_ROWS,
+    CpuLayout,
+    padded_rows,
+    tile_bytes,
+)
+from cortex.neuron.kernels.quantised.quantise import quantised
+
+_MIN_PARALLEL_WEIGHTS = 1 << 18
+"""Smaller products take less time than waking threads."""
+_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class NativeMatrix:
+    """[outputs, inputs]"""
+
+    layout: CpuLayout
+    outputs: int
+    inputs: int
+    packed: Tensor
+    """[padded rows / 16, inputs / 32, bytes of a tile] uint8"""
+    struct: NativeMemory
+
+    @classmethod
+    def empty(cls, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> NativeMatrix:
+        shape = (padded_rows(outputs) // TILE_ROWS, inputs // GROUP, tile_bytes(layout))
+        packed = torch.empty(shape, dtype=torch.uint8, device=device)
+        table = bytes(layout.levels) if layout.levels else None
+        struct = NativeMemory(
+            None,
+            table,
+            outputs,
+            inputs // GROUP,
+            0 if table else layout.bits,
+            layout.group,
+            layout.zero or 0,
+            layout.zero is None,
+        )
+        return cls(layout, outputs, inputs, packed, struct)
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.packed,)
+
+    @property
+    def rounds_products(self) -> bool:
+        return False
+
+    def put(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
+        layout, missing = self.layout, -len(code) % ROW_BLOCK
+        code, scale, minimum = (F.pad(part, (0, 0, 0, missing)) if missing else part for part in (code, scale, minimum))
+        if layout.levels:
+            code = torch.searchsorted(torch.tensor(layout.levels, dtype=torch.uint8), code).to(torch.uint8)
+        blocks, tiles = len(code) // TILE_ROWS, self.inputs // GROUP
+        steps = code.view(blocks, TILE_ROWS, tiles, _STEPS, 4).permute(0, 2, 3, 1, 4).flatten(3)
+        parts = [*_planes(steps, 4 if layout.levels else layout.bits)]
+        for numbers in (scale,) if layout.zero is not None else (scale, minimum):
+            grouped = numbers.view(blocks, TILE_ROWS, tiles, -1).permute(0, 2, 3, 1).bfloat16()
+            parts.append(grouped.contiguous().view(torch.uint8).flatten(2))
+        first = first_row // TILE_ROWS
+        torch.cat(parts, 2, out=self.packed[first : first + blocks])
+
+    def put_numbers(self, first_row: int, numbers: Tensor) -> None:
+        self.put(first_row, *quantised(numbers, self.layout.codes))
+
+    def product(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        if scale != 1:
+            x = x * scale
+        return self.fused(x)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        is_gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """f(x) Wᵀ + residual, where f is a norm with weight `norm`, or `silu(first half) · second half`, or nothing.
+
+        x: [rows, inputs], or twice as many columns if `is_gated` → [rows, outputs], of the dtype of x
+        """
+        rows, dtype = x.shape[0], x.dtype
+        if dtype not in (torch.float32, torch.bfloat16):
+            wide = None if residual is None else residual.float()
+            return self.fused(x.float(), norm=norm, eps=eps, is_gated=is_gated, residual=wide).to(dtype)
+        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        norm = None if norm is None else norm.to(dtype)
+        out = torch.empty(rows, self.outputs, dtype=dtype)
+        library = native_library()
+        call = NativeCall(
+            x.data_ptr(),
+            None if norm is None else norm.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+            rows,
+            eps,
+            is_gated,
+            dtype == torch.bfloat16,
+        )
+        is_small = rows * self.outputs * self.inputs < _MIN_PARALLEL_WEIGHTS
+        threads = 1 if is_small else torch.get_num_threads()
+        if library.product(self._at_address(), ctypes.byref(call), library.parallel, threads):
+            raise MemoryError("no memory for the inputs of a product")
+        return out
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        numbers = numbers.long().contiguous()
+        out = torch.empty(len(numbers), self.inputs)
+        native_library().looked_up_rows(self._at_address(), numbers.data_ptr(), len(numbers), out.data_ptr())
+        return out
+
+    def _at_address(self) -> object:
+        """The matrix as C sees it. Its memory may have moved: a sleeping model has none."""
+        self.struct.packed = self.packed.data_ptr()
+        return ctypes.byref(self.struct)
+
+
+def _planes(steps: Tensor, bits: int) -> list[Tensor]:
+    """steps: [blocks, tiles, 8, 64] uint8 → [blocks, tiles, bytes] of each kind"""
+    if bits == 8:
+        return [steps.flatten(2)]
+    planes, shift = [], 0
+    for width in (4, 2, 1):
+        if bits & width:
+            per_byte = 8 // width
+            digits = ((steps >> shift) & ((1 << width) - 1)).unflatten(2, (-1, per_byte))
+            places = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+            planes.append((digits << places).sum(3, dtype=torch.uint8).flatten(2))
+            shift += width
+    return planes

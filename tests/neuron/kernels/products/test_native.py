@@ -1,0 +1,118 @@
+"""What the functions of `native/products.c` compute beside the product, and hosts on which they cannot be compiled."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cortex.neuron.kernels.native import library as native_library
+from cortex.neuron.kernels.norm import rms_norm_reference
+from cortex.neuron.kernels.products.cpu_layout import CpuForm, CpuLayout
+from cortex.neuron.kernels.products.cpu_matrix import best_form
+from cortex.neuron.kernels.products.native import NativeMatrix
+
+OUTPUTS, INPUTS = 200, 96
+
+
+@pytest.fixture
+def matrix() -> NativeMatrix:
+    try:
+        native_library.native_library()
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    generator = torch.Generator().manual_seed(0)
+    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 8, 32, 128), OUTPUTS, INPUTS, torch.device("cpu"))
+    code = torch.randint(0, 256, (OUTPUTS, INPUTS), dtype=torch.uint8, generator=generator)
+    scale = torch.full((OUTPUTS, INPUTS // 32), 2.0**-10)
+    matrix.put(0, code, scale, -128 * scale)
+    return matrix
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 4, 7])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("before", ["nothing", "norm", "gate"])
+def test_norm_gate_and_residual_are_computed_in_the_same_pass(
+    matrix: NativeMatrix, dtype: torch.dtype, rows: int, has_residual: bool, before: str
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = (20 * torch.randn(rows, INPUTS * (2 if before == "gate" else 1), generator=generator)).to(dtype)
+    norm = torch.rand(INPUTS, generator=generator).to(dtype) if before == "norm" else None
+    residual = torch.randn(rows, OUTPUTS, generator=generator).to(dtype) if has_residual else None
+    expected = x.float()
+    if norm is not None:
+        expected = rms_norm_reference(expected, norm.float(), 1e-5)
+    if before == "gate":
+        expected = F.silu(expected[:, :INPUTS]) * expected[:, INPUTS:]
+    expected = expected @ matrix.rows(torch.arange(OUTPUTS)).T
+    if residual is not None:
+        expected += residual.float()
+    y = matrix.fused(x, norm=norm, eps=1e-5, is_gated=before == "gate", residual=residual)
+    assert (y.shape, y.dtype) == (expected.shape, dtype)
+    assert (y.float() - expected).norm() < 0.015 * expected.norm()
+
+
+def test_rows_do_not_depend_on_those_beside_them(matrix: NativeMatrix) -> None:
+    x = torch.randn(7, INPUTS, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(matrix.product(x), torch.cat([matrix.product(row) for row in x.split(1)]))
+
+
+def test_threads_change_nothing(matrix: NativeMatrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cortex.neuron.kernels.products.native._MIN_PARALLEL_WEIGHTS", 0)
+    x, before = torch.randn(5, INPUTS, generator=torch.Generator().manual_seed(2)), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(matrix.product(x))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_numbers_without_bounds_stay_visible(matrix: NativeMatrix) -> None:
+    x = torch.zeros(2, INPUTS)
+    x[1, 40] = float("nan")
+    y = matrix.product(x)
+    assert y[0].eq(0).all()
+    assert y[1].isnan().all()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    for function in (native_library.native_library, native_library.native_library_or_none, best_form):
+        function.cache_clear()
+    yield
+    for function in (native_library.native_library, native_library.native_library_or_none, best_form):
+        function.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("compiler", ["false", "true", "no-such-compiler"])
+def test_library_forms_are_used_where_nothing_can_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str
+) -> None:
+    monkeypatch.setenv("CORTEX_CACHE", str(tmp_path))
+    monkeypatch.setattr(native_library, "compiler", lambda: shutil.which(compiler))
+    with pytest.raises(NotImplementedError):
+        native_library.native_library()
+    assert best_form(torch.float32) is not CpuForm.NATIVE
+    assert not list(tmp_path.glob("kernels/*"))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_products_are_compiled_once_per_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, matrix: NativeMatrix
+) -> None:
+    del matrix  # this host can compile
+    monkeypatch.setenv("CORTEX_CACHE", str(tmp_path))
+    native_library.native_library.cache_clear()
+    native_library.native_library()
+    (built,) = (tmp_path / "kernels").iterdir()
+    written = built.stat().st_mtime_ns
+    native_library.native_library.cache_clear()
+    native_library.native_library()
+    assert built.stat().st_mtime_ns == written

@@ -137,7 +137,7 @@ def test_plan_applies_only_to_its_geometry(device: torch.device, dtype: torch.dt
 
 @pytest.mark.gpu
 def test_geometry_without_a_plan_is_unserved() -> None:
-    with pytest.raises(cudnn.Unserved, match="8 heads over 2 of 128 in torch.float32"):
+    with pytest.raises(cudnn.Unserved, match=f"{HEADS} heads over {KV_HEADS} of {DIM} in torch.float32"):
         cudnn.prepare(Geometry(torch.device("cuda"), torch.float32, HEADS, KV_HEADS, DIM), 1.0, 1024)
 
 

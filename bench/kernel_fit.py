@@ -238,11 +238,13 @@ def cases() -> Iterator[tuple[str, Any]]:
     for blocks in (FLOAT8_BLOCKS, FLOAT8_ROWS):
         for rows in (1, 16, 64):
             yield f"fp8, scales by {blocks.block or 'row'}, {rows} rows", lambda s=(blocks, rows): float8(*s)
-    for what, *both in (
+    mixed: tuple[tuple[str, DeviceLayout, DeviceLayout], ...] = (
         ("4 and 6 bits", Q4, Q6),
-        ("fp8 in blocks", *(FLOAT8_BLOCKS,) * 2),
-        ("fp8", *(FLOAT8_ROWS,) * 2),
-    ):
+        ("4 bits of levels", IQ4, IQ4),
+        ("fp8 in blocks", FLOAT8_BLOCKS, FLOAT8_BLOCKS),
+        ("fp8", FLOAT8_ROWS, FLOAT8_ROWS),
+    )
+    for what, *both in mixed:
         for tokens in (1, 16, 512, 4096):
             yield f"experts of {what}, {tokens} tokens", lambda s=(*both, tokens): packed_experts(*s)
     yield "gated delta net 128", lambda: gated_delta(128)

@@ -20,7 +20,7 @@ from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError
 from cortex.neuron.weights.hub import disk
 from cortex.neuron.weights.hub.offer import OfferRequest
 from cortex.neuron.weights.hub.source import HubSource, parse_source
-from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, shorten
+from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, about, shorten
 from cortex.wire.node.protocol import (
     DeletedFiles,
     DiskUse,
@@ -137,7 +137,7 @@ class ModelFiles:
         try:
             num_bytes = await asyncio.to_thread(disk.delete, self._library.cache, source)
         except CheckpointError as error:
-            raise ModelNotFound(f"{model.id}: {error}", param="model_id") from error
+            raise ModelNotFound(about(model.id, error), param="model_id") from error
         except OSError as error:
             raise LoadFailed(f"the files of {model.id} could not be deleted: {error}") from error
         finally:

@@ -36,6 +36,18 @@ static void rotated(const Attention *a, const void *from, int64_t first, const f
     }
 }
 
+INLINE int64_t slot_of(const Attention *a, const int64_t *table, int64_t position) {
+    return table[position / a->page_tokens] * a->page_tokens + position % a->page_tokens;
+}
+
+// The head of a token in the pages, as float32, in `room` if it has to be widened.
+INLINE const float *head_at(const Attention *a, const void *pages, int64_t slot, int64_t kv_head, float *room) {
+    const int64_t first = (slot * a->kv_heads + kv_head) * a->dim;
+    if (!a->is_half) return (const float *)pages + first;
+    widen(pages, first, a->dim, 1, room);
+    return room;
+}
+
 // The query heads of one row that share a kv head. -1 if there is no memory.
 static int mix(const Attention *a, int64_t row, int64_t kv_head) {
     const int64_t dim = a->dim, shared = a->heads / a->kv_heads, length = a->lengths[row];
@@ -54,12 +66,11 @@ static int mix(const Attention *a, int64_t row, int64_t kv_head) {
         const int64_t first = row * a->q_stride + (kv_head * shared + head) * a->q_head_stride;
         rotated(a, a->q, first, a->q_norm, row, queries + head * dim);
     }
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t position = begin + i;
-        const int64_t slot = table[position / a->page_tokens] * a->page_tokens + position % a->page_tokens;
-        widen(a->key_pages, (slot * a->kv_heads + kv_head) * dim, dim, a->is_half, one);
+    for (int64_t i = 0, slot = 0; i < count; i++, slot++) {
+        if (i == 0 || (begin + i) % a->page_tokens == 0) slot = slot_of(a, table, begin + i);
+        const float *key = head_at(a, a->key_pages, slot, kv_head, one);
         for (int64_t head = 0; head < shared; head++)
-            scores[head * count + i] = dot_product(queries + head * dim, one, dim) * a->scale;
+            scores[head * count + i] = dot_product(queries + head * dim, key, dim) * a->scale;
     }
     for (int64_t head = 0; head < shared; head++) {
         float *line = scores + head * count, largest = line[0], total = 0;
@@ -69,13 +80,13 @@ static int mix(const Attention *a, int64_t row, int64_t kv_head) {
         for (int64_t i = 0; i < count; i++) line[i] /= total;
     }
     memset(mixed, 0, shared * dim * sizeof(float));
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t position = begin + i;
-        const int64_t slot = table[position / a->page_tokens] * a->page_tokens + position % a->page_tokens;
-        widen(a->value_pages, (slot * a->kv_heads + kv_head) * dim, dim, a->is_half, one);
+    for (int64_t i = 0, slot = 0; i < count; i++, slot++) {
+        if (i == 0 || (begin + i) % a->page_tokens == 0) slot = slot_of(a, table, begin + i);
+        const float *restrict value = head_at(a, a->value_pages, slot, kv_head, one);
         for (int64_t head = 0; head < shared; head++) {
             const float weight = scores[head * count + i];
-            for (int64_t d = 0; d < dim; d++) mixed[head * dim + d] += weight * one[d];
+            float *restrict line = mixed + head * dim;
+            for (int64_t d = 0; d < dim; d++) line[d] += weight * value[d];
         }
     }
     narrow(mixed, shared * dim, a->out, (row * a->heads + kv_head * shared) * dim, a->is_half);

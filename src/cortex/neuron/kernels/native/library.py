@@ -85,7 +85,7 @@ def native_library() -> NativeLibrary:
         raise NotImplementedError("no C compiler")
     tune = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     # Contracted operations would make a row depend on how many others there are.
-    options = ("-O3", "-ffp-contract=off", tune, "-shared", "-fPIC")
+    options = ("-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", tune, "-shared", "-fPIC")
     # A home folder may be shared by hosts with different processors.
     features = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat"))]
     parts = (

@@ -5,27 +5,10 @@
 
 #include "numbers.h"
 
-#if defined(__ARM_FEATURE_DOTPROD)
-#include <arm_neon.h>
-#define WIDTH 16
-#define FLIP 128  // codes of eight bits are signed here: 128 less
-#elif defined(__AVX512VNNI__)
-#include <immintrin.h>
-#define WIDTH 64
-#define FLIP 0
-#elif defined(__AVX2__)
-#include <immintrin.h>
-#define WIDTH 32
-#define FLIP 0
-#else
-#error "no products of bytes on this processor"
-#endif
-
 enum { ROWS = 16, COLUMNS = 32, STEPS = 8, STEP_BYTES = 64, PARTS = STEP_BYTES / WIDTH, CODEBOOK = 0 };
 
 typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(WIDTH)));
-typedef float Floats __attribute__((vector_size(WIDTH)));
 
 // Adds the products of four codes and four inputs to each lane. `wide`: codes may have more than seven bits.
 INLINE Ints dot(Ints sums, Bytes codes, int32_t inputs, int wide) {

@@ -5,7 +5,8 @@
 runs the model on one device, with every layer divided (`tensor_parallel`) and with its layers divided
 (`pipeline_parallel`). All ranks on one GPU prove the kernels with the shapes of a rank. With one GPU per rank,
 `--device cuda` gives rank r the device `cuda:r`, and `--backend nccl` is the one to measure. The last lines of each
-plan state the traffic of a token, and the tokens per second to expect with links of different speeds.
+plan state the traffic of a token, and the tokens per second to expect from the compute time of the ranks with links of
+different speeds: `--message-us` takes those that `neuron tp-smoke` measures.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, Samp
 PROMPT = tuple(range(100, 356))
 DECODE_TOKENS = 64
 CALLS = ("all_reduce", "all_gather", "broadcast", "send", "receive")
-LATENCIES_US = (10, 50, 200, 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,13 @@ def main() -> None:
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs, whose messages are not counted")
+    parser.add_argument(
+        "--message-us",
+        type=float,
+        nargs="+",
+        default=[10, 50, 200, 1000],
+        help="what messages cost on the links to state tokens/s for, as `neuron tp-smoke` measures them there",
+    )
     parser.add_argument("--plans", nargs="+", choices=["tensor", "pipeline"], default=["tensor", "pipeline"])
     options = parser.parse_args()
     [whole] = run(options, [LoadSpec(options.model)])
@@ -101,7 +108,7 @@ def main() -> None:
             spec = LoadSpec(options.model, stages=stages_of(options) if plan == "pipeline" else ())
             ranks = [RankSpec(rank, options.ranks, directory, options.backend) for rank in range(options.ranks)]
             measured = run(options, [replace(spec, rank=rank) for rank in ranks])
-        report(plan, whole, measured)
+        report(plan, whole, measured, options.message_us)
 
 
 def stages_of(options: argparse.Namespace) -> tuple[StageSpec, ...]:
@@ -116,7 +123,7 @@ def stages_of(options: argparse.Namespace) -> tuple[StageSpec, ...]:
     return tuple(StageSpec(start, stop - start) for start, stop in itertools.pairwise(starts))
 
 
-def report(plan: str, whole: Measured, ranks: Sequence[Measured]) -> None:
+def report(plan: str, whole: Measured, ranks: Sequence[Measured], message_us: Sequence[float]) -> None:
     leader = ranks[0]
     same = sum(a == b for a, b in zip(whole.tokens, leader.tokens, strict=True))
     print(f"\n{plan}_parallel = {len(ranks)}: {same} of {len(whole.tokens)} greedy tokens are equal")
@@ -133,9 +140,9 @@ def report(plan: str, whole: Measured, ranks: Sequence[Measured]) -> None:
     word = "collective" if plan == "tensor" else "hop"
     print(f"{waits:.0f} {word}s of {cost_s * 1e6:.0f} µs per token")
     print(f"each rank sends {max(one.num_bytes for one in ranks) / 1e3:.1f} kB per token")
-    for microseconds in LATENCIES_US:
+    for microseconds in message_us:
         expected = 1 / (compute_s + waits * microseconds * 1e-6)
-        print(f"with {word}s of {microseconds} µs expect {expected:.1f} tokens/s")
+        print(f"with {word}s of {microseconds:g} µs expect {expected:.1f} tokens/s")
 
 
 def run(options: argparse.Namespace, specs: Sequence[LoadSpec]) -> list[Measured]:

@@ -26,7 +26,7 @@ from cortex.neuron.engine.loading import build_model, load_model
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.quantised.experts import PackedExperts
+from cortex.neuron.kernels.moe.quantised import PackedExperts
 from cortex.neuron.kernels.quantised.recipes import RECIPES, DeviceLayout, Recipe, recipe_of
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters, QuantisedMatrix

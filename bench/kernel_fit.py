@@ -32,6 +32,7 @@ from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.kernels.delta.chunks import delta_chunks
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.kernels.delta.step import delta_step
+from cortex.neuron.kernels.device_matrix import empty_device_matrix
 from cortex.neuron.kernels.float8 import product as float8_product_module
 from cortex.neuron.kernels.float8 import support
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout
@@ -41,14 +42,21 @@ from cortex.neuron.kernels.float8.product import float8_product, widened_product
 from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import contract_grouped, expand_grouped, tiling
-from cortex.neuron.kernels.moe.routing import PairLists
+from cortex.neuron.kernels.moe.quantised import (
+    PackedExperts,
+    contract_packed_grouped,
+    contract_packed_rows,
+    expand_packed_grouped,
+    expand_packed_rows,
+)
+from cortex.neuron.kernels.moe.routing import ExpertChoice, PairLists
 from cortex.neuron.kernels.products.matvec import gated_matvec, matvec
-from cortex.neuron.kernels.quantised.experts import PackedExperts, contract_packed_grouped, expand_packed_grouped
 from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_numbers
 from cortex.neuron.kernels.quantised.packing import empty_matrix
 from cortex.neuron.kernels.quantised.product import small_batch_product
+from cortex.neuron.kernels.quantised.recipes import DeviceLayout
 from cortex.neuron.kernels.shared_memory import SharedMemory
 
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -61,6 +69,7 @@ FITTED = (
     "quantised.product",
     "quantised.experts",
     "float8.product",
+    "float8.experts",
 )
 KIND = torch.bfloat16
 
@@ -185,10 +194,15 @@ def float8(layout: Float8Layout, rows: int) -> None:
         widened_product(x, matrix, out, None, out)
 
 
-def packed_experts(tokens: int) -> None:
+def packed_experts(gate_up_layout: DeviceLayout, down_layout: DeviceLayout, tokens: int) -> None:
     device = torch.device("cpu")
-    gate_up, down = empty_matrix(Q4, 128 * 1536, 2048, device), empty_matrix(Q6, 128 * 2048, 768, device)
+    gate_up = empty_device_matrix(gate_up_layout, 128 * 1536, 2048, device)
+    down = empty_device_matrix(down_layout, 128 * 2048, 768, device)
     stack = PackedExperts(empty(128, 2048), gate_up, down, 8, True)
+    if tokens == 1:
+        choice = ExpertChoice(empty(1, 8, kind=torch.int32), empty(1, 8, kind=torch.float32))
+        contract_packed_rows(expand_packed_rows(empty(1, 2048), empty(2048), 1e-6, choice, stack), choice, stack)
+        return
     lists = PairLists(empty(tokens, 8), empty(128, kind=torch.int32), empty(128, tokens, kind=torch.int32))
     contract_packed_grouped(expand_packed_grouped(empty(tokens, 2048), lists, stack), lists, stack)
 
@@ -224,8 +238,15 @@ def cases() -> Iterator[tuple[str, Any]]:
     for blocks in (FLOAT8_BLOCKS, FLOAT8_ROWS):
         for rows in (1, 16, 64):
             yield f"fp8, scales by {blocks.block or 'row'}, {rows} rows", lambda s=(blocks, rows): float8(*s)
-    for tokens in (16, 512):
-        yield f"packed experts, {tokens} tokens", lambda count=tokens: packed_experts(count)
+    mixed: tuple[tuple[str, DeviceLayout, DeviceLayout], ...] = (
+        ("4 and 6 bits", Q4, Q6),
+        ("4 bits of levels", IQ4, IQ4),
+        ("fp8 in blocks", FLOAT8_BLOCKS, FLOAT8_BLOCKS),
+        ("fp8", FLOAT8_ROWS, FLOAT8_ROWS),
+    )
+    for what, *both in mixed:
+        for tokens in (1, 16, 512, 4096):
+            yield f"experts of {what}, {tokens} tokens", lambda s=(*both, tokens): packed_experts(*s)
     yield "gated delta net 128", lambda: gated_delta(128)
 
 

@@ -74,7 +74,7 @@ class DirectedNode(FakeNeuron):
     """Of the first device."""
 
     def __post_init__(self) -> None:
-        self.answer = _play
+        self.respond = _play
 
     def status(self, model: str) -> ModelStatus:
         status = super().status(model)

@@ -50,7 +50,7 @@ def opened_gate() -> asyncio.Event:
     return gate
 
 
-Answer = Callable[["FakeNeuron", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+Respond = Callable[["FakeNeuron", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 
 @dataclass
@@ -85,7 +85,7 @@ class FakeNeuron:
     """Loads wait for it."""
     unload_gate: asyncio.Event = field(default_factory=opened_gate)
     stream_gate: asyncio.Event = field(default_factory=opened_gate)
-    """For an `answer` that waits in the middle of its stream."""
+    """For a `respond` that waits in the middle of its stream."""
     can_sleep: bool = True
     has_host_memory: bool = False
     """Whether it has host memory for sleeping models."""
@@ -93,7 +93,7 @@ class FakeNeuron:
     """(status, code, message) for the next loads, in order."""
     loads: dict[str, ModelLoad] = field(default_factory=dict)
     sampling: dict[str, SamplingDefaults] = field(default_factory=dict)
-    answer: Answer | None = None
+    respond: Respond | None = None
     silent: bool = False
     """Accept control requests and never respond."""
     dialects: tuple[Dialect, ...] = ("openai_chat", "openai_completions", "openai_responses", "anthropic_messages")
@@ -288,7 +288,7 @@ class FakeNeuron:
         seen = Seen(request.path, {k.lower(): v for k, v in request.headers.items()}, await request.read())
         self.seen.append(seen)
         try:
-            return await (self.answer or plain_answer)(self, request, seen.body)
+            return await (self.respond or plain_response)(self, request, seen.body)
         except (asyncio.CancelledError, ConnectionResetError):
             seen.left_at = time.monotonic()
             raise
@@ -311,7 +311,7 @@ REPORTED = Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3)
 """The same, as a node reports it to a gateway."""
 
 
-async def plain_answer(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+async def plain_response(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """A short chat response, streamed or not, that names the node."""
     if not body.get("stream"):
         message = {"role": "assistant", "content": f"from {node.name}"}
@@ -328,7 +328,7 @@ async def plain_answer(node: FakeNeuron, request: web.Request, body: dict[str, A
 
 
 async def hang() -> NoReturn:
-    """What a node does that answers no more. A disconnected client cancels it."""
+    """A node that no longer responds. A disconnected client cancels it."""
     await asyncio.sleep(60)
     raise AssertionError("nobody disconnected")
 

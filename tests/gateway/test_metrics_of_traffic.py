@@ -24,7 +24,7 @@ from cortex.parsing.relayed import RelayedBody
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import DeviceHealth, ModelLoad, ModelState
 
-from .fake_neuron import GB, REPORTED, begin_stream, chunk, plain_answer, until
+from .fake_neuron import GB, REPORTED, begin_stream, chunk, plain_response, until
 
 if TYPE_CHECKING:
     from .fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
@@ -36,10 +36,10 @@ SPEND = {"key": "alice", "model": "a"}
 DEVICE = {"node": "beast", "device": "0"}
 
 
-async def answer(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """A stream pauses after its first token; `/v1/messages` streams in the Anthropic dialect."""
     if not body.get("stream"):
-        return await plain_answer(node, request, body)
+        return await plain_response(node, request, body)
     response = await begin_stream(request)
     anthropic = request.path == "/v1/messages"
     first = b'event: message_start\ndata: {"type":"message_start"}\n\n' if anthropic else chunk("a", {"content": "x"})
@@ -75,7 +75,7 @@ async def measured(
     """A gateway after responses, streams, an error, a cold start that evicts, and with a request that waits."""
     key = generate("alice")
     beast = await neurons("beast", sizes={"a": GB, "b": 20 * GB, "c": 20 * GB}, states={"a": READY, "b": READY})
-    beast.answer = answer
+    beast.respond = respond
     beast.loads["a"] = ModelLoad(running=2, waiting=1, kv_used_fraction=0.25)
     plain = beast.health
     device = DeviceHealth(

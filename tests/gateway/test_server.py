@@ -39,7 +39,7 @@ async def test_serves_reloads_and_drains_on_sigterm(neurons: StartNeuron, spawn:
         await response.write(chunk("a", {"content": "last"}) + b"data: [DONE]\n\n")
         return response
 
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, answer=slow)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, respond=slow)
     gateway = await spawn(beast)
     assert b'"beast":"up"' in await gateway.get("/health")
     assert b"cortex_node_up" in await gateway.get("/metrics", gateway.metrics_port)
@@ -129,7 +129,7 @@ async def test_reload_adds_and_removes_nodes_without_dropping_a_stream(
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    old = await neurons("old", sizes={"a": GB}, states={"a": ModelState.READY}, answer=slow)
+    old = await neurons("old", sizes={"a": GB}, states={"a": ModelState.READY}, respond=slow)
     new = await neurons("new", sizes={"b": GB}, states={"b": ModelState.READY})
     client = await start_gateway(old)
     stream = asyncio.create_task(client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True}))
@@ -182,7 +182,7 @@ async def test_gateway_killed_under_load_serves_again_after_restart(neurons: Sta
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    beast = await neurons("beast", sizes={"a": GB, "b": GB}, states={"a": ModelState.READY}, answer=paced)
+    beast = await neurons("beast", sizes={"a": GB, "b": GB}, states={"a": ModelState.READY}, respond=paced)
     first = await spawn(beast)
     url = f"http://127.0.0.1:{first.port}/v1/chat/completions"
     stop = asyncio.Event()

@@ -57,8 +57,8 @@ async def keyed(neurons: StartNeuron, start_gateway: StartGateway) -> StartKeyed
     return start
 
 
-def code_of(answer: Any) -> str:
-    return str(answer["error"].get("code") or answer["error"]["type"])
+def code_of(response: Any) -> str:
+    return str(response["error"].get("code") or response["error"]["type"])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -66,9 +66,9 @@ async def test_rejects_negative_limit_before_reserving(keyed: StartKeyed, path: 
     beast, ask = await keyed(balance_tokens=300)
     for field in LIMITS[path]:
         for value in (-1_000_000, -1, *(() if path == "/v1/completions" else (0,)), 10**25):
-            status, answer = await ask(path, **{field: value})
+            status, response = await ask(path, **{field: value})
             assert status == 400
-            assert field in answer["error"]["message"]
+            assert field in response["error"]["message"]
     assert not beast.seen
     assert (await ask(path, **{LIMITS[path][0]: 250}))[0] == 200, "nothing was reserved or returned"
 
@@ -79,8 +79,8 @@ async def test_limit_of_another_dialect_does_not_lower_the_reservation(keyed: St
     foreign = {field: -1_000_000 for field in EVERY_LIMIT if field not in LIMITS[path]}
     foreign_low = dict.fromkeys(foreign, 1)
     for fields in (foreign, foreign_low):
-        status, answer = await ask(path, **fields, **{LIMITS[path][0]: 1000})
-        assert (status, code_of(answer)) in ((429, "insufficient_quota"), (429, "rate_limit_error"))
+        status, response = await ask(path, **fields, **{LIMITS[path][0]: 1000})
+        assert (status, code_of(response)) in ((429, "insufficient_quota"), (429, "rate_limit_error"))
     assert not beast.seen
 
 
@@ -91,8 +91,8 @@ async def test_charges_every_choice(
     keyed: StartKeyed, path: str, choices: dict[str, Any], limit: dict[str, Any]
 ) -> None:
     beast, ask = await keyed(balance_tokens=300)
-    status, answer = await ask(path, **limit, **choices)
-    assert (status, code_of(answer)) == (429, "insufficient_quota")
+    status, response = await ask(path, **limit, **choices)
+    assert (status, code_of(response)) == (429, "insufficient_quota")
     assert not beast.seen
     assert (await ask(path, max_tokens=96, n=2))[0] == 200
 
@@ -101,15 +101,15 @@ async def test_rejects_too_many_choices(keyed: StartKeyed) -> None:
     beast, ask = await keyed(balance_tokens=10**9)
     for field in ("n", "best_of"):
         for value in (-32, 0, 129, 10**25):
-            status, answer = await ask("/v1/chat/completions", max_tokens=1, **{field: value})
-            assert (status, answer["error"]["param"]) == (400, field)
+            status, response = await ask("/v1/chat/completions", max_tokens=1, **{field: value})
+            assert (status, response["error"]["param"]) == (400, field)
     assert not beast.seen
 
 
 async def test_charges_every_prompt_of_a_list(keyed: StartKeyed) -> None:
     beast, ask = await keyed(balance_tokens=500)
-    status, answer = await ask("/v1/completions", prompt=["a"] * 10, max_tokens=96)
-    assert (status, code_of(answer)) == (429, "insufficient_quota")
+    status, response = await ask("/v1/completions", prompt=["a"] * 10, max_tokens=96)
+    assert (status, code_of(response)) == (429, "insufficient_quota")
     assert not beast.seen
 
 
@@ -134,7 +134,7 @@ async def test_impossible_usage_of_a_foreign_server_is_estimated(
         return web.Response(body=text, content_type="application/json")
 
     key = generate("alice", balance_tokens=1000)
-    foreign = await neurons("foreign", sizes={"a": GB}, answer=absurd)
+    foreign = await neurons("foreign", sizes={"a": GB}, respond=absurd)
     client = await start_gateway(foreign=(foreign,), keys=(key.section,))
     for path, limit in (("/v1/chat/completions", "max_tokens"), ("/v1/messages", "max_tokens")):
         body = {"model": "a", "messages": [{"role": "user", "content": "hello " * 20}], limit: 50}
@@ -154,7 +154,7 @@ async def test_requests_of_a_killed_gateway_stay_charged(
         return response
 
     key = generate("alice", balance_tokens=1000)
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=endless)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=endless)
     settings = f"{as_toml(key.section)}[ledger]\nflush_s = 0.05\n"
     gateway = await spawn(beast, settings)
     headers = {"authorization": f"Bearer {key.text}"}
@@ -173,7 +173,7 @@ async def test_requests_of_a_killed_gateway_stay_charged(
         gateway.process.send_signal(signal.SIGKILL)
         await gateway.process.wait()
         running.close()
-        beast.answer = None
+        beast.respond = None
         again = await spawn(beast, settings)
         rejected = await ask(session, again, max_tokens=200)
         assert rejected.status == 429, await rejected.text()

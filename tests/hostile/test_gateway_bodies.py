@@ -14,7 +14,7 @@ from cortex.gateway.proxy.routes import ROUTES
 from cortex.wire.errors import BY_CODE
 from cortex.wire.node.protocol import ModelState
 
-from ..gateway.fake_neuron import GB, Seen, plain_answer
+from ..gateway.fake_neuron import GB, Seen, plain_response
 
 if TYPE_CHECKING:
     from ..gateway.fake_neuron import Client, StartGateway, StartNeuron
@@ -114,14 +114,14 @@ def almost_right(seed: int, count: int) -> Iterator[bytes]:
 
 async def tolerant(node: Any, request: web.Request, body: Any) -> web.StreamResponse:
     """A node that accepts everything: only the gateway is tested here."""
-    return await plain_answer(node, request, {"model": "a", "stream": body.get("stream") is True})
+    return await plain_response(node, request, {"model": "a", "stream": body.get("stream") is True})
 
 
-def check(status: int, content_type: str, answer: bytes, about: Any) -> None:
+def check(status: int, content_type: str, response: bytes, about: Any) -> None:
     if status < 400:
         return
-    assert content_type.startswith("application/json"), (about, answer[:200])
-    error = msgspec.json.decode(answer)["error"]
+    assert content_type.startswith("application/json"), (about, response[:200])
+    error = msgspec.json.decode(response)["error"]
     assert error["message"], about
     assert error.get("code", "malformed_json") in BY_CODE, (about, error)
     assert status < 500, (about, error)
@@ -131,7 +131,7 @@ def check(status: int, content_type: str, answer: bytes, about: Any) -> None:
 async def client(neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch) -> Client:
     monkeypatch.setattr(Seen, "body", property(lambda seen: _decoded(seen.raw)))
     ready = {"a": ModelState.READY}
-    beast = await neurons("beast", sizes={"a": GB, "org/a": GB}, states=ready, answer=tolerant)
+    beast = await neurons("beast", sizes={"a": GB, "org/a": GB}, states=ready, respond=tolerant)
     return await start_gateway(beast, max_body_mb=1)
 
 
@@ -139,7 +139,7 @@ async def client(neurons: StartNeuron, start_gateway: StartGateway, monkeypatch:
 async def translating(neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch) -> Client:
     """A gateway whose only node speaks only chat, so that other dialects are translated."""
     monkeypatch.setattr(Seen, "body", property(lambda seen: _decoded(seen.raw)))
-    other = await neurons("other", sizes={"a": GB}, answer=tolerant)
+    other = await neurons("other", sizes={"a": GB}, respond=tolerant)
     return await start_gateway(foreign=(other,), max_body_mb=1)
 
 
@@ -155,8 +155,8 @@ async def ask(client: Client, method: str, path: str, data: bytes) -> None:
     async with client.session.request(method, client.url + path, data=data) as response:
         if response.headers.get("content-type", "").startswith("text/event-stream") and path == "/fleet/events":
             return
-        answer = await response.read()
-    check(response.status, response.headers.get("content-type", ""), answer, (method, path, data[:120]))
+        content = await response.read()
+    check(response.status, response.headers.get("content-type", ""), content, (method, path, data[:120]))
 
 
 @pytest.mark.parametrize("path", INFERENCE)

@@ -130,7 +130,7 @@ def items_of(num_bytes: int, *more: Any) -> list[Any]:
     return [{"type": "message", "role": "user", "content": content}] * 4000 + list(more)
 
 
-async def stored_answer(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+async def stored_response(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """A response object that a gateway can store."""
     stored = kept.from_header(http.headers.get(kept.HEADER, ""))
     id = stored.id if stored is not None else "resp_" + "0" * 32
@@ -143,7 +143,7 @@ async def test_no_request_with_state_occupies_the_loop_of_a_gateway_or_its_threa
     start_gateway: StartGateway,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    node.answer = stored_answer
+    node.respond = stored_response
     client = await start_gateway(node)
     port = int(client.url.rpartition(":")[2])
     allowed_s = MAX_UNITS * unit_s()

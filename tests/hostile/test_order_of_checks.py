@@ -51,41 +51,41 @@ async def post(client: Client, path: str, body: bytes, headers: dict[str, str] |
 async def test_request_without_a_key_is_401_whatever_its_body(keyed: Keyed, path: str) -> None:
     for body in (b"", b"no json", b"{}", b'{"model":5}', b'{"model":"secret-model"}', b'{"model":"a","max_tokens":-1}'):
         for headers in ({}, {"Authorization": "Bearer ck-nobody"}, {"x-api-key": "k" * 5000}):
-            status, answer = await post(keyed.client, path, body, headers)
+            status, response = await post(keyed.client, path, body, headers)
             assert status == 401
-            assert MODEL.encode() not in answer
-            assert len(answer) < 500
+            assert MODEL.encode() not in response
+            assert len(response) < 500
 
 
 async def test_401_does_not_repeat_a_long_model_name(keyed: Keyed) -> None:
-    status, answer = await post(keyed.client, "/v1/chat/completions", b'{"model":"' + b"s" * (60 << 20) + b'"}')
+    status, response = await post(keyed.client, "/v1/chat/completions", b'{"model":"' + b"s" * (60 << 20) + b'"}')
     assert status == 401
-    assert len(answer) < 500
-    assert MODEL.encode() not in answer
+    assert len(response) < 500
+    assert MODEL.encode() not in response
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_error_does_not_repeat_a_long_model_name(keyed: Keyed, path: str) -> None:
-    status, answer = await post(keyed.client, path, b'{"model":"' + b"s" * (5 << 20) + b'"}', keyed.good)
+    status, response = await post(keyed.client, path, b'{"model":"' + b"s" * (5 << 20) + b'"}', keyed.good)
     assert status == 400
-    assert len(answer) < 500
-    status, answer = await post(keyed.client, path, b'{"model":"' + b"s" * 201 + b'"}', keyed.good)
+    assert len(response) < 500
+    status, response = await post(keyed.client, path, b'{"model":"' + b"s" * 201 + b'"}', keyed.good)
     assert status == 400
-    assert b"ssssssss" not in answer
+    assert b"ssssssss" not in response
 
 
 async def test_error_names_near_misses_of_the_model(keyed: Keyed) -> None:
-    status, answer = await post(keyed.client, "/v1/chat/completions", b'{"model":"secret-model-8"}', keyed.good)
-    assert (status, MODEL.encode() in answer) == (404, True)
+    status, response = await post(keyed.client, "/v1/chat/completions", b'{"model":"secret-model-8"}', keyed.good)
+    assert (status, MODEL.encode() in response) == (404, True)
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_checks_limits_before_the_model_name(keyed: Keyed, path: str) -> None:
     body = b'{"model":"secret-model"}'
     assert (await post(keyed.client, path, body, keyed.slow))[0] == 404
-    status, answer = await post(keyed.client, path, body, keyed.slow)
+    status, response = await post(keyed.client, path, body, keyed.slow)
     assert status == 429
-    assert MODEL.encode() not in answer
+    assert MODEL.encode() not in response
     assert (await post(keyed.client, path, b"no json", keyed.slow))[0] == 400
 
 
@@ -100,11 +100,11 @@ async def test_rejected_model_reserves_no_tokens(keyed: Keyed) -> None:
 @pytest.mark.parametrize("path", ["/v1/models/", "/fleet/explain/", "/v1/", "/fleet/models/"])
 async def test_control_routes_do_not_repeat_a_long_path(keyed: Keyed, path: str) -> None:
     long = path + "s" * 5000
-    status, answer = await keyed.client.get(long)
+    status, response = await keyed.client.get(long)
     assert status == 401
-    status, answer = await keyed.client.get(long, **keyed.good)
+    status, response = await keyed.client.get(long, **keyed.good)
     assert status == 404
-    assert answer["error"]["message"].count("s") < 300
-    status, answer = await keyed.client.post("/v1/models/" + "s" * 5000, **keyed.good)
+    assert response["error"]["message"].count("s") < 300
+    status, response = await keyed.client.post("/v1/models/" + "s" * 5000, **keyed.good)
     assert status == 405
-    assert answer["error"]["message"].count("s") < 300
+    assert response["error"]["message"].count("s") < 300

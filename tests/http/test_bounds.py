@@ -125,9 +125,9 @@ async def test_drops_a_client_that_pipelines_and_never_reads(harness: Harness) -
 async def test_rejects_a_stranger_before_the_body_is_buffered(harness: Harness, head: bytes) -> None:
     server, port = await harness.server(count_body, admit_head=reject_strangers)
     reader, writer = await harness.client(port, head)
-    answer, body = await harness.read_message(reader)
-    assert answer.startswith(b"HTTP/1.1 401 ")
-    assert b"connection: close" in answer
+    response, body = await harness.read_message(reader)
+    assert response.startswith(b"HTTP/1.1 401 ")
+    assert b"connection: close" in response
     assert json.loads(body)["error"]["code"] == "invalid_api_key"
     writer.write(bytes(1_000_000))
     await asyncio.sleep(0.02)
@@ -143,9 +143,9 @@ async def test_rejects_a_stranger_whose_body_comes_along_with_the_head(harness: 
 
 async def test_rejects_a_stranger_instead_of_asking_for_the_body(harness: Harness) -> None:
     _, port = await harness.server(count_body, admit_head=reject_strangers)
-    answer = await harness.ask(port, post(5, b"Expect: 100-continue"))
-    assert answer.startswith(b"HTTP/1.1 401 ")
-    assert b"100 Continue" not in answer
+    response = await harness.ask(port, post(5, b"Expect: 100-continue"))
+    assert response.startswith(b"HTTP/1.1 401 ")
+    assert b"100 Continue" not in response
 
 
 async def test_asks_for_the_body_of_a_request_whose_head_is_admitted(harness: Harness) -> None:
@@ -249,9 +249,9 @@ async def test_rejects_connections_over_the_total_and_serves_again_when_one_clos
     kept = [await harness.client(port, GET) for _ in range(2)]
     for reader, _ in kept:
         await harness.read_message(reader)
-    answer = await harness.ask(port, b"")
-    assert answer.startswith(b"HTTP/1.1 503 ")
-    assert b"connection: close" in answer
+    response = await harness.ask(port, b"")
+    assert response.startswith(b"HTTP/1.1 503 ")
+    assert b"connection: close" in response
     assert server.num_connections == 2
     kept[0][1].close()
     await harness.eventually(lambda: server.num_connections == 1)
@@ -290,12 +290,12 @@ async def test_closes_an_idle_connection_that_sends_empty_lines(harness: Harness
 async def test_times_out_a_body_below_the_minimum_rate(harness: Harness) -> None:
     _, port = await harness.server(count_body, body_s=0.2, body_bytes_per_s=1000)
     reader, writer = await harness.client(port, post(10_000))
-    answer = asyncio.create_task(harness.read_message(reader))
+    response = asyncio.create_task(harness.read_message(reader))
     async with asyncio.timeout(30):
-        while not answer.done():  # each byte comes well before a silence of `body_s`
+        while not response.done():  # each byte comes well before a silence of `body_s`
             writer.write(b"x")
             await asyncio.sleep(0.02)
-    assert answer.result()[0].startswith(b"HTTP/1.1 408 ")
+    assert response.result()[0].startswith(b"HTTP/1.1 408 ")
 
 
 # --- the log

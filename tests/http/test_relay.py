@@ -77,8 +77,8 @@ async def test_http_10_client_gets_events_without_chunks(harness: Harness) -> No
     events = [b"data: %d\n\n" % number for number in range(10)]
     node = await harness.responding(STREAM_HEAD, *map(chunk, events), END)
     _, port = await harness.relaying(harness.pool(node.origin))
-    answer = await harness.ask(port, POST.replace(b"HTTP/1.1", b"HTTP/1.0"))
-    assert answer.partition(b"\r\n\r\n")[2] == b"".join(events)
+    response = await harness.ask(port, POST.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert response.partition(b"\r\n\r\n")[2] == b"".join(events)
 
 
 async def test_joins_events_that_are_cut_across_chunks(harness: Harness) -> None:
@@ -105,16 +105,16 @@ async def test_relays_a_response_without_a_length_in_chunks(harness: Harness) ->
 
 
 @pytest.mark.parametrize(
-    "answer", [b"HTTP/1.1 204 No Content\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"]
+    "response", [b"HTTP/1.1 204 No Content\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"]
 )
-async def test_relays_an_empty_response(harness: Harness, answer: bytes) -> None:
-    node = await harness.responding(answer)
+async def test_relays_an_empty_response(harness: Harness, response: bytes) -> None:
+    node = await harness.responding(response)
     _, port = await harness.relaying(harness.pool(node.origin))
     reader, writer = await harness.client(port)
     for _ in range(2):
         writer.write(POST)
         head, body = await harness.read_message(reader)
-        assert head.startswith(answer[:12])
+        assert head.startswith(response[:12])
         assert body == b""
 
 

@@ -136,9 +136,9 @@ async def test_rejection_inside_a_started_stream_is_an_event(harness: Harness) -
 
     node = await harness.node(die_late)
     _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.03)
-    answer = await harness.ask(port, POST)
-    assert answer.startswith(b"HTTP/1.1 200")
-    assert answer.endswith(chunk(b"event: error\n\n") + END)
+    response = await harness.ask(port, POST)
+    assert response.startswith(b"HTTP/1.1 200")
+    assert response.endswith(chunk(b"event: error\n\n") + END)
 
 
 @pytest.mark.parametrize("half", [b"", b"data: hal"], ids=["between events", "inside an event"])
@@ -156,8 +156,8 @@ async def test_stream_of_a_node_that_dies_ends_with_one_error_event(harness: Har
 
     node = await harness.node(dying)
     _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=5.0)
-    answer = await harness.ask(port, POST)
-    assert answer.partition(b"\r\n\r\n")[2] == chunk(b"data: a\n\n") + chunk(b"event: interrupted\n\n") + END
+    response = await harness.ask(port, POST)
+    assert response.partition(b"\r\n\r\n")[2] == chunk(b"data: a\n\n") + chunk(b"event: interrupted\n\n") + END
     assert harness.observers[0].outcome is Outcome.INTERRUPTED
 
 
@@ -222,8 +222,8 @@ async def test_malformed_response_in_a_translation_is_a_fault_of_the_node(harnes
     assert (await harness.read_message(reader))[1] == b"GOOD\n\n"
     bad = await harness.responding(STREAM_HEAD + chunk(b"fine so far "), chunk(b"garbage"))
     _, port = await harness.relaying(harness.pool(bad.origin), translation=Upper)
-    answer = await harness.ask(port, POST)
-    assert answer.endswith(chunk(b"event: interrupted\n\n") + END)
+    response = await harness.ask(port, POST)
+    assert response.endswith(chunk(b"event: interrupted\n\n") + END)
 
 
 async def test_failing_observer_does_not_leave_the_client_waiting(

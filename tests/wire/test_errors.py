@@ -7,7 +7,7 @@ import pytest
 
 from cortex.wire import error_encoding, errors
 from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.errors import MAX_ECHO, MAX_MESSAGE, CortexError, Family, InvalidValue, shorten
+from cortex.wire.errors import MAX_ECHO, MAX_MESSAGE, CortexError, Family, InvalidValue, about, shorten
 from cortex.wire.node import headers
 from cortex.wire.node.protocol import Dialect
 
@@ -89,3 +89,16 @@ def test_what_a_model_cannot_do_is_a_bad_request(family: Family, code: str) -> N
     error = errors.from_code(code, "no images")
     assert error_encoding.status(error, family) == 400
     assert error_encoding.envelope(error, family)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("subject", "problem", "message"),
+    [
+        ("org/m", "org/m is not in the cache", "org/m is not in the cache"),
+        ("org/m", "org/m: too large", "org/m: too large"),
+        ("org/m", "org/model is gated", "org/m: org/model is gated"),
+        ("small", OSError("no space"), "small: no space"),
+    ],
+)
+def test_message_names_its_subject_once(subject: str, problem: object, message: str) -> None:
+    assert about(subject, problem) == message

@@ -138,7 +138,7 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     held = node.residencies.get(spec.id)
     status = None if held is None else sized_for(spec, held.status)
     candidates = (
-        None if status is None else _measured_bytes(node, status, fleet),
+        None if status is None else whole_measured_bytes(node, status, fleet),
         fleet.measured.get((spec.id, spec.quant, spec.context)),
         spec.vram_bytes,
         None if status is None else _whole(status, status.estimate_bytes),
@@ -159,7 +159,7 @@ def _whole(status: ModelStatus, num_bytes: int | None) -> int | None:
     return None if num_bytes is None else num_bytes * max(1, len(status.nodes))
 
 
-def _measured_bytes(node: Node, status: ModelStatus, fleet: Fleet) -> int | None:
+def whole_measured_bytes(node: Node, status: ModelStatus, fleet: Fleet) -> int | None:
     """The measured size of the whole model that `node` serves. If its layers are divided among nodes, these have
     different parts: `None` unless all are known."""
     if status.measured_bytes is None or not status.nodes or status.parallel != "pipeline":
@@ -175,7 +175,7 @@ def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
     found = dict(fleet.measured)
     for node in fleet.nodes:
         for held in node.residencies.values():
-            if (whole_bytes := _measured_bytes(node, held.status, fleet)) is not None:
+            if (whole_bytes := whole_measured_bytes(node, held.status, fleet)) is not None:
                 spec = fleet.catalogue.spec(held.model_id)
                 if spec.quant is None or _is_as_wanted(spec.quant, held.status):
                     found[(spec.id, spec.quant, spec.context)] = whole_bytes
@@ -212,7 +212,9 @@ def _estimate_elsewhere(spec: ModelSpec, fleet: Fleet) -> int | None:
     """The largest size that any node reports for the model."""
     held = [(node, node.residencies[spec.id]) for node in fleet.nodes if spec.id in node.residencies]
     known = [(node, status) for node, each in held if (status := sized_for(spec, each.status)) is not None]
-    sizes = [_measured_bytes(node, status, fleet) or _whole(status, status.estimate_bytes) for node, status in known]
+    sizes = [
+        whole_measured_bytes(node, status, fleet) or _whole(status, status.estimate_bytes) for node, status in known
+    ]
     return max((size for size in sizes if size is not None), default=None)
 
 

@@ -130,7 +130,7 @@ class Database:
             return result
         except self._driver.errors as error:
             self._drop()
-            raise StoreError(f"cannot use the {self._what} {self.name}: {str(error).strip()}") from error
+            raise StoreError(f"cannot use the {self._what} {self.name}: {' '.join(str(error).split())}") from error
         except BaseException:
             self._drop()  # no later work may commit what this one has begun
             raise

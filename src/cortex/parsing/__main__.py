@@ -1,4 +1,4 @@
-"""`python -m cortex.parsing`: started by a gateway or a node with the first large body, ends with it."""
+"""`python -m cortex.parsing`: a gateway or a node starts it with the first large body; it ends with that program."""
 
 from __future__ import annotations
 

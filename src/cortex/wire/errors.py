@@ -16,6 +16,12 @@ MAX_MESSAGE = 4000
 """Characters of a whole error message."""
 
 
+def about(subject: str, problem: object) -> str:
+    """A message that names its subject first, once."""
+    text = str(problem)
+    return text if text.startswith((f"{subject} ", f"{subject}: ")) else f"{subject}: {text}"
+
+
 def shorten(text: str, limit: int = MAX_ECHO) -> str:
     """`text` if it has at most `limit` characters, else its start and an ellipsis, together `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -37,6 +37,15 @@ def test_ps_lists_models_in_memory(gateway: CannedGateway, invoke: Invoke) -> No
     assert [entry["model"]["id"] for entry in json.loads(invoke("ps", "--json").stdout)] == ["small", "other"]
 
 
+def test_ps_shows_no_activity_of_a_node_that_is_down(gateway: CannedGateway, invoke: Invoke) -> None:
+    busy = READY | {"in_flight": 7, "load": {"running": 7, "tokens_per_s": 55.0}, "idle_s": 0.0}
+    gateway.responses["GET", "/fleet/status"] = fleet(busy)
+    assert "55" in invoke("ps").stdout
+    gateway.responses["GET", "/fleet/status"] = fleet(busy, up=False)
+    *_, row = invoke("ps").stdout.splitlines()
+    assert row.split() == ["small", "beast", "(down)", "unreachable", "900", "MiB"]
+
+
 REQUEST = {
     "id": "req_1",
     "number": 1,
@@ -95,7 +104,7 @@ def test_status_shows_devices_models_and_waiting_requests(gateway: CannedGateway
     assert outcome.code is ExitCode.OK
     for part in ("RTX 5090", "24.0 GiB of 32.0 GiB", "900 MiB", "8,192", "idle 12 min", "~5.0 GiB", "50% read, 4 s"):
         assert part in outcome.stdout
-    assert "can load: third" in outcome.stdout
+    assert "cold: third" in outcome.stdout
     assert "2 waiting for large" in outcome.stdout
 
 
@@ -117,7 +126,7 @@ def test_status_shows_the_part_that_a_node_has_of_a_model(gateway: CannedGateway
     gateway.responses["GET", "/fleet/status"] = fleet(shares=[share], cold_models=["other", "wide"])
     shown = invoke("status").stdout
     assert "part of wide, which beast serves: ready, 3.0 GiB" in shown
-    assert "can load: other\n" in shown
+    assert "cold: other\n" in shown
 
 
 def test_status_shows_why_a_node_is_down_and_exits_with_1(gateway: CannedGateway, invoke: Invoke) -> None:

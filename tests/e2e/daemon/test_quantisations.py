@@ -115,6 +115,16 @@ def test_load_of_another_quantisation_than_the_one_in_memory_is_rejected(daemon:
     unload(daemon, "tiny/quants-GGUF")
 
 
+def test_model_that_does_not_exist_is_listed_until_its_failure_is_cleared(daemon: Daemon) -> None:
+    request = {"model_id": "tiny/absent"}
+    assert daemon.call("/models/load", request, timeout_s=120)[1]["error"]["code"] == "source_not_found"
+    assert daemon.model("tiny/absent")["state"] == "failed"
+    assert daemon.call("/models/unload", request, timeout_s=60)[0] == 200
+    _, listed = daemon.call("/models")
+    assert "tiny/absent" not in {model["id"] for model in listed["models"]}
+    assert daemon.call("/models/unload", request, timeout_s=60)[0] == 404
+
+
 @pytest.fixture
 def _quantises_at_load() -> None:
     device = torch.device("cpu")

@@ -43,10 +43,24 @@ def test_json_has_the_numbers_and_reasons(model: Make, node: Make, fleet: Make, 
 @pytest.mark.parametrize(
     ("facts", "occupant", "origin", "status", "code", "words"),
     [
-        ({}, {"pinned": True}, "request", 507, "insufficient_capacity", "fits nowhere.*need 10.0 GiB, have 4.0 GiB"),
+        (
+            {},
+            {"pinned": True},
+            "request",
+            507,
+            "insufficient_capacity",
+            "does not fit on n: .*need 10.0 GiB, have 4.0 GiB",
+        ),
         ({}, {"running": 1}, "request", 503, "overloaded", "no room for m now.*busy with 1 request"),
         ({}, {}, "background", 503, "overloaded", "background requests evict nothing"),
-        ({"healthy": False, "problem": "timed out"}, {}, "request", 502, "upstream_unavailable", "n: timed out"),
+        (
+            {"healthy": False, "problem": "timed out"},
+            {},
+            "request",
+            502,
+            "upstream_unavailable",
+            "n cannot serve m now: timed out",
+        ),
     ],
 )
 def test_rejection_maps_to_status_and_code(

@@ -108,7 +108,7 @@ def test_model_is_loaded_only_where_the_catalogue_allows_it(node: Make, fleet: M
     decision = place("m", snapshot, NOW, origin="operator")
     assert (decision.node, verdicts(decision)) == ("b", {"b": "fits", "a": "excluded"})
     nowhere = place("m", fleet(node("a", [24]), specs=[spec("m", only_on=("b",))]), NOW)
-    assert "a: loaded only on b" in rejection(nowhere).message
+    assert "a cannot serve m now: loaded only on b" in rejection(nowhere).message
     with pytest.raises(ValueError, match="pinned on a, which `only_on` excludes"):
         spec("m", only_on=("b",), pinned_on=("a", "b"))
 

@@ -211,6 +211,17 @@ def test_background_request_for_a_model_that_is_too_large_does_not_wait(
     assert (error.code, error.status) == ("insufficient_capacity", 507)
 
 
+def test_rejection_on_the_node_that_was_named_says_nothing_about_the_others(
+    node: Make, fleet: Make, spec: Make
+) -> None:
+    snapshot = fleet(node("small", [8]), node("beast", [80]), specs=[spec("m", 20)])
+    message = rejection(place("m", snapshot, NOW, origin="operator", only_on="small")).message
+    assert message.startswith("m does not fit on small: needs ")
+    assert "beast" not in message
+    full = rejection(place("m", fleet(node("a", [8]), node("b", [8]), specs=[spec("m", 20)]), NOW)).message
+    assert full.startswith("m fits nowhere in the fleet. ")
+
+
 def test_every_verdict_but_those_of_a_model_in_memory_has_a_case_here() -> None:
     elsewhere = {Verdict.RESIDENT, Verdict.STARTING, Verdict.ASLEEP, Verdict.FITS, Verdict.FAILED}
     covered = {case[2] for case in MEMORY_CASES} | {case[2] for case in NODE_CASES}

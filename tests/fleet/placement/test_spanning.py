@@ -274,6 +274,17 @@ def test_evicts_a_part_only_where_all_of_its_model_is_less_than_other_models(
     assert decision.assessments[0].evictions[0].model == victim
 
 
+@pytest.mark.parametrize(("size", "victim"), [(20, "old"), (23, "big")])
+def test_small_part_of_a_model_in_stages_counts_with_what_its_other_nodes_hold(
+    model: Make, node: Make, fleet: Make, spec: Make, size: float, victim: str
+) -> None:
+    beast = node("beast", [24], leading(model("big", 18), parallel="pipeline", stage_layers=(42,)))
+    benjy = node("benjy", [24, 24], model("old", size, devices=(1,)))
+    benjy = with_share(benjy, 4, awake_bytes=4 * GIB)
+    decision = place("m", fleet(beast, benjy, specs=[spec("m", 22)]), NOW, only_on="benjy")
+    assert decision.assessments[0].evictions[0].model == victim
+
+
 def test_evicts_a_model_on_the_same_nodes_once_for_both_parts(model: Make, node: Make, fleet: Make) -> None:
     """On the second node an older model is large enough too; the one that leaves anyway makes room there."""
     beast = node("beast", [24], leading(model("big", 15, idle_s=100)))

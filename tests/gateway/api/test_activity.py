@@ -151,7 +151,7 @@ async def test_disconnected_request_is_recorded_with_the_usage_of_its_node(
     async def never(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await hang()
 
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=never)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=never)
     client = await start_gateway(beast)
     request = asyncio.create_task(client.post("/v1/chat/completions", {"model": "a", "messages": []}))
     await until(lambda: beast.seen)

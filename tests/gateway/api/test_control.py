@@ -273,6 +273,18 @@ async def test_failed_operator_load_returns_the_reason(neurons: StartNeuron, sta
     assert "beast" in body["error"]["message"]
 
 
+async def test_load_on_a_node_that_the_catalogue_excludes_is_a_wrong_request(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"m": GB})
+    attic = await neurons("attic", sizes={"m": GB})
+    client = await start_gateway(beast, attic, catalogue=Catalogue(models=(ModelSpec(id="m", only_on=("beast",)),)))
+    status, rejected = await client.post("/fleet/models/m/load", {"node": "attic"})
+    assert (status, rejected["error"]["param"]) == (400, "node")
+    assert "attic cannot serve m now: loaded only on beast" in rejected["error"]["message"]
+    assert (await client.post("/fleet/models/m/load"))[0] == 200
+
+
 async def test_pin_loads_and_protects_until_unpin(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB})
     client = await start_gateway(beast)
@@ -337,8 +349,8 @@ async def test_exhausted_budget_responds_429(neurons: StartNeuron, start_gateway
     headers = {"Authorization": f"Bearer {key.text}"}
     body = {"model": "a", "messages": [], "max_tokens": 1}
     assert (await client.post("/v1/chat/completions", body, **headers))[0] == 200
-    status, answer = await client.post("/v1/chat/completions", body, **headers)
-    assert (status, answer["error"]["code"]) == (429, "insufficient_quota")
+    status, response = await client.post("/v1/chat/completions", body, **headers)
+    assert (status, response["error"]["code"]) == (429, "insufficient_quota")
 
 
 async def test_models_stay_below_the_ceiling_of_their_node(neurons: StartNeuron, start_gateway: StartGateway) -> None:

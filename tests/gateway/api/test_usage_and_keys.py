@@ -146,8 +146,8 @@ async def test_only_operators_manage_keys_and_others_see_their_own(keyed: Keyed)
         ("DELETE", "/keys/olga", None),
     ):
         before = keyed.file.read_text()
-        status, answer = await keyed.call(method, path, body, keyed.anna)
-        assert (status, answer["error"]["code"]) == (403, "operator_only")
+        status, response = await keyed.call(method, path, body, keyed.anna)
+        assert (status, response["error"]["code"]) == (403, "operator_only")
         assert keyed.file.read_text() == before
     _, listed = await keyed.call("GET", "/keys", key=keyed.anna)
     assert [key["name"] for key in listed["keys"]] == ["anna"]

@@ -241,7 +241,7 @@ def test_recycle_is_ordered_again_when_a_node_returns() -> None:
     load_and_unload(fake, 2)
     fake.dispatcher.tick()
     for _ in range(3):
-        fake.dispatcher.missed("n", "no answer")
+        fake.dispatcher.missed("n", "no response")
     fake.dispatcher.tick()
     assert len(fake.recycled) == 1
     fake.poll()

@@ -11,7 +11,7 @@ from aiohttp import web
 from cortex.fleet.rules import EvictionRules
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, plain_answer, until
+from ..fake_neuron import GB, plain_response, until
 
 if TYPE_CHECKING:
     from ..fake_neuron import FakeNeuron, StartGateway, StartNeuron
@@ -26,8 +26,8 @@ async def test_loads_a_cold_model_once_for_many_requests(neurons: StartNeuron, s
     requests = [asyncio.create_task(client.chat("a")) for _ in range(5)]
     await until(lambda: client.gateway.dispatcher.queue_depths.get("a") == 5)
     beast.load_gate.set()
-    answers = await asyncio.gather(*requests)
-    assert [status for status, _ in answers] == [200] * 5
+    responses = await asyncio.gather(*requests)
+    assert [status for status, _ in responses] == [200] * 5
     assert len(beast.load_requests) == 1
     assert 'cortex_cold_starts_total{model="a",node="beast"} 1.0' in client.metrics()
 
@@ -88,8 +88,8 @@ async def test_tries_the_next_node_after_a_load_failure(neurons: StartNeuron, st
     first = await neurons("first", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
     second = await neurons("second", sizes={"a": GB}, total_bytes=48 * GB)
     client = await start_gateway(first, second)
-    status, answer = await client.chat("a")
-    assert (status, answer["choices"][0]["message"]["content"]) == (200, "from second")
+    status, response = await client.chat("a")
+    assert (status, response["choices"][0]["message"]["content"]) == (200, "from second")
     assert len(first.load_requests) == 1
 
 
@@ -132,9 +132,9 @@ async def test_does_not_evict_a_busy_model(neurons: StartNeuron, start_gateway: 
 
     async def slow(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await proceed.wait()
-        return await plain_answer(node, request, body)
+        return await plain_response(node, request, body)
 
-    beast = await neurons("beast", sizes={"old": 20 * GB, "a": 10 * GB}, states={"old": READY}, answer=slow)
+    beast = await neurons("beast", sizes={"old": 20 * GB, "a": 10 * GB}, states={"old": READY}, respond=slow)
     client = await start_gateway(beast)
     running = asyncio.create_task(client.chat("old"))
     await until(lambda: beast.seen)
@@ -165,9 +165,9 @@ async def test_reloads_a_model_that_was_unloaded_elsewhere(neurons: StartNeuron,
         if not node.load_requests:
             error = {"error": {"message": "not here", "code": "model_not_found", "type": "x"}}
             return web.json_response(error, status=404)
-        return await plain_answer(node, request, body)
+        return await plain_response(node, request, body)
 
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=absent_until_loaded)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=absent_until_loaded)
     client = await start_gateway(beast, poll_interval_s=5.0)
     beast.states["a"] = ModelState.COLD
     status, _ = await client.chat("a")
@@ -179,7 +179,7 @@ async def test_count_tokens_does_not_load_the_model(neurons: StartNeuron, start_
     async def count(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"input_tokens": 12})
 
-    beast = await neurons("beast", sizes={"a": GB}, answer=count)
+    beast = await neurons("beast", sizes={"a": GB}, respond=count)
     client = await start_gateway(beast)
     status, body = await client.post("/v1/messages/count_tokens", {"model": "a", "messages": []})
     assert (status, body) == (200, {"input_tokens": 12})

@@ -26,8 +26,8 @@ async def test_relays_the_body_unchanged_to_a_ready_model(neurons: StartNeuron, 
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     raw = b'{"model": "a",  "messages": [{"role":"user","content":"hi"}], "odd":  [1.50]}'
-    status, answer = await client.post("/v1/chat/completions", raw)
-    assert (status, answer["choices"][0]["message"]["content"]) == (200, "from beast")
+    status, response = await client.post("/v1/chat/completions", raw)
+    assert (status, response["choices"][0]["message"]["content"]) == (200, "from beast")
     assert beast.seen[0].raw == raw
 
 
@@ -83,7 +83,7 @@ async def test_disconnected_client_frees_its_place_within_a_second(
             await asyncio.sleep(0.01)
 
     sizes = {"a": 20 * GB, "b": 20 * GB}
-    beast = await neurons("beast", sizes=sizes, answer=decode if phase == "decode" else prefill)
+    beast = await neurons("beast", sizes=sizes, respond=decode if phase == "decode" else prefill)
     blocker = None
     if phase == "load":
         beast.load_gate = asyncio.Event()
@@ -133,7 +133,7 @@ async def test_stream_has_one_header_against_proxy_buffering(neurons: StartNeuro
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=stream)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=stream)
     client = await start_gateway(beast)
     body = {"model": "a", "messages": [], "stream": True}
     async with aiohttp.ClientSession() as session, session.post(f"{client.url}/v1/chat/completions", json=body) as got:
@@ -145,7 +145,7 @@ async def test_embeddings_need_a_node_that_makes_them(neurons: StartNeuron, star
         return web.json_response({"object": "list", "data": [{"embedding": [0.5]}], "model": body["model"]})
 
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
-    other = await neurons("other", sizes={"embedder": GB}, answer=embed)
+    other = await neurons("other", sizes={"embedder": GB}, respond=embed)
     client = await start_gateway(beast, foreign=(other,))
     status, body = await client.post("/v1/embeddings", {"model": "a", "input": "x"})
     assert (status, body["error"]["code"]) == (400, "unsupported_modality")
@@ -159,16 +159,16 @@ async def test_bad_bodies_are_400_in_the_dialect_of_the_route(
     neurons: StartNeuron, start_gateway: StartGateway, path: str, body: bytes
 ) -> None:
     client = await start_gateway()
-    status, answer = await client.post(path, body)
+    status, response = await client.post(path, body)
     assert status == 400
-    assert answer["error"]["type"] == "invalid_request_error"
-    assert ("type" in answer) == (path == "/v1/messages")
+    assert response["error"]["type"] == "invalid_request_error"
+    assert ("type" in response) == (path == "/v1/messages")
 
 
 async def test_body_over_the_limit_is_413(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(max_body_mb=1)
-    status, answer = await client.post("/v1/messages", b"x" * (2 << 20))
-    assert (status, answer["error"]["type"]) == (413, "request_too_large")
+    status, response = await client.post("/v1/messages", b"x" * (2 << 20))
+    assert (status, response["error"]["type"]) == (413, "request_too_large")
 
 
 async def test_relays_each_chunk_before_the_next_one_is_sent(neurons: StartNeuron, start_gateway: StartGateway) -> None:
@@ -182,7 +182,7 @@ async def test_relays_each_chunk_before_the_next_one_is_sent(neurons: StartNeuro
         await response.write(usage_chunk("a") + b"data: [DONE]\n\n")
         return response
 
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=lockstep)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=lockstep)
     client = await start_gateway(beast)
     body = msgspec.json.encode({"model": "a", "messages": [], "stream": True})
     received = b""
@@ -235,8 +235,8 @@ async def test_rejects_a_body_that_is_declared_as_something_else_than_json(
     client = await start_gateway(beast)
     body = b'{"model": "a", "max_tokens": 5}'
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
-        status, answer = await client.post(path, body, **{"content-type": kind})
-        assert (status, answer["error"]["type"]) == (415, "invalid_request_error")
+        status, response = await client.post(path, body, **{"content-type": kind})
+        assert (status, response["error"]["type"]) == (415, "invalid_request_error")
     for kind in ("application/json; charset=utf-8", "APPLICATION/JSON", "application/vnd.api+json"):
         assert (await client.post(path, body, **{"content-type": kind}))[0] == 200
     assert len(beast.seen) == 3

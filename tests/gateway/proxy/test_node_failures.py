@@ -25,12 +25,12 @@ async def test_tries_another_node_when_one_dies_before_the_first_byte(
     async def die(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await reset_connection(request)
 
-    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=die)
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, respond=die)
     good = await neurons("good", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(bad, good)
     for _ in range(4):
-        status, answer = await client.chat("a")
-        assert (status, answer["choices"][0]["message"]["content"]) == (200, "from good")
+        status, response = await client.chat("a")
+        assert (status, response["choices"][0]["message"]["content"]) == (200, "from good")
     assert bad.seen
 
 
@@ -40,7 +40,7 @@ async def test_node_that_always_dies_before_the_first_byte_is_502(
     async def die(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await reset_connection(request)
 
-    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=die)
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, respond=die)
     client = await start_gateway(bad)
     status, body = await client.chat("a")
     assert (status, body["error"]["code"]) == (502, "upstream_unavailable")
@@ -56,7 +56,7 @@ async def test_stream_of_a_dead_node_ends_with_an_error_event(
         await asyncio.sleep(0.05)
         await reset_connection(request)
 
-    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=half)
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, respond=half)
     good = await neurons("good", sizes={"a": GB}, states={"a": ModelState.COLD})
     client = await start_gateway(bad, good)
     text = await client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True})
@@ -75,8 +75,8 @@ async def test_tries_another_node_when_one_dies_during_a_load(
     request = asyncio.create_task(client.chat("a"))
     await until(lambda: bad.load_requests)
     await bad.stop()
-    status, answer = await request
-    assert (status, answer["choices"][0]["message"]["content"]) == (200, "from good")
+    status, response = await request
+    assert (status, response["choices"][0]["message"]["content"]) == (200, "from good")
 
 
 async def test_tries_another_node_when_a_loading_one_misses_polls(
@@ -89,8 +89,8 @@ async def test_tries_another_node_when_a_loading_one_misses_polls(
     request = asyncio.create_task(client.chat("a"))
     await until(lambda: bad.load_requests)
     bad.silent = True
-    status, answer = await request
-    assert (status, answer["choices"][0]["message"]["content"]) == (200, "from good")
+    status, response = await request
+    assert (status, response["choices"][0]["message"]["content"]) == (200, "from good")
 
 
 async def test_silent_stream_ends_after_the_idle_timeout(neurons: StartNeuron, start_gateway: StartGateway) -> None:
@@ -99,7 +99,7 @@ async def test_silent_stream_ends_after_the_idle_timeout(neurons: StartNeuron, s
         await response.write(chunk(body["model"], {"content": "half"}))
         await hang()
 
-    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=fall_silent)
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, respond=fall_silent)
     client = await start_gateway(bad, idle_timeout_s=0.5, keepalive_s=0.2)
     text = await client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True})
     assert b'"upstream_interrupted"' in text
@@ -123,10 +123,10 @@ async def test_tries_another_replica_when_one_is_overloaded(neurons: StartNeuron
     async def full(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"error": {"message": "full", "code": "overloaded", "type": "x"}}, status=503)
 
-    full_node = await neurons("a-full", sizes={"a": GB}, states={"a": READY}, answer=full)
+    full_node = await neurons("a-full", sizes={"a": GB}, states={"a": READY}, respond=full)
     free_node = await neurons("b-free", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(full_node, free_node)
     assert [(await client.chat("a"))[0] for _ in range(3)] == [200] * 3
-    free_node.answer = full
+    free_node.respond = full
     status, body = await client.chat("a")
     assert (status, body["error"]["code"]) == (503, "overloaded")

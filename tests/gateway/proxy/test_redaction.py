@@ -49,7 +49,7 @@ async def keyed(neurons: StartNeuron, start_gateway: StartGateway) -> Keyed:
 
     sizes = dict.fromkeys(("mine-1", "mine-2", "secret-model", "huge"), GB) | {"huge": 10_000 * GB}
     states = dict.fromkeys(("mine-1", "mine-2", "secret-model"), READY)
-    beast = await neurons("beast", sizes=sizes, states=states, answer=failing)
+    beast = await neurons("beast", sizes=sizes, states=states, respond=failing)
     operator, user, limited = (
         generate("operator", operator=True),
         generate("user"),
@@ -155,7 +155,7 @@ async def test_error_event_of_a_foreign_server_shows_no_internals(
             await response.write(piece)
         return response
 
-    foreign = await neurons("elsewhere", sizes={"a": GB}, answer=fails, dialects=("openai_chat",))
+    foreign = await neurons("elsewhere", sizes={"a": GB}, respond=fails, dialects=("openai_chat",))
     operator, user = generate("operator", operator=True), generate("user")
     client = await start_gateway(foreign=(foreign,), keys=(operator.section, user.section))
     body = {"model": "a", "max_tokens": 5, "stream": True, "messages": [], "input": "x"}

@@ -10,7 +10,7 @@ from aiohttp import web
 from cortex.telemetry import TelemetrySection
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, plain_answer
+from ..fake_neuron import GB, plain_response
 
 if TYPE_CHECKING:
     from ...telemetry.otlp_collector import Collector
@@ -28,8 +28,8 @@ async def test_one_trace_spans_client_attempts_and_node(
     async def full(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"error": {"message": "full", "code": "overloaded", "type": "x"}}, status=503)
 
-    first = await neurons("a-full", sizes={"a": GB}, states={"a": READY}, answer=full)
-    second = await neurons("b-free", sizes={"a": GB}, states={"a": READY}, answer=plain_answer)
+    first = await neurons("a-full", sizes={"a": GB}, states={"a": READY}, respond=full)
+    second = await neurons("b-free", sizes={"a": GB}, states={"a": READY}, respond=plain_response)
     client = await start_gateway(first, second, telemetry=TelemetrySection(endpoint=collector.endpoint))
     body = msgspec.json.encode({"model": "a", "messages": []})
     headers = {"traceparent": PARENT, "x-request-id": "mine"}

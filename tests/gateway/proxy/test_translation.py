@@ -43,7 +43,7 @@ ANTHROPIC_TOOL: anthropic.types.ToolParam = {
 }
 
 
-async def tool_answer(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+async def tool_response(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     if body.get("stream"):
         return await stream_chat(request, body, TOOL_DELTAS, "tool_calls")
     choice = {"index": 0, "message": TOOL_MESSAGE, "finish_reason": "tool_calls"}
@@ -58,7 +58,7 @@ Foreign = tuple["FakeNeuron", "Client"]
 
 @pytest.fixture
 async def foreign(neurons: StartNeuron, start_gateway: StartGateway) -> Foreign:
-    node = await neurons("vllm", sizes={"m": GB}, answer=tool_answer)
+    node = await neurons("vllm", sizes={"m": GB}, respond=tool_response)
     return node, await start_gateway(foreign=(node,))
 
 
@@ -144,10 +144,10 @@ async def test_foreign_error_is_reported_in_the_clients_dialect(
     async def reject(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"error": {"message": "because", "type": "x", "code": None}}, status=status)
 
-    node.answer = reject
+    node.respond = reject
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": stream}
-    got, answer = await client.post("/v1/messages", body)
-    assert (got, answer["type"], answer["error"]) == (expected, "error", {"type": kind, "message": "because"})
+    got, response = await client.post("/v1/messages", body)
+    assert (got, response["type"], response["error"]) == (expected, "error", {"type": kind, "message": "because"})
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -158,10 +158,10 @@ async def test_garbage_from_a_foreign_node_is_an_error(foreign: Foreign, stream:
         kind = "text/event-stream" if stream else "application/json"
         return web.Response(body=b"data: {oops\n\n" if stream else b"<html>", headers={"content-type": kind})
 
-    node.answer = garbage
+    node.respond = garbage
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": stream}
-    status, answer = await client.post("/v1/messages", body)
-    assert (status, answer["error"]["type"]) == (502, "api_error")
+    status, response = await client.post("/v1/messages", body)
+    assert (status, response["error"]["type"]) == (502, "api_error")
 
 
 async def test_stream_of_a_dead_foreign_node_ends_with_an_error_event(foreign: Foreign) -> None:
@@ -173,7 +173,7 @@ async def test_stream_of_a_dead_foreign_node_ends_with_an_error_event(foreign: F
         await asyncio.sleep(0.05)
         await reset_connection(request)
 
-    node.answer = half
+    node.respond = half
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": True}
     text = await client.stream("/v1/messages", body)
     assert b"half" in text
@@ -182,15 +182,15 @@ async def test_stream_of_a_dead_foreign_node_ends_with_an_error_event(foreign: F
 
 async def test_body_that_cannot_be_translated_is_400(foreign: Foreign) -> None:
     _, client = foreign
-    status, answer = await client.post("/v1/messages", {"model": "m", "max_tokens": 5, "messages": "no"})
-    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    status, response = await client.post("/v1/messages", {"model": "m", "max_tokens": 5, "messages": "no"})
+    assert (status, response["error"]["type"]) == (400, "invalid_request_error")
 
 
 async def test_foreign_node_gets_its_key_and_no_other(
     neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THE_KEY", "s3cret")
-    node = await neurons("vllm", sizes={"m": GB}, answer=tool_answer)
+    node = await neurons("vllm", sizes={"m": GB}, respond=tool_response)
     client = await start_gateway(foreign=(node,), key_env="THE_KEY")
     await client.post("/v1/chat/completions", {"model": "m", "messages": []}, Authorization="Bearer mine")
     assert node.seen[-1].headers["authorization"] == "Bearer s3cret"
@@ -200,7 +200,7 @@ async def test_foreign_node_gets_its_key_and_no_other(
 async def test_removes_or_keeps_the_billing_header_as_configured(
     neurons: StartNeuron, start_gateway: StartGateway, strip: bool
 ) -> None:
-    node = await neurons("vllm", sizes={"m": GB}, answer=tool_answer)
+    node = await neurons("vllm", sizes={"m": GB}, respond=tool_response)
     client = await start_gateway(foreign=(node,), strip_billing_header=strip)
     line = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
     body = {"model": "m", "max_tokens": 5, "system": [line], "messages": [{"role": "user", "content": "x"}]}
@@ -220,8 +220,8 @@ async def test_drops_unsupported_tools_and_names_them(foreign: Foreign, stream: 
         "tools": tools,
         "messages": [{"role": "user", "content": "x"}],
     }
-    answer = await sdk.messages.with_raw_response.create(**fields, stream=stream)
-    assert answer.headers["x-cortex-dropped-tools"] == "web_search_20250305"
+    response = await sdk.messages.with_raw_response.create(**fields, stream=stream)
+    assert response.headers["x-cortex-dropped-tools"] == "web_search_20250305"
     assert [tool["function"]["name"] for tool in node.seen[-1].body["tools"]] == ["weather"]
 
 

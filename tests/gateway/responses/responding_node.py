@@ -41,7 +41,7 @@ def events_of(request: Any) -> list[AnyEvent]:
     return [start, TextDelta(text=f"{len(request.messages)} "), TextDelta(text="messages"), finish]
 
 
-async def answer(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+async def respond(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """A node's response: the real codec of the dialect."""
     raw = msgspec.json.encode(body)
     request = openai_responses.parse(raw)
@@ -66,7 +66,7 @@ async def answer(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> w
 
 @pytest.fixture
 async def node(neurons: StartNeuron) -> FakeNeuron:
-    return await neurons("beast", answer=answer, **READY)
+    return await neurons("beast", respond=respond, **READY)
 
 
 async def create(client: Client, _headers: dict[str, str] | None = None, **fields: Any) -> tuple[int, Any]:

@@ -102,7 +102,7 @@ async def test_a_background_response_whose_node_fails_has_failed(node: FakeNeuro
         return web.json_response({"error": {"message": "out of luck", "code": "generation_failed"}}, status=500)
 
     client = await start_gateway(node)
-    node.answer = broken
+    node.respond = broken
     _, queued = await create(client, background=True)
     failed = await found(client, f"/v1/responses/{queued['id']}", "failed")
     assert failed["error"]["code"] == "generation_failed"

@@ -254,7 +254,7 @@ async def test_other_methods_are_not_allowed(
 def saying(text: str) -> Any:
     """A node whose model says `text`; its long events arrive at the gateway in pieces."""
 
-    async def answer_at_length(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def respond_at_length(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         request = openai_responses.parse(msgspec.json.encode(body))
         stored = kept.from_header(http.headers[kept.HEADER])
         assert stored is not None
@@ -266,7 +266,7 @@ def saying(text: str) -> Any:
         await response.write_eof()
         return response
 
-    return answer_at_length
+    return respond_at_length
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -274,7 +274,7 @@ async def test_stores_a_stream_whose_last_event_arrives_in_pieces(
     node: FakeNeuron, start_gateway: StartGateway, background: bool
 ) -> None:
     client = await start_gateway(node)
-    node.answer = saying("x" * 1_500_000)
+    node.respond = saying("x" * 1_500_000)
     fields = {"model": "a", "input": "hello", "stream": True, "background": background}
     events = stream_events(await client.stream("/v1/responses", fields))
     done = await found(client, f"/v1/responses/{events[0]['response']['id']}")
@@ -287,7 +287,7 @@ async def test_reports_a_stream_whose_last_event_is_larger_than_an_entry_may_be(
     node: FakeNeuron, start_gateway: StartGateway, background: bool
 ) -> None:
     client = await start_gateway(node, responses=ResponsesSection(max_entry_mb=1))
-    node.answer = saying("x" * 1_500_000)
+    node.respond = saying("x" * 1_500_000)
     fields = {"model": "a", "input": "hello", "stream": True, "background": background}
     id = stream_events(await client.stream("/v1/responses", fields))[0]["response"]["id"]
     if background:

@@ -82,8 +82,8 @@ async def test_rejects_ambiguous_requests_and_serves_nothing_after_them(harness:
         echo(exchange)
 
     _, port = await harness.server(record)
-    answer = await harness.ask(port, AMBIGUOUS[name] + b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
-    head, _, body = answer.partition(b"\r\n\r\n")
+    response = await harness.ask(port, AMBIGUOUS[name] + b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
+    head, _, body = response.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"connection: close" in head
     assert json.loads(body)["error"]["code"] == "malformed_http"
@@ -123,8 +123,8 @@ async def test_client_can_read_the_rejection_of_an_oversized_body(harness: Harne
 )
 async def test_rejects_an_oversized_head(harness: Harness, request_bytes: bytes) -> None:
     _, port = await harness.server(echo)
-    answer = await harness.ask(port, request_bytes)
-    assert answer.startswith(b"HTTP/1.1 431 ")
+    response = await harness.ask(port, request_bytes)
+    assert response.startswith(b"HTTP/1.1 431 ")
 
 
 async def test_rejects_endless_chunk_extensions(harness: Harness) -> None:

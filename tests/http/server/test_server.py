@@ -57,10 +57,10 @@ async def test_serves_pipelined_requests_in_order(harness: Harness) -> None:
 
 async def test_serves_a_good_request_before_a_bad_one(harness: Harness) -> None:
     _, port = await harness.server(echo)
-    answers = await harness.ask(port, GET + b"GET / HTTP/1.1\r\nHost: x\r\nBad Header: x\r\n\r\n")
-    assert answers.startswith(b"HTTP/1.1 200 OK")
-    assert answers.count(b"HTTP/1.1 ") == 2
-    assert b"HTTP/1.1 400 " in answers
+    responses = await harness.ask(port, GET + b"GET / HTTP/1.1\r\nHost: x\r\nBad Header: x\r\n\r\n")
+    assert responses.startswith(b"HTTP/1.1 200 OK")
+    assert responses.count(b"HTTP/1.1 ") == 2
+    assert b"HTTP/1.1 400 " in responses
 
 
 async def test_takes_the_path_of_an_absolute_target(harness: Harness) -> None:
@@ -105,8 +105,8 @@ async def test_http_10_stream_ends_when_the_connection_closes(harness: Harness) 
         exchange.finish()
 
     _, port = await harness.server(stream)
-    answer = await harness.ask(port, b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
-    head, _, body = answer.partition(b"\r\n\r\n")
+    response = await harness.ask(port, b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    head, _, body = response.partition(b"\r\n\r\n")
     assert body == b"one two"
     assert b"transfer-encoding" not in head
 

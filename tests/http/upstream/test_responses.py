@@ -87,7 +87,7 @@ async def test_response_without_a_length_ends_when_the_node_closes(harness: Harn
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "sent",
     [
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + OK,
         b"HTTP/1.1 204 No Content\r\n\r\n",
@@ -95,8 +95,8 @@ async def test_response_without_a_length_ends_when_the_node_closes(harness: Harn
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;x=y\r\nok\r\n0\r\nTrailer: z\r\n\r\n",
     ],
 )
-async def test_reads_unusual_responses_and_keeps_the_connection(harness: Harness, answer: bytes) -> None:
-    node = await harness.responding(answer)
+async def test_reads_unusual_responses_and_keeps_the_connection(harness: Harness, sent: bytes) -> None:
+    node = await harness.responding(sent)
     pool = harness.pool(node.origin)
     for _ in range(3):
         response = await pool.fetch(b"GET", b"/", timeout_s=30)

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.neuron.models.gguf_models import BUILDS, VOCAB, reference_of, write_gguf
 from tests.neuron.models.test_qwen3_next import logits_of
 
 from cortex.neuron.engine.loading import LoadedModel, build_model
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.device_matrix import empty_device_matrix, numbers_of
+from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout
+from cortex.neuron.kernels.moe.quantised import PackedExperts
 from cortex.neuron.kernels.quantised.recipes import RECIPES, DeviceLayout, Recipe
+from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
 from cortex.neuron.models.packing import packed_layouts
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
@@ -53,11 +56,28 @@ def rounded(checkpoint: Checkpoint, layouts: Mapping[str, DeviceLayout], path: P
     stacks = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     path.mkdir()
     save_file({name: tensors[name].contiguous() for name in tensors if name not in stacks}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(checkpoint.config))
+    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    (path / "config.json").write_text(json.dumps(config))
     return open_checkpoint(path)
 
 
-def assert_packed_computes_as_dense(path: Path, dense_path: Path, recipe: Recipe | None = None) -> None:
+def write_float8(path: Path, architecture: str, size: int) -> None:
+    """A published checkpoint with a scale for each block of `size` x `size`, or with 0 for each row."""
+    reference_of(architecture).save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors[name].float()
+        blocks = weight.view(len(weight) // (size or 1), size or 1, -1, size or weight.shape[1])
+        scale = blocks.abs().amax((1, 3)) / 448
+        tensors[name] = (blocks / scale[:, None, :, None]).view_as(weight).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv" if size else f"{name}_scale"] = scale
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    published = {"quant_method": "fp8", "weight_block_size": [size, size]} if size else {"quant_method": "fp8"}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": published}))
+
+
+def assert_packed_computes_as_dense(path: Path, dense_path: Path, recipe: Recipe | None = None) -> LoadedModel:
     checkpoint = open_checkpoint(path)
     routers = (".mlp.gate.weight", ".shared_expert_gate.weight")
     layouts = packed_layouts(checkpoint.tensors, recipe)
@@ -68,6 +88,20 @@ def assert_packed_computes_as_dense(path: Path, dense_path: Path, recipe: Recipe
     tokens = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=torch.Generator().manual_seed(2))
     expected = logits_of(dense, tokens, [NUM_TOKENS - 2])
     assert (logits_of(packed, tokens, [NUM_TOKENS - 2]) - expected).abs().max() < 1e-3 * expected.abs().max()
+    return packed
+
+
+def expert_layouts(loaded: LoadedModel) -> set[DeviceLayout]:
+    """Of all mixtures of a model."""
+    mixtures = [layer.mlp.experts for layer in loaded.model.layers if isinstance(layer.mlp, MoE)]
+    assert mixtures
+    assert all(isinstance(experts, PackedExperts) for experts in mixtures)
+    return {
+        matrix.layout
+        for experts in mixtures
+        if isinstance(experts, PackedExperts)
+        for matrix in (experts.gate_up, experts.down)
+    }
 
 
 @pytest.mark.parametrize("architecture", BUILDS)
@@ -90,3 +124,21 @@ def test_dense_gguf_is_quantised_at_load(architecture: str, tmp_path: Path) -> N
 def test_safetensors_of_every_family_are_quantised_at_load(architecture: str, tmp_path: Path) -> None:
     reference_of(architecture).save_pretrained(tmp_path)
     assert_packed_computes_as_dense(tmp_path, tmp_path / "dense", RECIPES["q4_k"])
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen3next"])
+@torch.inference_mode()
+def test_experts_that_are_rounded_to_fp8_at_load_stay_so(architecture: str, tmp_path: Path) -> None:
+    reference_of(architecture).save_pretrained(tmp_path)
+    packed = assert_packed_computes_as_dense(tmp_path, tmp_path / "dense", RECIPES["fp8"])
+    assert expert_layouts(packed) == {FLOAT8_ROWS}
+
+
+@pytest.mark.parametrize(("size", "layout"), [(128, FLOAT8_BLOCKS), (0, FLOAT8_ROWS)])
+@torch.inference_mode()
+def test_experts_of_a_published_fp8_checkpoint_stay_as_they_are(
+    size: int, layout: Float8Layout, tmp_path: Path
+) -> None:
+    write_float8(tmp_path, "qwen3moe", size)
+    packed = assert_packed_computes_as_dense(tmp_path, tmp_path / "dense")
+    assert expert_layouts(packed) == {layout}

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from cortex.neuron.engine.memory.sequences import KVCache, StateMemory
+from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
 from cortex.neuron.kernels.products.cpu_layout import CpuForm, cpu_layouts
 from cortex.neuron.kernels.quantised import layout as layouts
-from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.recipes import DeviceLayout
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import SingleRank
 from cortex.neuron.layers.parameters import PackingOffer, Parameters
@@ -109,11 +110,11 @@ def test_computed_size_on_a_cpu_is_what_the_layers_allocate(
     assert weight_bytes(architecture, WeightStorage(4, offer.layouts)) == allocated < dense.parameters.num_bytes
 
 
-@pytest.mark.parametrize("mixed", [layouts.Q4, layouts.Q6, None])
+@pytest.mark.parametrize("mixed", [layouts.Q4, layouts.Q6, layouts.IQ4, FLOAT8_ROWS, None])
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_computed_size_of_packed_matrices_is_what_the_layers_allocate(
-    family: str, changes: str, mixed: Layout | None
+    family: str, changes: str, mixed: DeviceLayout | None
 ) -> None:
     """Value and down projections are packed in `mixed` or dense, all other matrices in 4 bits."""
     architecture = read_architecture(config_of(family, CHANGES[changes]))

@@ -39,10 +39,15 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
         return
     rows = table("MODEL", "NODE", "STATE", ">MEMORY", ">RUNNING", ">TOK/S", ">IDLE", "PINNED")
     for node, model in held:
+        if not node.up:  # what it did at the last poll says nothing about now
+            unreachable = Text("unreachable", style="red")
+            pinned = "yes" if model.pinned else ""
+            rows.add_row(model.id, f"{node.name} (down)", unreachable, memory_of(model), "", "", "", pinned)
+            continue
         rows.add_row(
             model.id,
-            node.name if node.up else f"{node.name} (down)",
-            state(describe(model)) if node.up else Text("unreachable", style="red"),
+            node.name,
+            state(describe(model)),
             memory_of(model),
             str(max(model.in_flight, model.load.running) or ""),
             f"{model.load.tokens_per_s:.0f}" if model.load.tokens_per_s else "",

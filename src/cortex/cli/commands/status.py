@@ -98,8 +98,8 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
         part = f"part of {share.model_id}, which {share.lead} serves: {share.state}{held}"
         parts.append(Padding(Text(part), (0, 0, 0, 2)))
     here = {share.model_id for share in node.shares}
-    if can_load := sorted(model for model in node.cold_models if model not in here):
-        parts.append(Padding(Text(f"can load: {', '.join(can_load)}", style="dim"), (0, 0, 0, 2)))
+    if cold := sorted(model for model in node.cold_models if model not in here):
+        parts.append(Padding(Text(f"cold: {', '.join(cold)}", style="dim"), (0, 0, 0, 2)))
     return Padding(Lines(*parts), (0, 0, 1, 0))
 
 

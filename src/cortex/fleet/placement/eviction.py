@@ -60,14 +60,16 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     ranks: frozenset[int] = frozenset()
     """The devices that it is divided among, if it is."""
     num_nodes: int = 1
-    """Those that it has equal parts on."""
+    """Those that it has parts on."""
+    elsewhere_bytes: int = 0
+    """What its unload would free on the others."""
     is_leaving: bool = False
     """Evicted already for the same newcomer, which takes room on another of its nodes."""
 
     @property
     def whole_bytes(self) -> int:
         """What its eviction frees on all of its nodes."""
-        return self.num_bytes * self.num_nodes
+        return self.num_bytes + self.elsewhere_bytes
 
     @property
     def num_bytes(self) -> int:

@@ -106,15 +106,25 @@ def _decisive(decision: Decision) -> Verdict | None:
 def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
     if not decision.assessments:
         return f"{decision.model_id} cannot run: the fleet has no nodes; add one under [[neurons]]."
+    model = decision.model_id
+    if len(decision.assessments) == 1:  # of the node that the operator named, or of the only one
+        (alone,) = decision.assessments
+        lead = {
+            Overloaded: f"{alone.node} has no room for {model} now",
+            LoadFailed: f"{model} could not be loaded on {alone.node}",
+            UpstreamUnavailable: f"{alone.node} cannot serve {model} now",
+            ModelNotFound: f"{alone.node} does not have {model}",
+        }.get(error, f"{model} does not fit on {alone.node}")
+        return f"{lead}: {_why(alone)}."
     per_node = "; ".join(f"{assessment.node}: {_why(assessment)}" for assessment in decision.assessments)
     if _decisive(decision) is Verdict.CANNOT_SPAN:
-        return f"no node can run {decision.model_id} over the devices that it asks for. {per_node}."
+        return f"no node can run {model} over the devices that it asks for. {per_node}."
     lead = {
-        Overloaded: f"there is no room for {decision.model_id} now",
-        LoadFailed: f"{decision.model_id} could not be loaded",
-        UpstreamUnavailable: f"no node can serve {decision.model_id} now",
-        ModelNotFound: f"no node has {decision.model_id}",
-    }.get(error, f"{decision.model_id} fits nowhere in the fleet")
+        Overloaded: f"there is no room for {model} now",
+        LoadFailed: f"{model} could not be loaded",
+        UpstreamUnavailable: f"no node can serve {model} now",
+        ModelNotFound: f"no node has {model}",
+    }.get(error, f"{model} fits nowhere in the fleet")
     return f"{lead}. {per_node}."
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cortex.fleet.catalogue import ModelSpec
-from cortex.fleet.memory import DeviceLedger
+from cortex.fleet.memory import DeviceLedger, whole_measured_bytes
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.protocol import ModelShare
 
@@ -50,17 +50,21 @@ def occupants_of(
         else:
             continue
         serving = node.name if lead is None else lead[0].name
+        device_bytes = {device.index: taken for device in devices if (taken := device.held_by(model_id))}
+        here_bytes = sum(device_bytes.values())
+        whole_bytes = None if held is None else whole_measured_bytes(lead[0] if lead else node, held.status, fleet)
         found.append(
             Occupant(
                 model_id=model_id,
                 priority=known.priority,
                 last_used=now if held is None else held.last_used,
-                device_bytes={device.index: taken for device in devices if (taken := device.held_by(model_id))},
+                device_bytes=device_bytes,
                 protection=kept[0] if kept else None,
                 reason=kept[1] if kept else None,
                 lead=None if lead is None else serving,
                 ranks=frozenset(indices if is_divided else ()),
                 num_nodes=max(1, num_nodes),
+                elsewhere_bytes=max(0, (whole_bytes or here_bytes * num_nodes) - here_bytes) if num_nodes > 1 else 0,
                 is_leaving=ModelOnNode(serving, model_id) in leaving,
             )
         )

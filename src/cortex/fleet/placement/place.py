@@ -91,10 +91,10 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
 
 
 class Feasibility:
-    """Which nodes could serve a model, now or after making room, if the operator loads it. Of one snapshot.
+    """Which nodes could serve a model, now or after making room, if the operator loads it.
 
-    For the whole catalogue of a large fleet: of the many models that a node lists, only those that hold memory matter
-    for another one, and they are found once.
+    For one snapshot of the fleet, and for a catalogue of many models: of those that a node lists, only the ones that
+    hold memory matter for another model, and they are found once.
     """
 
     def __init__(self, fleet: Fleet, now: float) -> None:
@@ -105,7 +105,7 @@ class Feasibility:
         ]
 
     def nodes(self, model_id: str) -> tuple[str, ...]:
-        """The names of the nodes."""
+        """The names of the nodes that could serve it."""
         nodes = tuple(
             msgspec.structs.replace(node, residencies={**occupying, model_id: node.residencies[model_id]})
             if model_id in node.residencies

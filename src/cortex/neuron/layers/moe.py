@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
-from cortex.neuron.kernels.quantised.experts import PackedExperts
+from cortex.neuron.kernels.moe.quantised import PackedExperts
 from cortex.neuron.layers.configs import MoEConfig
 from cortex.neuron.layers.linear import GatedLinear, Linear
 from cortex.neuron.layers.norm import RMSNorm

@@ -17,8 +17,6 @@ from torch import Tensor
 from cortex.neuron.kernels.device_matrix import DeviceMatrix, empty_device_matrix
 from cortex.neuron.kernels.products.cpu_layout import ROW_BLOCK, CpuLayout
 from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix, empty_cpu_matrix
-from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.recipes import DeviceLayout
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
 
@@ -130,15 +128,13 @@ class Parameters:
     def can_stack(self, sources: Sequence[tuple[str, int]]) -> bool:
         """Whether all of `sources` (name, rows) are packed in the same layout of a GPU."""
         layouts = {self._packing.layouts.get(source) for source, _ in sources}
-        return len(layouts) == 1 and all(isinstance(layout, Layout) for layout in layouts)
+        return len(layouts) == 1 and all(isinstance(layout, DeviceLayout) for layout in layouts)
 
-    def packed_stack(self, sources: Sequence[tuple[str, int]], inputs: int) -> PackedMatrix:
+    def packed_stack(self, sources: Sequence[tuple[str, int]], inputs: int) -> DeviceMatrix:
         """One matrix for the rows of `sources` (name, rows), in order. Requires `can_stack(sources)`."""
         layout = self._packing.layouts[sources[0][0]]
-        assert isinstance(layout, Layout)
-        matrix = self._device_matrix(layout, sources, inputs)
-        assert isinstance(matrix, PackedMatrix)
-        return matrix
+        assert isinstance(layout, DeviceLayout)
+        return self._device_matrix(layout, sources, inputs)
 
     def _device_matrix(self, layout: DeviceLayout, sources: Sequence[tuple[str, int]], inputs: int) -> DeviceMatrix:
         matrix = empty_device_matrix(layout, sum(rows for _, rows in sources), inputs, self.device)

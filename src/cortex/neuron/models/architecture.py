@@ -38,7 +38,7 @@ class LayerConfig:
 class Architecture(ABC):
     """One model of a family. Immutable once built.
 
-    Raises UnsupportedModel from its constructor for a config that is incomplete or asks for what is not built.
+    Raises UnsupportedModel from its constructor for a config that is incomplete or needs what is not implemented.
     """
 
     prefix: ClassVar[str] = "model"
@@ -51,9 +51,9 @@ class Architecture(ABC):
     """What a user should know about every model of this family."""
 
     shard: Shard = WHOLE
-    """Whose part of each layer this is: one rank's of a model that is divided within its layers, or the whole."""
+    """The part of each layer that `layers` describes: that of one rank, or the whole layer."""
     stage: range | None = None
-    """The numbers of these layers: one rank's of a model that is divided by layers; None: all of them."""
+    """Which layers of the model `layers` are, where the model is divided by layers; None: all of them."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = {**self.defaults, **raw}
@@ -67,7 +67,7 @@ class Architecture(ABC):
     def sharded(self, shard: Shard) -> Architecture:
         """What one rank has of this model: `config` describes the whole model, `layers` this rank's share.
 
-        Raises UnsupportedModel if the model cannot be divided so.
+        Raises UnsupportedModel if the model cannot be divided in this way.
         """
         part = copy.copy(self)
         part.shard = shard

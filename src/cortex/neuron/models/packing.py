@@ -7,7 +7,7 @@ from typing import Final
 
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS, float8_layout
 from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, PUBLISHED_LAYOUTS, Q8, SCALED_COLUMNS, Layout
-from cortex.neuron.kernels.quantised.recipes import DeviceLayout, Recipe, is_expert
+from cortex.neuron.kernels.quantised.recipes import DeviceLayout, Recipe
 from cortex.neuron.weights.safetensors.arranged import expert_infos
 from cortex.neuron.weights.stored import TensorInfo
 
@@ -29,10 +29,8 @@ def packed_layouts(tensors: Mapping[str, TensorInfo], recipe: Recipe | None) -> 
         if len(info.shape) != 2:
             continue
         if info.dtype in STORED_LAYOUTS and info.shape[1] % SCALED_COLUMNS == 0:
-            is_float8 = info.dtype == "FP8" and not is_expert(name)
-            layouts[name] = (float8_layout(info.shape, info.scaled) if is_float8 else None) or STORED_LAYOUTS[
-                info.dtype
-            ]
+            float8 = float8_layout(info.shape, info.scaled) if info.dtype == "FP8" else None
+            layouts[name] = float8 or STORED_LAYOUTS[info.dtype]
         elif recipe is not None and info.dtype in QUANTISABLE and info.shape[1] % SCALED_COLUMNS == 0:
             layout = recipe.layout_of(name)
             is_possible = layout != FLOAT8_ROWS or float8_layout(info.shape, (1, info.shape[1])) is not None

@@ -24,7 +24,7 @@ from cortex.neuron.node.memory.sleep_budget import SleepBudget
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.model_host import Damaged, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
-from cortex.wire.errors import CortexError, LoadFailed, Overloaded, Recovering, ShuttingDown
+from cortex.wire.errors import CortexError, LoadFailed, Overloaded, Recovering, ShuttingDown, about
 from cortex.wire.node.protocol import ModelState
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class ModelController:
         self.life, effects = transition(self.life, happened, time.monotonic(), self._policy)
         after = self.life.state
         if after is not before:
-            reason = f": {self.life.reason}" if self.life.reason else ""
+            reason = f": {self.life.reason.removeprefix(f'{self.model_id}: ')}" if self.life.reason else ""
             log.info("%s: %s → %s%s", self.model_id, before.value, after.value, reason)
             if after not in (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING):
                 self.progress = None
@@ -228,7 +228,7 @@ class ModelController:
             has_room_elsewhere = isinstance(failed, RoomElsewhere)
         except (WorkerLost, Damaged) as lost:
             self.instance = None
-            error, worker_lost = LoadFailed(f"{self.model_id}: {lost}"), True
+            error, worker_lost = LoadFailed(about(self.model_id, lost)), True
         except Exception as unexpected:
             log.exception("%s: unexpected error in a load", self.model_id)
             error = LoadFailed(f"{self.model_id}: {type(unexpected).__name__}: {unexpected}; see the node's log")

@@ -222,13 +222,17 @@ class Node:
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
         """Returns when the model's memory is free; with `sleep`, when its device memory is. Running requests get
-        `drain_s` to finish, or nothing with `force`."""
+        `drain_s` to finish, or nothing with `force`. A model without files whose load failed is forgotten."""
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
         controller = self._models.controller(request.model_id)
+        has_failed = controller.life.state is ModelState.FAILED
         ensure_unloaded = controller.ensure_asleep if request.sleep else controller.ensure_gone
         await ensure_unloaded(0.0 if request.force else drain_s)
         await self._rest_text(request.model_id)
-        return self.model(request.model_id)
+        status = self.model(request.model_id)
+        if has_failed and status.state is ModelState.COLD:
+            self.files.forget_if_absent(controller.model)
+        return status
 
     def submit(self, model_id: str, request: EngineRequest) -> Generation:
         """Starts or queues a request for a model that is ready.

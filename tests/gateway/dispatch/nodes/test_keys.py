@@ -76,7 +76,7 @@ async def test_client_gets_502_when_a_foreign_server_rejects_the_gateway(
     async def reject(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"error": {"message": "bad key"}}, status=401)
 
-    foreign = await neurons("foreign", sizes={"a": GB}, answer=reject)
+    foreign = await neurons("foreign", sizes={"a": GB}, respond=reject)
     client = await start_gateway(foreign=(foreign,))
     status, body = await client.chat("a")
     assert (status, body["error"]["code"]) == (502, "upstream_unavailable")

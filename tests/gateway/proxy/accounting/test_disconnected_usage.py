@@ -18,7 +18,7 @@ from cortex.wire.node.protocol import ModelState
 from ...fake_neuron import GB, begin_stream, chunk, hang, until
 
 if TYPE_CHECKING:
-    from ...fake_neuron import Answer, Client, FakeNeuron, StartGateway, StartNeuron
+    from ...fake_neuron import Client, FakeNeuron, Respond, StartGateway, StartNeuron
 
 
 USED = Usage(prompt_tokens=31, cached_tokens=16, completion_tokens=9, reasoning_tokens=2)
@@ -54,7 +54,7 @@ class Caller:
 
     async def has_reservation(self) -> bool:
         """Whether a request for nearly the whole balance is rejected."""
-        self.node.answer = None
+        self.node.respond = None
         async with self.post(max_tokens=BALANCE - 70) as response:
             return response.status == 429
 
@@ -69,9 +69,9 @@ StartCaller = Callable[..., Awaitable[Caller]]
 
 @pytest.fixture
 async def start_caller(neurons: StartNeuron, start_gateway: StartGateway) -> StartCaller:
-    async def start(answer: Answer, **costs: Any) -> Caller:
+    async def start(response: Respond, **costs: Any) -> Caller:
         key = generate("alice", balance_tokens=BALANCE)
-        node = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, answer=answer, costs=costs)
+        node = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, respond=response, costs=costs)
         return Caller(await start_gateway(node, keys=(key.section,)), node, key)
 
     return start

@@ -70,7 +70,7 @@ async def test_meters_what_the_node_reports_in_every_dialect(
         await response.write(long_last_event + usage_report.comment(REPORTED))
         return response
 
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=reporting)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=reporting)
     client = await start_gateway(beast)
     async with client.session.post(client.url + path, json={"model": "a", "stream": stream}) as response:
         received = await response.read()
@@ -90,7 +90,7 @@ async def test_meters_a_foreign_server_by_the_usage_of_its_dialect(
             await response.write(event)
         return response
 
-    foreign = await neurons("foreign", sizes={"a": GB}, answer=unaware)
+    foreign = await neurons("foreign", sizes={"a": GB}, respond=unaware)
     client = await start_gateway(foreign=(foreign,))
     body = {"model": "a", "messages": [], "stream": stream}
     async with client.session.post(client.url + "/v1/chat/completions", json=body) as response:
@@ -106,7 +106,7 @@ async def test_estimates_usage_of_a_response_without_a_report(
         await response.write(chunk(body["model"], {"content": "x" * 600}) + b"data: [DONE]\n\n")
         return response
 
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=unreporting)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=unreporting)
     client = await start_gateway(beast)
     await client.stream("/v1/chat/completions", {"model": "a", "messages": ["x" * 400], "stream": True})
     counted = counted_tokens(client)
@@ -124,7 +124,7 @@ async def test_stream_that_ends_with_an_error_event_counts_as_failed(
         await response.write(ERROR_EVENTS[path] + usage_report.comment(REPORTED))
         return response
 
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=fail)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=fail)
     client = await start_gateway(beast, access_log=True)
     with caplog.at_level("INFO", logger="cortex.access"):
         await client.stream(path, {"model": "a", "stream": True, "max_tokens": 5})
@@ -142,7 +142,7 @@ async def test_complete_stream_that_mentions_errors_counts_as_complete(
         await response.write(chunk("a", {"content": '\n: failed x\n\ndata: {"error": {}}\n\n'}, "stop"))
         return response
 
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=succeed)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=succeed)
     client = await start_gateway(beast, access_log=True)
     with caplog.at_level("INFO", logger="cortex.access"):
         await client.stream("/v1/chat/completions", {"model": "a", "stream": True})

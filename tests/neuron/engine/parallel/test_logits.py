@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,12 +60,16 @@ FAMILIES = {
 
 @torch.inference_mode()
 def logits_of(
-    path: Path, rank: RankSpec | None = None, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    path: Path,
+    rank: RankSpec | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    on_read: Callable[[int], None] = lambda _: None,
 ) -> torch.Tensor:
-    """A prompt in two chunks, then two single tokens: the logits of every position."""
+    """A prompt in two chunks, then two single tokens: the logits of every position. `on_read`: gets how many bytes the
+    load reads."""
     spec = LoadSpec(str(path), dtype=dtype, max_num_seqs=2, rank=rank)
     group = None if rank is None else TorchGroup.join(rank, CPU, lambda: None)
-    model = load_model(spec, CPU, lambda *_: None, lambda: False, group).model
+    model = load_model(spec, CPU, lambda _stage, _done, total: on_read(total), lambda: False, group).model
     tokens = torch.randint(0, SIZES["vocab_size"], (40,), generator=torch.Generator().manual_seed(1))
     pages = torch.arange(1, 5, dtype=torch.int32)
     start, logits = 0, []
@@ -96,10 +102,13 @@ def test_logits_of_a_divided_model_equal_those_of_one_device(family: str, tmp_pa
         directory = tmp_path / f"group of {size}"
         directory.mkdir()
         ranks = [RankSpec(rank, size, str(directory)) for rank in range(size)]
+        read_bytes: list[int] = []
         with ThreadPoolExecutor(size) as pool:
-            results = list(pool.map(lambda rank: logits_of(path, rank), ranks))
+            results = list(pool.map(partial(logits_of, path, on_read=read_bytes.append), ranks))
         for logits in results:
             assert (logits - expected).abs().max() < 1e-4
+        # Its own part and little more: norms, and of six experts on four ranks one or two.
+        assert 0 < max(read_bytes) < {2: 0.52, 4: 0.35}[size] * (path / "model.safetensors").stat().st_size
 
 
 def test_ranks_agree_on_recomputed_near_ties_in_half_precision(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the functions of `native.c` compute beside the product, and hosts on which they cannot be compiled."""
+"""What the functions of `native/products.c` compute beside the product, and hosts on which they cannot be compiled."""
 
 import shutil
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cortex.neuron.kernels.native import library as native_library
 from cortex.neuron.kernels.norm import rms_norm_reference
-from cortex.neuron.kernels.products import native_library
 from cortex.neuron.kernels.products.cpu_layout import CpuForm, CpuLayout
 from cortex.neuron.kernels.products.cpu_matrix import best_form
 from cortex.neuron.kernels.products.native import NativeMatrix
@@ -55,6 +55,11 @@ def test_norm_gate_and_residual_are_computed_in_the_same_pass(
     assert (y.float() - expected).norm() < 0.015 * expected.norm()
 
 
+def test_rows_do_not_depend_on_those_beside_them(matrix: NativeMatrix) -> None:
+    x = torch.randn(7, INPUTS, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(matrix.product(x), torch.cat([matrix.product(row) for row in x.split(1)]))
+
+
 def test_threads_change_nothing(matrix: NativeMatrix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cortex.neuron.kernels.products.native._MIN_PARALLEL_WEIGHTS", 0)
     x, before = torch.randn(5, INPUTS, generator=torch.Generator().manual_seed(2)), torch.get_num_threads()
@@ -78,10 +83,10 @@ def test_numbers_without_bounds_stay_visible(matrix: NativeMatrix) -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    for function in (native_library.native_library, best_form):
+    for function in (native_library.native_library, native_library.native_library_or_none, best_form):
         function.cache_clear()
     yield
-    for function in (native_library.native_library, best_form):
+    for function in (native_library.native_library, native_library.native_library_or_none, best_form):
         function.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""Workers of divided models that are killed or stopped, on a node with the real engine."""
+"""Workers of divided models that are killed, stopped or fail in a step, on a node with the real engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 from pathlib import Path
 
+import faulty_ranks
 import pytest
 from faulty_models import parts
 
@@ -15,26 +16,35 @@ from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.factory import ENGINE
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import Recovering
 from cortex.wire.node.protocol import ModelState
 
 from ..node_calls import generate, load, worker_of, write_source
 
-FAULTS = [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)]
+FAULTS: list[tuple[int, signal.Signals | str]] = [
+    (0, signal.SIGKILL),
+    (1, signal.SIGKILL),
+    (1, signal.SIGSTOP),
+    (0, signal.SIGSTOP),
+    *((rank, error) for error in faulty_ranks.ERRORS for rank in (1, 0)),
+]
 """The place of a worker in its group, and what happens to it."""
+NAMES = ("shares", "stages", "beside")
 NUM_FAULTS = max(len(FAULTS), int(os.environ.get("CORTEX_GROUP_ROUNDS", "0")))
 
 
-async def recover_from_every_fault(node: Node, model_id: str, devices: tuple[int, ...]) -> None:
+async def recover_from_every_fault(node: Node, model_id: str, source: str, devices: tuple[int, ...]) -> None:
     await load(node, model_id)
     first = await generate(node, model_id)
     for number, (place, fault) in enumerate(itertools.islice(itertools.cycle(FAULTS), NUM_FAULTS)):
         stream = node.submit(model_id, EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=400))
         await anext(stream)
         group = [worker_of(node, device) for device in devices]
-        os.kill(group[place], fault)
+        if isinstance(fault, signal.Signals):
+            os.kill(group[place], fault)
+        else:
+            faulty_ranks.fail_next_step(source, place, fault)
         with pytest.raises(Recovering):
             async for _ in stream:
                 pass
@@ -44,24 +54,25 @@ async def recover_from_every_fault(node: Node, model_id: str, devices: tuple[int
 
 
 async def test_divided_models_recover_alone_from_faults_of_any_of_their_workers(tmp_path: Path) -> None:
-    """A killed worker is noticed at once, a stopped one by the watchdog. Both divisions have their faults at the same
-    time, and a model beside them is not disturbed."""
-    source = write_source(tmp_path / "model", seed=1, num_hidden_layers=5)
+    """A killed worker and one whose step fails are noticed at once, a stopped one by the watchdog. Both divisions have
+    their faults at the same time, and a model beside them is not disturbed."""
+    sources = {name: write_source(tmp_path / name, seed=1, num_hidden_layers=5) for name in NAMES}
     models = (
-        ModelEntry(id="shares", source=source, context_tokens=512, tensor_parallel=2, devices=(0, 1)),
-        ModelEntry(id="stages", source=source, context_tokens=512, pipeline_parallel=2, devices=(2, 3)),
-        ModelEntry(id="beside", source=source, context_tokens=4096, devices=(4,)),
+        ModelEntry(id="shares", source=sources["shares"], context_tokens=512, tensor_parallel=2, devices=(0, 1)),
+        ModelEntry(id="stages", source=sources["stages"], context_tokens=512, pipeline_parallel=2, devices=(2, 3)),
+        ModelEntry(id="beside", source=sources["beside"], context_tokens=4096, devices=(4,)),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8), drain_s=1.0, cpu_devices=5)
     timeouts = WorkerTimeouts(step_s=5.0)
-    node = await Node.start(config, parts(engine=ENGINE, timeouts=timeouts, policy=BackoffPolicy()))
+    node = await Node.start(config, parts(engine="faulty_ranks:load", timeouts=timeouts, policy=BackoffPolicy()))
     try:
         await load(node, "beside")
         beside = node.submit("beside", EngineRequest(id="beside", prompt=(1, 2, 3), max_tokens=4000))
         await anext(beside)
         bystander = worker_of(node, 4)
         await asyncio.gather(
-            recover_from_every_fault(node, "shares", (0, 1)), recover_from_every_fault(node, "stages", (2, 3))
+            recover_from_every_fault(node, "shares", sources["shares"], (0, 1)),
+            recover_from_every_fault(node, "stages", sources["stages"], (2, 3)),
         )
         assert worker_of(node, 4) == bystander
         assert await anext(beside)

@@ -167,7 +167,7 @@ def _is_ours(listen: Listen) -> bool:
                 if mark in probe.getresponse().read(1 << 20):
                     return True
             except (OSError, http.client.HTTPException):
-                return False  # or TLS, whose certificate may be of any name
+                return False  # also a port with TLS, whose certificate may have any name
     return False
 
 

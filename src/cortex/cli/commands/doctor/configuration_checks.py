@@ -139,7 +139,7 @@ def database(path: Path | None) -> Iterator[Finding]:
             driver.connect().close()
             yield Finding("database", Severity.FINE, f"{driver.name} responds")
         except driver.errors as error:
-            what = f"{driver.name} cannot be used: {str(error).strip()}"
+            what = f"{driver.name} cannot be used: {' '.join(str(error).split())}"
             yield Finding("database", Severity.PROBLEM, what, "start it, or correct its URL, user and password")
 
 

@@ -6,7 +6,7 @@ An order is decided at once from the fleet as it is, and carried out as events o
 from __future__ import annotations
 
 from cortex.fleet.placement import explain
-from cortex.fleet.placement.decision import Decision
+from cortex.fleet.placement.decision import Decision, Verdict
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
@@ -32,7 +32,10 @@ class OperatorCommands:
         decision = self.decide(model, node)
         self._event_log.decided(decision)
         if decision.action in ("wait", "reject"):
-            raise explain.rejection(decision)
+            error = explain.rejection(decision)
+            if node is not None and any(each.verdict is Verdict.EXCLUDED for each in decision.assessments):
+                raise InvalidValue(error.message, param="node")  # the catalogue says so: to try again does not help
+            raise error
         if decision.action in ("load", "wake"):
             self._dispatcher.start_load(decision)
         return decision

@@ -101,7 +101,7 @@ def decode_attention(
         NORM=rules.q_scale is not None,
         PAGE=page_tokens,
         TILE=tile,
-        HOLD=splits > 1,  # a program with a single tile loads it early; one with many needs its registers for the loop
+        HOLD=splits > 1 or dim_block <= 128,  # the first tile is loaded early; long loops of large heads need registers
         num_warps=max(1, tile // 32),
         num_stages=3,
         **launch_options(q.device),

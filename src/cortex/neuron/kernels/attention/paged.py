@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.attention import cudnn
+from cortex.neuron.kernels.attention.native import DTYPES, native_attention
 from cortex.neuron.kernels.attention.one_row import one_row_attention
 from cortex.neuron.kernels.attention.rotate import Rotation, rotate_and_store, rotate_and_store_by
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.kernels.jit import has_kernels
+from cortex.neuron.kernels.native.library import native_library_or_none
 
 
 def attention(
@@ -25,8 +27,11 @@ def attention(
     attend to the positions of its row up to itself.
     """
     if not has_kernels(q):
-        is_one_row = q.shape[0] == batch.num_decodes == 1 and key_pages.dtype == q.dtype
-        computed = one_row_attention if is_one_row else attention_reference
+        if q.shape[0] != batch.num_decodes or key_pages.dtype != q.dtype:
+            return attention_reference(q, k, v, rules, batch, key_pages, value_pages)
+        if q.dtype in DTYPES and (library := native_library_or_none()) is not None:
+            return native_attention(library, q, k, v, rules, batch, key_pages, value_pages)
+        computed = one_row_attention if batch.num_decodes == 1 else attention_reference
         return computed(q, k, v, rules, batch, key_pages, value_pages)
     from cortex.neuron.kernels.attention.decode import decode_attention
     from cortex.neuron.kernels.attention.prefill import prefill_attention

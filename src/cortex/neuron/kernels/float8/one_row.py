@@ -48,11 +48,50 @@ def one_row_float8_product(
 
     x: [1, inputs]; out and residual: [1, outputs]
     """
+    _launch(x, matrix, out, bias, norm_weight, eps, residual, gated=gated)
+
+
+def expert_rows_float8_product(
+    x: Tensor,
+    matrix: Float8Matrix,
+    out: Tensor,
+    chosen: Tensor,
+    weights: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    *,
+    pairs_per_row: int,
+) -> None:
+    """Each pair of a row and one of its experts: a vector times that expert's rows of the matrix.
+
+    Without `weights` the rows are gate and up: out = silu(norm(x) Gᵀ) · norm(x) Uᵀ; with them out = weight · x Wᵀ.
+    x: [pairs / pairs_per_row, inputs]; out: [pairs, outputs]; chosen, weights: [pairs]
+    """
+    _launch(
+        x, matrix, out, None, norm_weight, eps, None,
+        gated=weights is None, chosen=chosen, weights=weights, pairs_per_row=pairs_per_row,
+    )  # fmt: skip
+
+
+def _launch(
+    x: Tensor,
+    matrix: Float8Matrix,
+    out: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    *,
+    gated: bool,
+    chosen: Tensor | None = None,
+    weights: Tensor | None = None,
+    pairs_per_row: int = 0,
+) -> None:
     if norm_weight is not None and norm_weight.dtype != x.dtype:  # zero-centred norms are kept in float32
         x, norm_weight = rms_norm(x, norm_weight, eps), None
     outputs, is_native = out.shape[1], has_float8_products(x.device)
     tiles = one_row_tiles(outputs, matrix.inputs)
-    _one_row_kernel[(triton.cdiv(outputs, tiles.outputs // (2 if gated else 1)),)](
+    _one_row_kernel[(triton.cdiv(outputs, tiles.outputs // (2 if gated else 1)), len(out))](
         x,
         matrix.codes if is_native else matrix.codes.view(torch.uint8),
         matrix.scales,
@@ -60,6 +99,8 @@ def one_row_float8_product(
         norm_weight,
         residual,
         out,
+        chosen,
+        weights,
         outputs,
         eps,
         INPUTS=matrix.inputs,
@@ -69,6 +110,8 @@ def one_row_float8_product(
         NORM=norm_weight is not None,
         RESIDUAL=residual is not None,
         GATED=gated,
+        PAIRS_PER_ROW=pairs_per_row,
+        WEIGHTED=weights is not None,
         BLOCK_OUT=tiles.outputs,
         BLOCK_IN=tiles.inputs,
         num_warps=tiles.warps,
@@ -116,6 +159,8 @@ def _one_row_kernel(
     norm_weight,
     residual,
     out,
+    chosen,
+    weights,
     outputs,
     eps,
     INPUTS: tl.constexpr,
@@ -125,6 +170,8 @@ def _one_row_kernel(
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -132,9 +179,19 @@ def _one_row_kernel(
     """One program per BLOCK_OUT rows of the matrix. The next tile is loaded while this one is summed.
 
     A thread sums sixteen columns, which is what it loads at once. GATED: half of the rows are the gate's.
+    PAIRS_PER_ROW: the second coordinate is a pair, whose expert's rows begin further down; 0: there are no pairs.
     """
     if OVERLAP:
         gdc_launch_dependents()
+    if PAIRS_PER_ROW > 0:
+        if OVERLAP:
+            gdc_wait()  # the kernel before chose the experts
+        pair = tl.program_id(1).to(tl.int64)
+        expert_row = tl.load(chosen + pair).to(tl.int64) * (outputs * (2 if GATED else 1))
+        weight += expert_row * INPUTS
+        scales += expert_row // BLOCK * (INPUTS // BLOCK) if BLOCK > 0 else expert_row
+        x += pair // PAIRS_PER_ROW * INPUTS
+        out += pair * outputs
     rows: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
     line = tl.arange(0, BLOCK_OUT)
     row = tl.program_id(0) * rows + line % rows
@@ -145,7 +202,7 @@ def _one_row_kernel(
     column = tl.arange(0, BLOCK_IN)
     inside = row_inside[:, None] & (column < INPUTS)[None, :]
     tile = tl.load(where + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-    if OVERLAP:
+    if OVERLAP and PAIRS_PER_ROW == 0:
         gdc_wait()
     total = tl.zeros((BLOCK_OUT, BLOCK_IN // 16), tl.float32)
     squares = tl.zeros((BLOCK_IN // 16,), tl.float32)
@@ -181,4 +238,6 @@ def _one_row_kernel(
         y += tl.load(bias + output, mask=output_inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         y += tl.load(residual + output, mask=output_inside, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        y *= tl.load(weights + pair)
     tl.store(out + output, y.to(out.dtype.element_ty), mask=output_inside)

@@ -9,16 +9,16 @@ from torch import Tensor
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import combine, contract_grouped, expand_grouped, tiling
-from cortex.neuron.kernels.moe.routing import choose_reference, choose_rows, held_choice, held_lists, list_pairs
-from cortex.neuron.kernels.moe.rows import contract_rows, expand_rows
-from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
-from cortex.neuron.kernels.quantised.experts import (
+from cortex.neuron.kernels.moe.quantised import (
     PackedExperts,
     contract_packed_grouped,
     contract_packed_rows,
     expand_packed_grouped,
     expand_packed_rows,
 )
+from cortex.neuron.kernels.moe.routing import choose_reference, choose_rows, held_choice, held_lists, list_pairs
+from cortex.neuron.kernels.moe.rows import contract_rows, expand_rows
+from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.silu import silu_mul_reference
 
 SMALL_BATCH_ROWS = 8

@@ -1,4 +1,4 @@
-"""Matrices of codes of any width, multiplied by functions of our own (`native.c`).
+"""Matrices of codes of any width, multiplied by functions of our own (`native/products.c`).
 
 The memory is [blocks of 16 rows, tiles of 32 columns, bytes of a tile]. A tile has its codes, then a bfloat16 scale per
 row and group, then the minimums, if groups have them. Codes are in the order [8 steps, 16 rows, 4 columns]. Those of
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.native.library import NativeCall, NativeMemory, native_library
 from cortex.neuron.kernels.products.cpu_layout import (
     GROUP,
     ROW_BLOCK,
@@ -25,7 +26,6 @@ from cortex.neuron.kernels.products.cpu_layout import (
     padded_rows,
     tile_bytes,
 )
-from cortex.neuron.kernels.products.native_library import NativeCall, NativeMemory, native_library
 from cortex.neuron.kernels.quantised.quantise import quantised
 
 _MIN_PARALLEL_WEIGHTS = 1 << 18

@@ -1,23 +1,13 @@
-"""Mixtures whose experts stay quantised: products of each pair of a token and one of its experts.
-
-All experts of a layer are one packed matrix whose rows lie below one another, so an expert is a number of rows to skip.
-Small batches take each pair on its own, as one vector times a matrix; larger ones gather the pairs of an expert into
-tiles for the tensor cores, as the dense kernels do (`moe/grouped.py`).
-"""
+"""Packed experts of large batches: the pairs of each expert, gathered into tiles, times its rows of the matrix."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
-from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import find_tile, max_tiles
-from cortex.neuron.kernels.moe.routing import ExpertChoice, PairLists
-from cortex.neuron.kernels.quantised.one_row import expert_rows_product
-from cortex.neuron.kernels.quantised.packing import PackedMatrix, unpacked
+from cortex.neuron.kernels.moe.routing import PairLists
+from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.product import fitting_stages, layout_options, operand, operand_row
 from cortex.neuron.kernels.shared_memory import shared_memory
 
@@ -27,90 +17,7 @@ _STAGES = 3
 _MAX_TILE_PAIRS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class PackedExperts:
-    """What `Experts` says of dense experts, of packed ones. There are no shared experts among them."""
-
-    router: Tensor
-    """[experts, hidden]"""
-    gate_up: PackedMatrix
-    """[held experts · 2 · inner, hidden]: the gate's rows of an expert, then those of up"""
-    down: PackedMatrix
-    """[held experts · hidden, inner]"""
-    top_k: int
-    renormalise: bool
-    num_shared: int = 0
-    first: int = 0
-    """The first expert that is held."""
-
-    @property
-    def num_held(self) -> int:
-        return self.down.outputs // self.gate_up.inputs
-
-    @property
-    def num_experts(self) -> int:
-        return len(self.router)
-
-    @property
-    def num_routed(self) -> int:
-        return len(self.router)
-
-    @property
-    def slots(self) -> int:
-        return self.top_k
-
-    @property
-    def inner(self) -> int:
-        return self.down.inputs
-
-    def dense(self) -> Experts:
-        """The same experts as dense weights, for the reference."""
-        kind, hidden = self.router.dtype, self.gate_up.inputs
-        return Experts(
-            self.router,
-            unpacked(self.gate_up).to(kind).view(self.num_held, -1, hidden),
-            unpacked(self.down).to(kind).view(self.num_held, hidden, -1),
-            self.top_k,
-            self.renormalise,
-            first=self.first,
-        )
-
-
-def expand_packed_rows(
-    hidden: Tensor, norm_weight: Tensor, eps: float, choice: ExpertChoice, experts: PackedExperts
-) -> Tensor:
-    """silu(norm(x) Gᵀ) · norm(x) Uᵀ by each row's experts. hidden: [rows, hidden] → [pairs, inner]"""
-    pairs = len(hidden) * experts.slots
-    out = torch.empty((pairs, experts.inner), dtype=hidden.dtype, device=hidden.device)
-    expert_rows_product(
-        hidden, experts.gate_up, out, choice.experts, None, norm_weight, eps, pairs_per_row=experts.slots
-    )
-    return out
-
-
-def contract_packed_rows(inner: Tensor, choice: ExpertChoice, experts: PackedExperts) -> Tensor:
-    """weight · inner Dᵀ by pair. inner: [pairs, inner] → [pairs, hidden]"""
-    out = torch.empty((len(inner), experts.gate_up.inputs), dtype=inner.dtype, device=inner.device)
-    expert_rows_product(inner, experts.down, out, choice.experts, choice.weights, None, 0.0, pairs_per_row=1)
-    return out
-
-
-def expand_packed_grouped(x: Tensor, lists: PairLists, experts: PackedExperts) -> Tensor:
-    """silu(x Gᵀ) · x Uᵀ by pair. x: [tokens, hidden], normed → [pairs, inner]"""
-    out = torch.empty((len(x) * experts.slots, experts.inner), dtype=x.dtype, device=x.device)
-    _launch(x, experts.gate_up, experts.num_held, lists, out, pairs_per_row=experts.slots, gated=True)
-    return out
-
-
-def contract_packed_grouped(inner: Tensor, lists: PairLists, experts: PackedExperts) -> Tensor:
-    """weight · inner Dᵀ by pair. inner: [pairs, inner] → [pairs, hidden]; 0 for experts that are not held"""
-    allocate = torch.empty if experts.num_held == experts.num_routed else torch.zeros
-    out = allocate((len(inner), experts.gate_up.inputs), dtype=inner.dtype, device=inner.device)
-    _launch(inner, experts.down, experts.num_held, lists, out, pairs_per_row=1, gated=False)
-    return out
-
-
-def _launch(
+def packed_grouped_product(
     x: Tensor,
     matrix: PackedMatrix,
     num_experts: int,
@@ -120,6 +27,10 @@ def _launch(
     pairs_per_row: int,
     gated: bool,
 ) -> None:
+    """silu(x Gᵀ) · x Uᵀ by pair, where each expert's rows are G above U, or weight · x Wᵀ.
+
+    x: [pairs / pairs_per_row, inputs]; out: [pairs, outputs]
+    """
     num_pairs, outputs = out.shape
     wanted = -(-2 * num_pairs // num_experts)
     tile_pairs = max(16, min(_MAX_TILE_PAIRS, 1 << (wanted - 1).bit_length()))

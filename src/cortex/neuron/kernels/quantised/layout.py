@@ -92,6 +92,6 @@ GGML_LAYOUTS: Final = {
 PUBLISHED_LAYOUTS: Final = {"FP8": Q8, "INT8": Q8, "INT4": Q4, "INT_ORDERED": Q8, "MXFP4": FP4}
 """Of each quantised type of a published checkpoint in safetensors.
 
-FP8 and integers whose columns were quantised in another order have no groups of 32 columns: their numbers are quantised
-in eight bits, which adds a sixth of the error that FP8 has.
+FP8 without a layout of its own (`float8/layout.py`) and integers whose columns were quantised in another order have no
+groups of 32 columns: their numbers are quantised in eight bits, which adds a sixth of the error that FP8 has.
 """

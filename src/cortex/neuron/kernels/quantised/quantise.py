@@ -21,6 +21,7 @@ def extra_steps(layout: Layout) -> int:
     More steps cut off the outermost numbers, so that the others are finer: worth it with few bits. Fewer leave room at
     the ends.
     """
+    assert not layout.levels, "levels are for formats that come with their codes"
     return 1 if layout.bits < 5 else -1
 
 
@@ -29,7 +30,6 @@ def quantised(numbers: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
 
     Scales are rounded to bfloat16 before codes are chosen, so that the codes make up for it.
     """
-    assert not layout.levels, "levels are for formats that come with their codes"
     groups = numbers.float().view(len(numbers), -1, layout.group)
     low, high, total = groups.amin(-1), groups.amax(-1), groups.sum(-1)
     scale, minimum, error = _fit(groups, layout, low, high, total, 0)

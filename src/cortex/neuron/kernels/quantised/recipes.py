@@ -21,28 +21,22 @@ class Recipe:
     matrices: DeviceLayout
     ends: Layout
     """Of the embedding and the output head, where few bits cost the most quality."""
-    experts: Layout
 
     def layout_of(self, tensor: str) -> DeviceLayout:
         """By the tensor's name in the checkpoint."""
         if "embed_tokens" in tensor or tensor.startswith("lm_head"):
             return self.ends
-        return self.experts if is_expert(tensor) else self.matrices
-
-
-def is_expert(tensor: str) -> bool:
-    """Whether a tensor of this name is a matrix of one of many experts."""
-    return ".experts." in tensor
+        return self.matrices
 
 
 RECIPES: Final = {
     recipe.name: recipe
     for recipe in (
-        Recipe("q4_k", Q4, Q6, Q4),
-        Recipe("q5_k", Q5, Q6, Q5),
-        Recipe("q6_k", Q6, Q6, Q6),
-        Recipe("q8_0", Q8, Q8, Q8),
-        Recipe("fp8", FLOAT8_ROWS, Q8, Q8),
+        Recipe("q4_k", Q4, Q6),
+        Recipe("q5_k", Q5, Q6),
+        Recipe("q6_k", Q6, Q6),
+        Recipe("q8_0", Q8, Q8),
+        Recipe("fp8", FLOAT8_ROWS, Q8),
     )
 }
 _BY_BITS: Final = {4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "q8_0"}

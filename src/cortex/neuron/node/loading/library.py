@@ -49,7 +49,7 @@ class KnownModel:
     nodes: tuple[str, ...] = ()
     """Nodes that share it, this one first; empty: this one alone."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """The operator's."""
+    """The operator's defaults."""
     deterministic: bool = False
     pipeline_parallel: int = 1
     max_bytes_of_nodes: tuple[int | None, ...] = ()

@@ -41,6 +41,7 @@ from cortex.wire.errors import (
     InsufficientCapacity,
     LoadFailed,
     SourceNotFound,
+    about,
 )
 from cortex.wire.node.protocol import Device
 
@@ -145,7 +146,7 @@ class ModelLoader:
                 instance.woken(await wake_settled(instance.host, instance.resident))
             except LoadRejected as error:
                 if error.has_room_elsewhere:
-                    raise RoomElsewhere(f"{instance.model_id}: {error}") from error
+                    raise RoomElsewhere(about(instance.model_id, error)) from error
                 raise _load_error(instance.model_id, error) from error
 
     # Files
@@ -173,7 +174,7 @@ class ModelLoader:
             raise
         except (CheckpointError, OSError) as error:
             kind = next((kind for cause, kind in _DOWNLOAD_ERRORS.items() if isinstance(error, cause)), LoadFailed)
-            raise kind(f"{model.id}: {error}") from error
+            raise kind(about(model.id, error)) from error
 
     # Preflight
 
@@ -304,4 +305,4 @@ def _smaller_forms(quantised: Mapping[str, Footprint]) -> str:
 
 def _load_error(model_id: str, error: LoadRejected) -> CortexError:
     kind = InsufficientCapacity if error.kind is FaultKind.OUT_OF_MEMORY else LoadFailed
-    return kind(f"{model_id}: {error}")
+    return kind(about(model_id, error))

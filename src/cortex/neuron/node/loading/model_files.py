@@ -20,7 +20,7 @@ from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError
 from cortex.neuron.weights.hub import disk
 from cortex.neuron.weights.hub.offer import OfferRequest
 from cortex.neuron.weights.hub.source import HubSource, parse_source
-from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, shorten
+from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, about, shorten
 from cortex.wire.node.protocol import (
     DeletedFiles,
     DiskUse,
@@ -120,6 +120,11 @@ class ModelFiles:
         if source is not None and source.repository in self._deleting:
             raise ModelInUse(f"the files of {model.id} are being deleted; try again in a moment")
 
+    def forget_if_absent(self, model: KnownModel) -> None:
+        """Stop listing a model of the hub of which nothing is here: it may not even exist."""
+        if _hub_source(model.source) is not None and not self.disk_bytes(model):
+            self._library.forget(model.id)
+
     async def delete(self, request: FilesRequest) -> DeletedFiles:
         """Delete the files of a model that is not in memory. Raises ModelNotFound, ModelInUse or LoadFailed."""
         model = self._library.find(request.model_id)
@@ -132,7 +137,7 @@ class ModelFiles:
         try:
             num_bytes = await asyncio.to_thread(disk.delete, self._library.cache, source)
         except CheckpointError as error:
-            raise ModelNotFound(f"{model.id}: {error}", param="model_id") from error
+            raise ModelNotFound(about(model.id, error), param="model_id") from error
         except OSError as error:
             raise LoadFailed(f"the files of {model.id} could not be deleted: {error}") from error
         finally:
@@ -219,8 +224,8 @@ class ModelFiles:
         state, reason, code = await self._download(pull, model)
         await self.scan()
         is_used = any(user == model.id for user, _ in self._in_use())
-        if state != "done" and not is_used and not self.disk_bytes(model):
-            self._library.forget(model.id)  # nothing of it is here: it may not even exist
+        if state != "done" and not is_used:
+            self.forget_if_absent(model)
         pull.state, pull.reason, pull.code = state, reason, code
 
     async def _download(self, pull: _Pull, model: KnownModel) -> tuple[PullState, str | None, str | None]:

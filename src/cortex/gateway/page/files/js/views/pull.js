@@ -97,7 +97,7 @@ function Variants({ offer, value, onChoose }) {
           <span class="number">${bytes(size)}</span>
           <span class="dim variant-fit">${files > 1 ? `${plural(files, "file")} · ` : ""}<${Fit} nodes=${nodes} /></span>
         </label></li>`)}</ul>
-      <p class="dim small-text">Only the weights are compared with the free memory; the KV cache needs more.</p>
+      <p class="dim small-text">Only the files are compared with the free memory. The KV cache needs more, and so do most quantisations on a CPU.</p>
     </fieldset>`;
 }
 

@@ -3,33 +3,12 @@
 // A tile has 16 rows and 32 columns. A step multiplies four columns of all its rows: each row is one lane of 32 bits. So
 // sums over columns stay in their lanes, and scales are multiplied lane by lane.
 
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#if defined(__ARM_FEATURE_DOTPROD)
-#include <arm_neon.h>
-#define WIDTH 16
-#define FLIP 128  // codes of eight bits are signed here: 128 less
-#elif defined(__AVX512VNNI__)
-#include <immintrin.h>
-#define WIDTH 64
-#define FLIP 0
-#elif defined(__AVX2__)
-#include <immintrin.h>
-#define WIDTH 32
-#define FLIP 0
-#else
-#error "no products of bytes on this processor"
-#endif
+#include "numbers.h"
 
 enum { ROWS = 16, COLUMNS = 32, STEPS = 8, STEP_BYTES = 64, PARTS = STEP_BYTES / WIDTH, CODEBOOK = 0 };
 
 typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(WIDTH)));
-typedef float Floats __attribute__((vector_size(WIDTH)));
-
-#define INLINE static inline __attribute__((always_inline))
 
 // Adds the products of four codes and four inputs to each lane. `wide`: codes may have more than seven bits.
 INLINE Ints dot(Ints sums, Bytes codes, int32_t inputs, int wide) {
@@ -144,44 +123,6 @@ typedef struct {
     int64_t blocks, chunk, next;
 } Job;
 
-// Numbers of either kind as float32.
-static void widen(const void *from, int64_t first, int64_t count, int is_half, float *out) {
-    if (!is_half) {
-        memcpy(out, (const float *)from + first, count * sizeof(float));
-        return;
-    }
-    const uint16_t *halves = (const uint16_t *)from + first;
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t word = (uint32_t)halves[i] << 16;
-        memcpy(out + i, &word, 4);
-    }
-}
-
-INLINE uint16_t rounded(float number) {
-    uint32_t word;
-    memcpy(&word, &number, 4);
-    if (number != number) return (uint16_t)(word >> 16 | 64);
-    return (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
-}
-
-// eˣ, exact to a few units in the last place. Without branches, so that compilers make vectors of it.
-INLINE float exponential(float x) {
-    x = x < -87 ? -87 : x > 88 ? 88 : x;
-    float whole = __builtin_rintf(x * 1.44269504f);
-    float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    float sum = 1.9875691e-4f;
-    sum = sum * rest + 1.3981999e-3f;
-    sum = sum * rest + 8.3334519e-3f;
-    sum = sum * rest + 4.1665796e-2f;
-    sum = sum * rest + 1.6666665e-1f;
-    sum = sum * rest + 5.0000001e-1f;
-    sum = sum * rest * rest + rest + 1;
-    int32_t power = ((int32_t)whole + 127) << 23;
-    float scale;
-    memcpy(&scale, &power, 4);
-    return sum * scale;
-}
-
 // f of one row. room: [2 · inputs], of which the first `inputs` are the result.
 static void prepare(const Call *call, int64_t row, int64_t inputs, float *room) {
     float *other = room + inputs;
@@ -194,11 +135,7 @@ static void prepare(const Call *call, int64_t row, int64_t inputs, float *room) 
     widen(call->x, row * inputs, inputs, call->is_half, room);
     if (!call->norm) return;
     widen(call->norm, 0, inputs, call->is_half, other);
-    float sums[16] = {0}, sum = 0;  // inputs are multiples of 32
-    for (int64_t i = 0; i < inputs; i += 16)
-        for (int lane = 0; lane < 16; lane++) sums[lane] += room[i + lane] * room[i + lane];
-    for (int lane = 0; lane < 16; lane++) sum += sums[lane];
-    float factor = 1 / __builtin_sqrtf(sum / inputs + call->eps);
+    float factor = 1 / __builtin_sqrtf(dot_product(room, room, inputs) / inputs + call->eps);
     for (int64_t i = 0; i < inputs; i++) room[i] *= factor * other[i];
 }
 
@@ -277,11 +214,7 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
         memcpy(sums, totals[i], sizeof sums);
         if (call->residual) widen(call->residual, at, rows, call->is_half, added);
         for (int lane = 0; lane < ROWS; lane++) sums[lane] += added[lane];
-        if (call->is_half) {
-            for (int lane = 0; lane < rows; lane++) ((uint16_t *)call->out)[at + lane] = rounded(sums[lane]);
-        } else {
-            memcpy((float *)call->out + at, sums, rows * sizeof(float));
-        }
+        narrow(sums, rows, call->out, at, call->is_half);
     }
 }
 
@@ -311,8 +244,6 @@ static void work(void *data) {
         for (int64_t block = first; block < stop; block++) kernels[job->matrix->bits](job, block);
     }
 }
-
-typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 
 // `parallel` calls a function on a number of threads. 0, or -1 if there is no memory.
 int product(const Matrix *m, const Call *call, Parallel parallel, int threads) {

@@ -1,4 +1,4 @@
-"""The products of `native.c`, compiled with the host's C compiler on first use and kept in the cache folder."""
+"""The functions in C, compiled with the host's C compiler on first use and kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-_SOURCE = Path(__file__).with_name("native.c")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("numbers.h", "products.c", "attention.c"))
 _COMPILE_TIMEOUT_S = 120
 
 
 class NativeMemory(ctypes.Structure):
-    """`Matrix` of native.c."""
+    """`Matrix` of products.c."""
 
     _fields_ = (
         ("packed", ctypes.c_void_p),
@@ -34,7 +34,7 @@ class NativeMemory(ctypes.Structure):
 
 
 class NativeCall(ctypes.Structure):
-    """`Call` of native.c."""
+    """`Call` of products.c."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -48,8 +48,25 @@ class NativeCall(ctypes.Structure):
     )
 
 
+class NativeAttention(ctypes.Structure):
+    """`Attention` of attention.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "key_pages", "value_pages", "out")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "rope")),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots", "lengths", "page_table")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "dim", "rotated_dims", "page_tokens")),
+        *((name, ctypes.c_int64) for name in ("table_columns", "window")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "q_head_stride", "k_stride", "v_stride")),
+        ("scale", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("is_half", ctypes.c_int32),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
+    attention: Callable[..., int]
     product: Callable[..., int]
     looked_up_rows: Callable[..., None]
     parallel: int | None
@@ -63,27 +80,42 @@ def compiler() -> str | None:
 
 @cache
 def native_library() -> NativeLibrary:
-    """Raises NotImplementedError where the products cannot be compiled."""
+    """Raises NotImplementedError where the functions cannot be compiled."""
     if (command := compiler()) is None:
         raise NotImplementedError("no C compiler")
     tune = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
-    options = ("-O2", "-ftree-vectorize", tune, "-shared", "-fPIC")
+    # Contracted operations would make a row depend on how many others there are.
+    options = ("-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", tune, "-shared", "-fPIC")
     # A home folder may be shared by hosts with different processors.
     features = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat"))]
-    parts = (_SOURCE.read_bytes(), command.encode(), *(text.encode() for text in (*options, *features[:1])))
-    path = _folder() / f"products-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:24]}.so"
+    parts = (
+        *(source.read_bytes() for source in _SOURCES),
+        command.encode(),
+        *(text.encode() for text in (*options, *features[:1])),
+    )
+    path = _folder() / f"native-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:24]}.so"
     try:
         if not path.exists():
             _compile(command, options, path)
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
-        raise NotImplementedError(f"{_SOURCE.name} was not compiled: {error}") from error
+        raise NotImplementedError(f"the functions in C were not compiled: {error}") from error
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     matrix = ctypes.POINTER(NativeMemory)
     library.product.argtypes = [matrix, ctypes.POINTER(NativeCall), pointer, ctypes.c_int]
     library.looked_up_rows.argtypes = [matrix, pointer, number, pointer]
     library.looked_up_rows.restype = None
-    return NativeLibrary(library.product, library.looked_up_rows, _parallel())
+    library.decode_attention.argtypes = [ctypes.POINTER(NativeAttention), pointer, ctypes.c_int]
+    return NativeLibrary(library.decode_attention, library.product, library.looked_up_rows, _parallel())
+
+
+@cache
+def native_library_or_none() -> NativeLibrary | None:
+    """None where the functions cannot be compiled."""
+    try:
+        return native_library()
+    except NotImplementedError:
+        return None
 
 
 def _folder() -> Path:
@@ -96,7 +128,13 @@ def _compile(command: str, options: tuple[str, ...], path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        arguments = [command, *options, str(_SOURCE), "-o", str(built)]
+        arguments = [
+            command,
+            *options,
+            *(str(source) for source in _SOURCES if source.suffix == ".c"),
+            "-o",
+            str(built),
+        ]
         subprocess.run(arguments, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
         built.replace(path)  # at once, for processes that compile the same
 

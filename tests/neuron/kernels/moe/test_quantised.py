@@ -1,0 +1,84 @@
+"""Mixtures with quantised experts give what the same experts in dense form give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cortex.neuron.kernels.device_matrix import DeviceMatrix, empty_device_matrix
+from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS
+from cortex.neuron.kernels.float8.matrix import Float8Matrix
+from cortex.neuron.kernels.float8.support import has_float8_products
+from cortex.neuron.kernels.jit import INTERPRETED
+from cortex.neuron.kernels.moe.mixture import mixture, mixture_grouped, mixture_of_rows, mixture_reference
+from cortex.neuron.kernels.moe.quantised import PackedExperts
+from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised.packing import PackedMatrix
+from cortex.neuron.kernels.quantised.recipes import DeviceLayout
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KIND = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+needs_kernels = pytest.mark.skipif(
+    not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+EPS = 1e-6
+
+
+def random_matrix(layout: DeviceLayout, outputs: int, inputs: int) -> DeviceMatrix:
+    matrix = empty_device_matrix(layout, outputs, inputs, DEVICE)
+    if isinstance(matrix, PackedMatrix) and matrix.layout.levels:
+        zero, levels = matrix.layout.zero or 0, torch.tensor(matrix.layout.levels, device=DEVICE)
+        level = levels[torch.randint(0, 16, (outputs, inputs), device=DEVICE)]
+        scale = torch.rand(outputs, inputs // matrix.layout.group, device=DEVICE) * (inputs**-0.5 / 64)
+        matrix.put(0, (level + zero).to(torch.uint8), scale, scale * -zero)
+    else:
+        matrix.put_numbers(0, torch.randn(outputs, inputs, device=DEVICE) * inputs**-0.5)
+    return matrix
+
+
+def random_experts(gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner: int) -> PackedExperts:
+    experts = 4
+    return PackedExperts(
+        torch.randn(experts, hidden, device=DEVICE).to(KIND),
+        random_matrix(gate_up, experts * 2 * inner, hidden),
+        random_matrix(down, experts * hidden, inner),
+        top_k=2,
+        renormalise=True,
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("gate_up", "down", "hidden", "inner", "rows"),
+    [
+        *((layouts.Q4, layouts.Q6, 160, 32, rows) for rows in (2, 9)),
+        *((layouts.Q8, layouts.Q4, 160, 32, rows) for rows in (2, 9)),
+        *((layouts.IQ4, layouts.IQ4, 160, 32, rows) for rows in (2, 9)),
+        *((FLOAT8_BLOCKS, FLOAT8_BLOCKS, 128, 128, rows) for rows in (2, 9)),
+        *((FLOAT8_ROWS, FLOAT8_ROWS, 128, 128, rows) for rows in (2, 9)),
+        (FLOAT8_ROWS, layouts.Q8, 128, 32, 9),
+    ],
+)
+def test_mixture_agrees_with_dense_experts(
+    gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner: int, rows: int
+) -> None:
+    torch.manual_seed(0)
+    experts = random_experts(gate_up, down, hidden, inner)
+    x = torch.randn(rows, hidden, device=DEVICE).to(KIND)
+    norm_weight = torch.rand(hidden, device=DEVICE).to(KIND) + 0.5
+    expected = mixture_reference(x, norm_weight, EPS, experts.dense())
+    is_rounded = isinstance(experts.gate_up, Float8Matrix) and has_float8_products(DEVICE)
+    for function in (mixture_of_rows, mixture_grouped) if rows < 9 else (mixture_grouped,):
+        tolerance = 0.15 if is_rounded and function is mixture_grouped else 0.03
+        torch.testing.assert_close(function(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=tolerance)
+
+
+@pytest.mark.parametrize("layout", [layouts.Q5, FLOAT8_BLOCKS])
+def test_a_cpu_without_kernels_computes_with_dense_weights(layout: DeviceLayout) -> None:
+    if DEVICE.type == "cuda" or INTERPRETED:
+        pytest.skip("kernels run here")
+    experts = random_experts(layout, layout, 128, 128)
+    x, norm_weight = torch.randn(2, 128), torch.rand(128)
+    torch.testing.assert_close(
+        mixture(x, norm_weight, EPS, experts), mixture_reference(x, norm_weight, EPS, experts.dense())
+    )

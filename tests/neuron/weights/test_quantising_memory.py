@@ -27,9 +27,7 @@ LAYOUTS = [Q4, Q6, Q8, FLOAT8_ROWS]
 class LargestTensor(TorchDispatchMode):
     """The bytes of the largest memory that an operation allocated."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
+    num_bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {

@@ -62,7 +62,7 @@ def test_every_tensor_is_of_one_piece(
     piece_weights = 64 * 256
     monkeypatch.setattr(placement, "CACHED_PIECE_WEIGHTS", piece_weights)
     monkeypatch.setattr(packing, "has_kernels", lambda _: False)  # the interpreter of kernels has its own memory
-    largest = LargestTensor()
+    largest = LargestTensor()  # type: ignore[no-untyped-call]
     directory = model_directory({"matrix": torch.randn(16 * 64, 256).bfloat16()})
     load_quantised(directory, layout, torch.device("cpu"), lambda: largest)
     assert 0 < largest.num_bytes <= 4 * piece_weights  # float32

@@ -10,7 +10,7 @@ fastest run is printed, because the first one compiles kernels.
 
 open   files opened, memory for the weights allocated
 read   weights read, copied to the device, and quantised or repacked there; GB/s are those of the files. Of this time:
-       launch   the loading thread is inside the code that quantises or repacks
+       launch   the loading thread is inside the code that quantises or repacks; `processor` is the time of all threads
        device   from the first to the last operation of every piece that is quantised or repacked, added up
 pages  memory for sequences
 warm   warm-up
@@ -55,6 +55,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.is_gpu = device.type == "cuda"
         self.began_s: dict[str, float] = {}
+        self.processor_s: dict[str, float] = {}
         self.before_bytes = 0
         self.peak_bytes = 0
         self._writes_s = 0.0
@@ -69,7 +70,7 @@ class Stopwatch:
             torch.cuda.reset_peak_memory_stats()
         if self.is_gpu and stage == "place":
             self.peak_bytes = torch.cuda.max_memory_allocated()
-        self.began_s[stage] = time.perf_counter()
+        self.began_s[stage], self.processor_s[stage] = time.perf_counter(), time.process_time()
 
     def timed_write(self, target: PackedTarget, piece: WeightPiece, raw: torch.Tensor) -> None:
         """`PackedTarget.write`, measured."""
@@ -92,6 +93,7 @@ class Stopwatch:
         ends = [*list(self.began_s.values())[1:], time.perf_counter()]
         spans = {names[stage]: end - self.began_s[stage] for stage, end in zip(self.began_s, ends, strict=True)}
         figures = {**spans, "total s": sum(spans.values()), "launch s": self._writes_s}
+        figures["processor s"] = self.processor_s["place"] - self.processor_s["read"]
         if self.is_gpu:
             figures["device s"] = sum(first.elapsed_time(last) for first, last in self._events) / 1e3
             figures["peak MiB"] = self.peak_bytes / MIB

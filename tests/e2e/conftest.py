@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -155,3 +157,57 @@ def up(start: Start) -> Run:
     run = start()
     run.wait_ready()
     return run
+
+
+@dataclass
+class Gateway:
+    """One `python -m cortex.gateway`."""
+
+    url: str
+    config: Path
+
+
+StartSecondGateway = Callable[..., Gateway]
+
+
+@pytest.fixture(scope="session")
+def start_second_gateway(up: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSecondGateway]:
+    """Start another gateway over the node of `up`, which takes far less than another `cortex up`.
+
+    `settings` are lines of its section `[gateway]`, `sections` further ones; `key` is one that it accepts.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*sections: str, settings: str = "", key: str = "any") -> Gateway:
+        port = free_port()
+        config = tmp_path_factory.mktemp("gateway") / "cortex.toml"
+        config.write_text(
+            f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:{free_port()}"\n'
+            f"poll_interval_s = 0.1\n{settings}\n"
+            f'[[neurons]]\nname = "local"\nendpoint = "http://127.0.0.1:{up.neuron_port}"\n' + "\n".join(sections)
+        )
+        command = [sys.executable, "-m", "cortex.gateway", "--config", str(config)]
+        processes.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}))
+        gateway = Gateway(f"http://127.0.0.1:{port}", config)
+        _wait_until_listed(gateway, key)
+        return gateway
+
+    yield start
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait(60)
+
+
+def _wait_until_listed(gateway: Gateway, key: str) -> None:
+    request = urllib.request.Request(
+        f"{gateway.url}/v1/models/{SMOLLM2.id}", headers={"authorization": f"Bearer {key}"}
+    )
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            with urllib.request.urlopen(request, timeout=60):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.05)
+    raise AssertionError(f"{gateway.url} never listed the model")

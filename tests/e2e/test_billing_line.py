@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anthropic
@@ -17,10 +9,8 @@ import pytest
 
 from cortex.cli.up.demo import SMOLLM2
 
-from ..ports import free_port
-
 if TYPE_CHECKING:
-    from .conftest import Run
+    from .conftest import Run, StartSecondGateway
 
 pytestmark = pytest.mark.e2e
 
@@ -32,42 +22,9 @@ PROMPT: anthropic.types.TextBlockParam = {"type": "text", "text": "You are terse
 
 
 @pytest.fixture(scope="module")
-def keeping_url(up: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A second gateway in front of the same node that leaves prompts alone."""
-    port, metrics_port = free_port(), free_port()
-    config = tmp_path_factory.mktemp("keeping") / "cortex.toml"
-    config.write_text(
-        f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:{metrics_port}"\n'
-        "strip_billing_header = false\npoll_interval_s = 0.1\n"
-        f'[[neurons]]\nname = "local"\nendpoint = "http://127.0.0.1:{up.neuron_port}"\n'
-    )
-    source = Path(__file__).parents[2] / "src"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cortex.gateway", "--config", str(config)],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(source),
-            "CORTEX_GATEWAY__METRICS_LISTEN": f"127.0.0.1:{free_port()}",
-        },
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_listed(url)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def _wait_until_listed(url: str) -> None:
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s:
-        try:
-            with urllib.request.urlopen(f"{url}/v1/models/{SMOLLM2.id}", timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.05)
-    raise AssertionError(f"{url} never listed the model")
+def keeping_url(start_second_gateway: StartSecondGateway) -> str:
+    """Of a second gateway in front of the same node that leaves prompts alone."""
+    return start_second_gateway(settings="strip_billing_header = false").url
 
 
 def count(url: str, *system: anthropic.types.TextBlockParam) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,9 +18,7 @@ from cortex.cli.up.demo import SMOLLM2
 from cortex.gateway.ledger.keys import as_toml, generate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .conftest import Run, Start
+    from .conftest import Gateway, StartSecondGateway
 
 pytestmark = pytest.mark.e2e
 
@@ -30,28 +27,17 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("keyed") / "cortex.toml"
-    path.write_text(as_toml(KEY.section))
-    return path
+def keyed(start_second_gateway: StartSecondGateway) -> Gateway:
+    return start_second_gateway(as_toml(KEY.section), key=KEY.text)
 
 
-@pytest.fixture(scope="module")
-def keyed(start: Start, config: Path) -> Iterator[Run]:
-    run = start("--config", str(config))
-    run.wait_ready()
-    yield run
-    assert run.stop(signal.SIGTERM) == 0
-    run.assert_nothing_left()
-
-
-def ask_openai(run: Run, key: str) -> openai.types.chat.ChatCompletion:
-    client = openai.OpenAI(base_url=f"{run.url}/v1", api_key=key, max_retries=0, timeout=60)
+def ask_openai(gateway: Gateway, key: str) -> openai.types.chat.ChatCompletion:
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=60)
     return client.chat.completions.create(model=SMOLLM2.id, messages=QUESTION, max_tokens=4)  # type: ignore[arg-type]
 
 
-def ask_anthropic(run: Run, key: str) -> anthropic.types.Message:
-    client = anthropic.Anthropic(base_url=run.url, api_key=key, max_retries=0, timeout=60)
+def ask_anthropic(gateway: Gateway, key: str) -> anthropic.types.Message:
+    client = anthropic.Anthropic(base_url=gateway.url, api_key=key, max_retries=0, timeout=60)
     return client.messages.create(model=SMOLLM2.id, messages=QUESTION, max_tokens=4)  # type: ignore[arg-type]
 
 
@@ -65,7 +51,7 @@ WRONG_KEYS = {
 
 
 @pytest.mark.parametrize("key", WRONG_KEYS.values(), ids=WRONG_KEYS)
-def test_malformed_key_is_an_authentication_error_for_both_clients(keyed: Run, key: str) -> None:
+def test_malformed_key_is_an_authentication_error_for_both_clients(keyed: Gateway, key: str) -> None:
     with pytest.raises(openai.AuthenticationError) as rejection:
         ask_openai(keyed, key)
     assert rejection.value.code == "invalid_api_key"
@@ -74,10 +60,10 @@ def test_malformed_key_is_an_authentication_error_for_both_clients(keyed: Run, k
     assert rejected.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 
 
-def test_request_with_the_right_key_is_served_and_recorded(keyed: Run, config: Path) -> None:
+def test_request_with_the_right_key_is_served_and_recorded(keyed: Gateway) -> None:
     assert ask_openai(keyed, KEY.text).choices
     assert ask_anthropic(keyed, KEY.text).content
-    command = [sys.executable, "-m", "cortex.cli.cortex", "usage", "--config", str(config), "--json"]
+    command = [sys.executable, "-m", "cortex.cli.cortex", "usage", "--config", str(keyed.config), "--json"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     deadline = time.monotonic() + 60
     while True:

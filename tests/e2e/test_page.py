@@ -20,7 +20,7 @@ from ..gateway.fake_neuron import GB
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-    from .conftest import Run, Start
+    from .conftest import Run, StartSecondGateway
 
 pytestmark = pytest.mark.e2e
 
@@ -94,15 +94,12 @@ def second(tmp_path: Path) -> Iterator[DirectedNode]:
 
 
 def test_both_kinds_of_keys_over_a_real_and_a_second_node(
-    start: Start, browser: Browser, second: DirectedNode, tmp_path: Path
+    start_second_gateway: StartSecondGateway, browser: Browser, second: DirectedNode
 ) -> None:
     operator, user = generate("anna", operator=True), generate("ben", models=("smollm*",))
-    config = tmp_path / "cortex.toml"
     keys = (as_toml(operator.section), as_toml(user.section))
-    config.write_text("\n".join([CONFIGURATION.format(endpoint=second.endpoint), *keys]))
-    up = start("-c", str(config))
-    up.wait_ready()
-    page = signed_in(browser, up.url, operator.text)
+    gateway = start_second_gateway(CONFIGURATION.format(endpoint=second.endpoint), *keys, key=operator.text)
+    page = signed_in(browser, gateway.url, operator.text)
 
     real, other = (page.get_by_label(f"Node {name}", exact=True) for name in ("local", "second"))
     real.get_by_label(f"Actions for {SMOLLM2.id}").click()
@@ -130,15 +127,13 @@ def test_both_kinds_of_keys_over_a_real_and_a_second_node(
     page.get_by_role("button", name="Decisions").click()
     page.get_by_text("to make room for larger").wait_for()
 
-    page = signed_in(browser, up.url, user.text)
+    page = signed_in(browser, gateway.url, user.text)
     assert page.get_by_role("navigation").get_by_role("link").all_inner_texts() == [
         "Models", "Playground", "Activity", "Usage",
     ]  # fmt: skip
     page.get_by_role("link", name="Models").click()
     page.get_by_role("button", name=SMOLLM2.id).wait_for()
     assert page.get_by_text("larger").count() == 0
-    assert up.stop() == 0
-    up.assert_nothing_left()
 
 
 def signed_in(browser: Browser, url: str, key: str) -> Page:

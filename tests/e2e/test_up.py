@@ -18,6 +18,8 @@ import pytest
 
 from cortex.cli.up.demo import SMOLLM2
 
+from .test_agents import write_model
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -27,6 +29,12 @@ pytestmark = pytest.mark.e2e
 
 TIMEOUT_S = 60.0
 """Only reached on failure."""
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Is ready sooner than the demo model."""
+    return str(write_model(tmp_path_factory.mktemp("small") / "small", "qwen3.jinja"))
 
 
 def get(url: str) -> Any:
@@ -105,8 +113,8 @@ def test_ctrl_c_while_it_loads_leaves_no_process(start: Start) -> None:
     run.assert_nothing_left()
 
 
-def test_killing_the_supervisor_leaves_no_process(start: Start) -> None:
-    run = start()
+def test_killing_the_supervisor_leaves_no_process(start: Start, small_model: str) -> None:
+    run = start(small_model)
     run.wait_ready()
     run.stop(signal.SIGKILL)
     deadline = time.monotonic() + TIMEOUT_S
@@ -116,8 +124,8 @@ def test_killing_the_supervisor_leaves_no_process(start: Start) -> None:
 
 
 @pytest.mark.parametrize("name", ["gateway", "neuron"])
-def test_up_ends_with_one_line_if_a_program_dies(start: Start, name: str) -> None:
-    run = start()
+def test_up_ends_with_one_line_if_a_program_dies(start: Start, small_model: str, name: str) -> None:
+    run = start(small_model)
     run.wait_ready()
     victim = next(line for line in run.processes() if f"-m cortex.{name}" in line)
     os.kill(int(victim.split()[0]), signal.SIGKILL)

@@ -27,8 +27,9 @@ HOP_BY_HOP = frozenset(
 )
 NOT_FOR_NODES = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding"}
 """Request headers that are not passed on. Without `accept-encoding` a node responds uncompressed, as metering needs."""
-NOT_FOR_CLIENTS = HOP_BY_HOP | {b"content-length", b"date"}
-"""Response headers that are not passed on; the exchange writes its own length and date."""
+NOT_FOR_CLIENTS = HOP_BY_HOP | {b"content-length", b"date", b"server"}
+"""Response headers that are not passed on; the exchange writes its own length and date. What a node runs on is not for
+clients."""
 
 _FRAMING = frozenset((b"connection", b"content-length", b"transfer-encoding"))
 _BREAKS = b"\r\n\0"

@@ -155,6 +155,17 @@ def test_explains_which_node_takes_how_much_of_the_layers_or_decides_the_share_o
     assert "benjy with 12.0 GiB free decides the share of each" in reason
 
 
+def test_shows_no_equal_part_of_a_model_that_is_divided_by_layers(model: Make, node: Make, fleet: Make) -> None:
+    nodes = [node("beast", [24]), node("benjy", [12])]
+    (peer,) = place("big", fleet(*nodes, specs=[staged(30)]), NOW, only_on="benjy").assessments
+    assert (peer.verdict, peer.need_bytes, peer.rows[0].need_bytes) == (Verdict.EXCLUDED, None, None)
+    held = leading(model("big", 20), parallel="pipeline", stage_layers=(42,))
+    (lead,) = place(
+        "big", fleet(node("beast", [24], held), nodes[1], specs=[staged(30)]), NOW, only_on="beast"
+    ).assessments
+    assert (lead.verdict, lead.need_bytes) == (Verdict.RESIDENT, 20 * GIB)
+
+
 def test_layers_go_where_memory_is_free_before_anything_is_evicted(model: Make, node: Make, fleet: Make) -> None:
     beast, benjy = node("beast", [24], model("a", 18)), node("benjy", [24])
     decision = place("big", fleet(beast, benjy, specs=[staged(25)]), NOW)

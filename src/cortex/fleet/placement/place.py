@@ -70,8 +70,12 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
     found = _without_memory(spec, node, held, fleet, now, origin)
     if found is None and (peers := _peers(spec, held, fleet)):
         return fit_over_nodes(spec, node, peers, fleet, now, need=need, origin=origin)
-    if need is not None:
-        need = need.part_of(max(1, len(node.nodes_of(spec))))
+    num_nodes = max(1, len(node.nodes_of(spec)))
+    if found is not None and num_nodes > 1 and node.divides_by_layers(spec):
+        own_bytes = None if held is None else held.status.measured_bytes  # the parts differ
+        need = None if own_bytes is None else Need(takes_bytes=own_bytes, least_bytes=own_bytes)
+    elif need is not None:
+        need = need.part_of(num_nodes)
     if found is None:
         fitting = Fitting(spec, node, fleet, now, need=need, origin=origin)
         return fitting.wake() or fitting.load()

@@ -354,6 +354,8 @@ class ProxyRequest:
         if self._accounting.stream and self._accounting.error_code is None and self._accounting.status < 400:
             self._accounting.error_code = failure_report.from_stream(end_of_body)
         self._release(self._accounting.error_code)
+        if self._accounting.status >= 400:
+            self._accounting.relayed_code = failure_report.from_body(end_of_body)
         if self._translation is not None:
             usage = self._translation.usage
         else:

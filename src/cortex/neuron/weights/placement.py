@@ -19,8 +19,9 @@ from cortex.neuron.weights.stored import StoredTensor
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
 PIECE_BYTES: Final = 8 << 20
-CACHED_PIECE_BYTES: Final = 256 << 10
-"""Of pieces that the CPU repacks: several copies of the codes fit its caches."""
+CACHED_PIECE_WEIGHTS: Final = 512 << 10
+"""Of pieces that the CPU quantises or repacks: many enough that each operation is worth its fixed cost, and few enough
+that several copies fit the caches."""
 _BLOCK_ROWS: Final = 64
 
 
@@ -165,7 +166,9 @@ class PackedTarget:
         """The pieces to read: whole blocks of rows, which a matrix may pack together."""
         stored, count = self.stored, self.stored.num_groups
         unit = math.lcm(_BLOCK_ROWS, max(1, stored.group_rows)) // max(1, stored.group_rows)
-        piece_bytes = CACHED_PIECE_BYTES if self._placement.matrix.device.type == "cpu" else PIECE_BYTES
+        piece_bytes = PIECE_BYTES
+        if self._placement.matrix.device.type == "cpu":
+            piece_bytes = CACHED_PIECE_WEIGHTS * stored.num_bytes // max(1, stored.num_elements)
         step = unit * max(1, piece_bytes // (unit * max(1, stored.group_bytes)))
         return (WeightPiece(self, start, min(step, count - start)) for start in range(0, count, step))
 

@@ -1,4 +1,4 @@
-"""How the gateway learns that a stream failed, although its HTTP status is 200.
+"""How the gateway learns why a response failed, also that a stream failed although its HTTP status is 200.
 
 A node ends the failed stream of a request that came through a gateway with an SSE comment that has the error's code,
 which the gateway does not pass on. Foreign servers send only the error event of their dialect, which is read where
@@ -56,6 +56,15 @@ def from_stream(tail: bytes) -> str | None:
     if event.error is None and event.type not in ("error", "response.failed"):
         return None
     return _known(str(event.error.code) if event.error is not None else "")
+
+
+def from_body(body: bytes) -> str | None:
+    """The code in the body of an error response; None where the dialect has none, or a foreign server made it up."""
+    try:
+        error = _decoder.decode(body).error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return str(error.code) if error is not None and str(error.code) in BY_CODE else None
 
 
 def _line(text: bytes, start: int) -> bytes:

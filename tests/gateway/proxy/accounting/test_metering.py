@@ -134,6 +134,29 @@ async def test_stream_that_ends_with_an_error_event_counts_as_failed(
     assert f'cortex_request_errors_total{{code="{code}",model="a",node="beast"}} 1.0' in client.metrics()
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ({"message": "too long", "type": "x", "code": "context_length_exceeded"}, "context_length_exceeded"),
+        ({"message": "odd", "type": "x", "code": "of_a_foreign_server"}, "status_400"),
+        ({"message": "none", "type": "x"}, "status_400"),
+        ("text", "status_400"),
+    ],
+)
+async def test_error_response_of_a_node_counts_with_its_code(
+    neurons: StartNeuron, start_gateway: StartGateway, error: Any, code: str
+) -> None:
+    async def reject(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"error": error}, status=400)
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=reject)
+    client = await start_gateway(beast)
+    assert (await client.chat("a"))[0] == 400
+    assert f'cortex_request_errors_total{{code="{code}",model="a",node="beast"}} 1.0' in client.metrics()
+    _, activity = await client.get("/fleet/activity")
+    assert activity["requests"][0]["error"] == code
+
+
 async def test_complete_stream_that_mentions_errors_counts_as_complete(
     neurons: StartNeuron, start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -128,7 +128,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cpu
     except (RuntimeError, AttributeError, NotImplementedError):
         pytest.skip(f"torch has no {form} products for this processor")
     monkeypatch.setattr(loading, "best_form", lambda _: form)
-    monkeypatch.setattr(placement, "CACHED_PIECE_BYTES", 1)
+    monkeypatch.setattr(placement, "CACHED_PIECE_WEIGHTS", 1)
     return form
 
 

@@ -13,7 +13,7 @@ from cortex.neuron.kernels.attention.paged import attention, attention_reference
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
 
-HEADS, KV_HEADS, DIM = 8, 2, 128
+HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def run(
 
 @pytest.mark.parametrize(
     ("decode_lengths", "prefills"),
-    [([], [(0, 128)]), ([], [(0, 77)]), ([5, 90], [(0, 33)]), ([3], [(0, 150), (0, 16), (0, 65)])],
+    [([], [(0, 128)]), ([5, 90], [(0, 33)]), ([3], [(0, 77), (0, 16)])],
 )
 def test_whole_prompts_match_the_reference(
     decode_lengths: list[int],
@@ -132,22 +132,21 @@ def test_plan_applies_only_to_its_geometry(device: torch.device, dtype: torch.dt
     batch, _ = make_batch([], [(0, 64)], device)
     rules = AttentionRules(DIM**-0.5, torch.empty(0))
     assert cudnn.takes(torch.empty(64, HEADS, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
-    assert not cudnn.takes(torch.empty(64, 4, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
+    assert not cudnn.takes(torch.empty(64, 2 * HEADS, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
 
 
-@pytest.mark.parametrize(
-    ("message", "raised"),
-    [
-        ("No available kernel. Aborting execution.", cudnn.Unserved),
-        ("CUDA error: an illegal memory access was encountered", RuntimeError),
-    ],
-)
-def test_distinguishes_unsupported_geometry_from_device_fault(
-    message: str, raised: type[Exception], device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.gpu
+def test_geometry_without_a_plan_is_unserved() -> None:
+    with pytest.raises(cudnn.Unserved, match=f"{HEADS} heads over {KV_HEADS} of {DIM} in torch.float32"):
+        cudnn.prepare(Geometry(torch.device("cuda"), torch.float32, HEADS, KV_HEADS, DIM), 1.0, 1024)
+
+
+def test_fault_of_the_device_is_not_taken_for_a_geometry_without_a_plan(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise RuntimeError(message)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", fail)
-    with pytest.raises(raised):
+    with pytest.raises(RuntimeError, match="illegal memory access"):
         cudnn.prepare(Geometry(device, dtype, HEADS, KV_HEADS, DIM), 1.0, 1024)

@@ -49,19 +49,24 @@ def make_batch(decode_lengths: list[int], prefills: list[tuple[int, int]], devic
     return batch, len(lengths) * max_pages + 1
 
 
+GEOMETRIES = [(4, 2, 128, 128, True), (3, 1, 64, 64, False), (2, 2, 80, 16, True), (2, 1, 256, 64, True)]
+ROWS: list[tuple[list[int], list[tuple[int, int]]]] = [
+    ([1], []),
+    ([5, 200, 65], []),
+    ([], [(0, 1), (0, 40)]),
+    ([70], [(100, 40), (31, 2)]),
+]
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotated", "normed"),
-    [(8, 2, 128, 128, True), (3, 1, 64, 64, False), (2, 2, 80, 16, True), (2, 1, 256, 64, True)],
-)
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize(
-    ("decode_lengths", "prefills"),
+    ("heads", "kv_heads", "dim", "rotated", "normed", "window", "decode_lengths", "prefills"),
     [
-        ([1], []),
-        ([5, 200, 65], []),
-        ([], [(0, 1), (0, 150)]),
-        ([70], [(100, 40), (31, 2)]),
-    ],
+        # Every geometry and all rows, each with and without a window.
+        (*geometry, None if (number + row) % 2 else 50, *ROWS[row])
+        for number, geometry in enumerate(GEOMETRIES)
+        for row in range(len(ROWS))
+    ]
+    + [(*GEOMETRIES[1], None, [], [(0, PREFILL_TILE + 6)])],
 )
 def test_attention_and_stored_kv_match_the_reference(
     heads: int,

@@ -47,6 +47,8 @@ class RequestAccounting:
     status: int = 0
     """The HTTP status for the client; 0 before there is one."""
     error_code: str | None = None
+    relayed_code: str | None = None
+    """The code in an error response that a node sent and the client got as it was."""
     error_message: str | None = None
     """For operators: it may name nodes and files."""
     capture: Capture | None = None
@@ -178,7 +180,8 @@ class RequestAccounting:
         return "failed" if self.error_code is not None and outcome is _COMPLETE else outcome
 
     def _failure(self) -> str | None:
-        return self.error_code or (f"status_{self.status}" if self.status >= 400 else None)
+        code = self.error_code or self.relayed_code
+        return code or (f"status_{self.status}" if self.status >= 400 else None)
 
     def _count(self, node: str, now: float, usage: Usage | None) -> None:
         metrics = self.services.metrics

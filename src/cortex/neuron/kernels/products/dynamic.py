@@ -104,7 +104,8 @@ class DynamicMatrix:
 
 def _packed(code: Tensor, scale: Tensor) -> Tensor:
     """code: [rows, columns] uint8; scale: [rows, columns / GROUP] bfloat16 → [bytes] uint8"""
-    pairs = code[:, 0::2] | (code[:, 1::2] << 4)
+    words = code.contiguous().view(torch.int16)
+    pairs = (words | (words >> 4)).to(torch.uint8)  # the low bytes
     packed: Tensor = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scale, None, GROUP, *code.shape[::-1])
     return packed.view(torch.uint8).flatten()
 

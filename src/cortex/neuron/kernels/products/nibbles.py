@@ -10,6 +10,10 @@ from torch import Tensor
 
 from cortex.neuron.kernels.products.cpu_layout import GROUP, CpuLayout
 
+_BYTES = 0x01010101
+_ZERO = 8
+"""The nibble that stands for 0."""
+
 
 class Nibbles(NamedTuple):
     """Rows of a matrix whose codes have four bits."""
@@ -25,12 +29,16 @@ class Nibbles(NamedTuple):
 def split(layout: CpuLayout, code: Tensor, scale: Tensor, minimum: Tensor) -> Nibbles:
     """code: [rows, columns] uint8; scale and minimum: [rows, columns / group] float32"""
     constant = minimum + (layout.center + layout.low_offset) * scale
-    value = code.to(torch.int16) - layout.center
-    high = torch.div(value, layout.base, rounding_mode="floor")
-    nibbles = (high + 8).to(torch.uint8)
+    shift = layout.base.bit_length() - 1
+    # Four codes at a time. The center becomes 8 in the high half: it is 8 · base, or fewer bits need no low half.
+    words = code.contiguous().view(torch.int32)
+    nibbles = ((words >> shift) & (_BYTES * (255 >> shift))) if shift else words
+    if layout.center < _ZERO * layout.base:
+        nibbles = nibbles + _BYTES * (_ZERO - layout.center)
+    nibbles = nibbles.view(torch.uint8)
     if layout.planes == 1:
         return _padded(layout, Nibbles(nibbles, scale, constant))
-    low = (value - high * layout.base + (8 - layout.low_offset)).to(torch.uint8)
+    low = ((words & (_BYTES * (layout.base - 1))) + _BYTES * (_ZERO - layout.low_offset)).view(torch.uint8)
     if layout.group == GROUP:
         return Nibbles(torch.cat((nibbles, low), 1), torch.cat((scale * layout.base, scale), 1), constant)
     halves = [part.view(len(code), -1, 1, layout.group) for part in (nibbles, low)]

@@ -55,6 +55,19 @@ def test_norm_gate_and_residual_are_computed_in_the_same_pass(
     assert (y.float() - expected).norm() < 0.015 * expected.norm()
 
 
+def test_norm_weights_are_not_rounded_to_the_dtype_of_the_input(matrix: NativeMatrix) -> None:
+    x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(4)).bfloat16()
+    weights = torch.full((INPUTS,), 1 + 2.0**-8), torch.ones(INPUTS)  # bfloat16 rounds both to 1
+    scaled, plain = (matrix.fused(x, norm=weight).float().norm() for weight in weights)
+    assert abs(scaled / plain - (1 + 2.0**-8)) < 2.0**-10
+
+
+@pytest.mark.parametrize("number", [-1, OUTPUTS, 1 << 40])
+def test_rows_that_do_not_exist_are_rejected(matrix: NativeMatrix, number: int) -> None:
+    with pytest.raises(IndexError, match=str(number)):
+        matrix.rows(torch.tensor([0, number, 1]))
+
+
 def test_rows_do_not_depend_on_those_beside_them(matrix: NativeMatrix) -> None:
     x = torch.randn(7, INPUTS, generator=torch.Generator().manual_seed(3))
     assert torch.equal(matrix.product(x), torch.cat([matrix.product(row) for row in x.split(1)]))
@@ -83,10 +96,10 @@ def test_numbers_without_bounds_stay_visible(matrix: NativeMatrix) -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    for function in (native_library.native_library, native_library.native_library_or_none, best_form):
+    for function in (native_library.native_library_or_none, best_form):
         function.cache_clear()
     yield
-    for function in (native_library.native_library, native_library.native_library_or_none, best_form):
+    for function in (native_library.native_library_or_none, best_form):
         function.cache_clear()
 
 
@@ -109,10 +122,52 @@ def test_products_are_compiled_once_per_host(
 ) -> None:
     del matrix  # this host can compile
     monkeypatch.setenv("CORTEX_CACHE", str(tmp_path))
-    native_library.native_library.cache_clear()
+    native_library.native_library_or_none.cache_clear()
     native_library.native_library()
     (built,) = (tmp_path / "kernels").iterdir()
     written = built.stat().st_mtime_ns
-    native_library.native_library.cache_clear()
+    native_library.native_library_or_none.cache_clear()
     native_library.native_library()
     assert built.stat().st_mtime_ns == written
+
+
+@pytest.mark.usefixtures("fresh")
+def test_damaged_library_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, matrix: NativeMatrix
+) -> None:
+    del matrix  # this host can compile
+    whole, damaged = (tmp_path / name / "kernels" for name in ("whole", "damaged"))
+    monkeypatch.setenv("CORTEX_CACHE", str(whole.parent))
+    native_library.native_library_or_none.cache_clear()
+    native_library.native_library()
+    damaged.mkdir(parents=True)
+    (built,) = (damaged / path.name for path in whole.iterdir())
+    built.touch()
+    monkeypatch.setenv("CORTEX_CACHE", str(damaged.parent))
+    native_library.native_library_or_none.cache_clear()
+    native_library.native_library()
+    assert built.stat().st_size > 0
+
+
+@pytest.mark.usefixtures("fresh")
+def test_reason_of_a_failed_compilation_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'disk is full' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CORTEX_CACHE", str(tmp_path))
+    monkeypatch.setattr(native_library, "compiler", lambda: str(compiler))
+    for _ in range(2):
+        assert native_library.native_library_or_none() is None
+        with pytest.raises(NotImplementedError):
+            native_library.native_library()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "disk is full" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh")
+def test_host_without_a_home_folder_has_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CORTEX_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "~no-such-user/cache")
+    assert native_library.native_library_or_none() is None

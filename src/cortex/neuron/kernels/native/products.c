@@ -107,13 +107,14 @@ typedef struct {
 } Inputs;
 
 // out = f(x) Wᵀ + residual, for `rows` rows. f divides by the length and multiplies with `norm` if that is given; if
-// `is_gated`, it is silu(first half) · second half. All numbers are bfloat16 if `is_half`, else float32.
+// `is_gated`, it is silu(first half) · second half. All numbers are bfloat16 if `is_half`, else float32; for `norm`,
+// `is_norm_half` says it.
 typedef struct {
     const void *x, *norm, *residual;
     void *out;
     int64_t rows;
     float eps;
-    int32_t is_gated, is_half;
+    int32_t is_gated, is_half, is_norm_half;
 } Call;
 
 typedef struct {
@@ -134,7 +135,7 @@ static void prepare(const Call *call, int64_t row, int64_t inputs, float *room) 
     }
     widen(call->x, row * inputs, inputs, call->is_half, room);
     if (!call->norm) return;
-    widen(call->norm, 0, inputs, call->is_half, other);
+    widen(call->norm, 0, inputs, call->is_norm_half, other);
     float factor = 1 / __builtin_sqrtf(dot_product(room, room, inputs) / inputs + call->eps);
     for (int64_t i = 0; i < inputs; i++) room[i] *= factor * other[i];
 }
@@ -270,11 +271,12 @@ int product(const Matrix *m, const Call *call, Parallel parallel, int threads) {
     return 0;
 }
 
-// Rows of the matrix. out: [count, 32 · tiles]
-void looked_up_rows(const Matrix *m, const int64_t *numbers, int64_t count, float *out) {
+// Rows of the matrix. out: [count, 32 · tiles]. 0, or -1 if the matrix has no such row.
+int looked_up_rows(const Matrix *m, const int64_t *numbers, int64_t count, float *out) {
     const int64_t size = tile_bytes(m);
     const int bits = m->bits, groups = COLUMNS / m->group;
     for (int64_t i = 0; i < count; i++) {
+        if (numbers[i] < 0 || numbers[i] >= m->outputs) return -1;
         const int64_t lane = numbers[i] % ROWS;
         const uint8_t *tile = m->packed + numbers[i] / ROWS * m->tiles * size;
         for (int64_t t = 0; t < m->tiles; t++, tile += size) {
@@ -301,4 +303,5 @@ void looked_up_rows(const Matrix *m, const int64_t *numbers, int64_t count, floa
             }
         }
     }
+    return 0;
 }

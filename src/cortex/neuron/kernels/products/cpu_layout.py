@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.layout import IQ4, Layout
 
 GROUP: Final = 32
 """Columns that share a scale in memory."""
@@ -131,7 +131,7 @@ _FORMATS: Final[Mapping[str, tuple[int, int, int | None]]] = {
     "IQ4_XS": (8, 32, 128),
 }
 """Quantised types of GGUF files → bits, columns of a group, zero; as `weights/gguf/quants.py` decodes them."""
-_LEVELS: Final = tuple(128 + n for n in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+_LEVELS: Final = tuple(128 + level for level in IQ4.levels)
 """The codes of IQ4_NL and IQ4_XS."""
 
 

@@ -113,7 +113,8 @@ class NativeMatrix:
             wide = None if residual is None else residual.float()
             return self.fused(x.float(), norm=norm, eps=eps, is_gated=is_gated, residual=wide).to(dtype)
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-        norm = None if norm is None else norm.to(dtype)
+        if norm is not None and norm.dtype != torch.bfloat16:
+            norm = norm.float()
         out = torch.empty(rows, self.outputs, dtype=dtype)
         library = native_library()
         call = NativeCall(
@@ -125,6 +126,7 @@ class NativeMatrix:
             eps,
             is_gated,
             dtype == torch.bfloat16,
+            norm is not None and norm.dtype == torch.bfloat16,
         )
         is_small = rows * self.outputs * self.inputs < _MIN_PARALLEL_WEIGHTS
         threads = 1 if is_small else torch.get_num_threads()
@@ -135,7 +137,8 @@ class NativeMatrix:
     def rows(self, numbers: Tensor) -> Tensor:
         numbers = numbers.long().contiguous()
         out = torch.empty(len(numbers), self.inputs)
-        native_library().looked_up_rows(self._at_address(), numbers.data_ptr(), len(numbers), out.data_ptr())
+        if native_library().looked_up_rows(self._at_address(), numbers.data_ptr(), len(numbers), out.data_ptr()):
+            raise IndexError(f"row {int(numbers.max())} or {int(numbers.min())} of a matrix with {self.outputs} rows")
         return out
 
     def _at_address(self) -> object:

@@ -215,7 +215,8 @@ class Node:
             return
         if held.state is ModelState.ASLEEP:
             await self._models.controller(model_id).unload_if_asleep()
-            return await self._free_another_quant(model_id, quant)  # another request may have loaded it meanwhile
+            await self._free_another_quant(model_id, quant)  # another request may have loaded it meanwhile
+            return
         loaded = requested or stored or "dense weights"
         raise ModelInUse(
             f"{shorten(model_id)} is {held.state.value} as {loaded}, not as {shorten(quant)}; unload it first, or "

@@ -62,6 +62,12 @@ def test_norm_weights_are_not_rounded_to_the_dtype_of_the_input(matrix: NativeMa
     assert abs(scaled / plain - (1 + 2.0**-8)) < 2.0**-10
 
 
+def test_norm_weights_may_be_in_half_precision(matrix: NativeMatrix) -> None:
+    x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(4))
+    norm = torch.rand(INPUTS, generator=torch.Generator().manual_seed(5)).bfloat16()
+    assert torch.equal(matrix.fused(x, norm=norm), matrix.fused(x, norm=norm.float()))
+
+
 @pytest.mark.parametrize("number", [-1, OUTPUTS, 1 << 40])
 def test_rows_that_do_not_exist_are_rejected(matrix: NativeMatrix, number: int) -> None:
     with pytest.raises(IndexError, match=str(number)):

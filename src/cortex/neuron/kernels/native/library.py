@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("numbers.h", "products.c", "attention.c"))
 _COMPILE_TIMEOUT_S = 120
-_LOGGED_LINES = 20
+_LOGGED_LINES = 3
 """Of what the compiler wrote."""
 
 
@@ -97,8 +97,9 @@ def native_library_or_none() -> NativeLibrary | None:
     try:
         return _load()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or b""
-        reason = "\n".join((str(error), *output.decode(errors="replace").splitlines()[:_LOGGED_LINES]))
+        output = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
+        output = [line for line in output if "error" in line] or output
+        reason = "; ".join((str(error), *output[:_LOGGED_LINES]))
         log.warning("the functions in C are not available, CPUs use slower ones: %s", reason)
         return None
 

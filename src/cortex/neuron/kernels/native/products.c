@@ -45,14 +45,24 @@ INLINE Bytes bytes_at(const uint8_t *from) {
     return bytes;
 }
 
-INLINE Floats bfloats_at(const uint8_t *from) {
+// Scales and minimums are float16, as in GGUF files.
+INLINE Floats halves_at(const uint8_t *from) {
 #if WIDTH == 16
-    return (Floats)vshll_n_u16(vreinterpret_u16_u8(vld1_u8(from)), 16);
+    return (Floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
 #elif WIDTH == 64
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #else
-    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
 #endif
+}
+
+INLINE float half_at(const uint8_t *from) {
+    uint16_t half;
+    memcpy(&half, from, 2);
+    uint32_t word = (uint32_t)(half & 0x7fff) << 13;  // 2¹¹² times too small
+    float size;
+    memcpy(&size, &word, 4);
+    return (half >> 15 ? -0x1p112f : 0x1p112f) * size;
 }
 
 // Where a tile has which bits of its codes. `bits` is CODEBOOK for four bits that number the entries of a table.
@@ -198,8 +208,8 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
                     for (int part = 0; part < PARTS; part++) {
                         const int offset = group * ROWS * 2 + part * WIDTH / 2;
                         Floats exact = __builtin_convertvector(sums[i][part] - zero * sum, Floats);
-                        Floats value = exact * bfloats_at(scales + offset);
-                        if (has_minimums) value += bfloats_at(minimums + offset) * (float)sum;
+                        Floats value = exact * halves_at(scales + offset);
+                        if (has_minimums) value += halves_at(minimums + offset) * (float)sum;
                         totals[i][part] += value * scale;
                         sums[i][part] = (Ints){0};
                     }
@@ -292,14 +302,9 @@ int looked_up_rows(const Matrix *m, const int64_t *numbers, int64_t count, float
                     place += 2;
                 }
                 if (has_one(bits)) code |= (from[ones_at(bits)] >> step & 1) << place;
-                uint16_t halves[2] = {0, 0};
                 const uint8_t *scale = tile + codes_bytes(bits) + (column / m->group * ROWS + lane) * 2;
-                memcpy(halves, scale, 2);
-                if (m->has_minimums) memcpy(halves + 1, scale + groups * ROWS * 2, 2);
-                uint32_t words[2] = {(uint32_t)halves[0] << 16, (uint32_t)halves[1] << 16};
-                float numbers_of[2];
-                memcpy(numbers_of, words, 8);
-                *out++ = (float)(code - m->zero) * numbers_of[0] + numbers_of[1];
+                const float minimum = m->has_minimums ? half_at(scale + groups * ROWS * 2) : 0;
+                *out++ = (float)(code - m->zero) * half_at(scale) + minimum;
             }
         }
     }

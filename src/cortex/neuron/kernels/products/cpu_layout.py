@@ -107,7 +107,7 @@ def weight_only_row_bytes(columns: int) -> int:
 
 
 def tile_bytes(layout: CpuLayout) -> int:
-    """Codes, and per group a scale and perhaps a minimum in bfloat16, of 16 rows and 32 columns (native form)."""
+    """Codes, and per group a scale and perhaps a minimum in float16, of 16 rows and 32 columns (native form)."""
     numbers = GROUP // layout.group * (2 if layout.zero is None else 1)
     return TILE_ROWS * (GROUP * (4 if layout.levels else layout.bits) // 8 + 2 * numbers)
 

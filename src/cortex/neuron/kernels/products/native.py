@@ -1,6 +1,6 @@
 """Matrices of codes of any width, multiplied by functions of our own (`native/products.c`).
 
-The memory is [blocks of 16 rows, tiles of 32 columns, bytes of a tile]. A tile has its codes, then a bfloat16 scale per
+The memory is [blocks of 16 rows, tiles of 32 columns, bytes of a tile]. A tile has its codes, then a float16 scale per
 row and group, then the minimums, if groups have them. Codes are in the order [8 steps, 16 rows, 4 columns]. Those of
 eight bits are bytes. Others are divided into their lowest four bits, two steps per byte, then two bits, four steps per
 byte, then one bit, eight steps per byte; whichever of them make up the width.
@@ -31,6 +31,7 @@ from cortex.neuron.kernels.quantised.quantise import quantised
 _MIN_PARALLEL_WEIGHTS = 1 << 18
 """Smaller products take less time than waking threads."""
 _STEPS = 8
+_LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class NativeMatrix:
         steps = code.view(blocks, TILE_ROWS, tiles, _STEPS, 4).permute(0, 2, 3, 1, 4).flatten(3)
         parts = [*_planes(steps, 4 if layout.levels else layout.bits)]
         for numbers in (scale,) if layout.zero is not None else (scale, minimum):
-            grouped = numbers.view(blocks, TILE_ROWS, tiles, -1).permute(0, 2, 3, 1).bfloat16()
+            grouped = numbers.clamp(-_LARGEST, _LARGEST).view(blocks, TILE_ROWS, tiles, -1).permute(0, 2, 3, 1).half()
             parts.append(grouped.contiguous().view(torch.uint8).flatten(2))
         first = first_row // TILE_ROWS
         torch.cat(parts, 2, out=self.packed[first : first + blocks])

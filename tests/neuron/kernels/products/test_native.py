@@ -124,9 +124,10 @@ def test_library_forms_are_used_where_nothing_can_be_compiled(
 
 @pytest.mark.usefixtures("fresh")
 def test_products_are_compiled_once_per_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, matrix: NativeMatrix
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, matrix: NativeMatrix, caplog: pytest.LogCaptureFixture
 ) -> None:
     del matrix  # this host can compile
+    caplog.set_level("INFO")
     monkeypatch.setenv("CORTEX_CACHE", str(tmp_path))
     native_library.native_library_or_none.cache_clear()
     native_library.native_library()
@@ -135,6 +136,7 @@ def test_products_are_compiled_once_per_host(
     native_library.native_library_or_none.cache_clear()
     native_library.native_library()
     assert built.stat().st_mtime_ns == written
+    assert caplog.text.count("compiling the functions in C") == 1
 
 
 @pytest.mark.usefixtures("fresh")

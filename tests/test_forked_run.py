@@ -42,9 +42,9 @@ def start(folder: Path, *options: str, **files: str) -> subprocess.Popen[str]:
 def end(started: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     try:
         stdout, stderr = started.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        os.killpg(started.pid, signal.SIGKILL)
-        raise
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(started.args, started.returncode, stdout, stderr)
 
 

@@ -100,6 +100,25 @@ def test_numbers_without_bounds_stay_visible(matrix: NativeMatrix) -> None:
     assert y[1].isnan().all()
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e6])
+def test_scales_that_float16_cannot_hold_stay_visible(matrix: NativeMatrix, number: float) -> None:
+    code = torch.full((OUTPUTS, INPUTS), 200, dtype=torch.uint8)
+    scale = torch.ones(OUTPUTS, INPUTS // 32)
+    scale[70, 1] = number
+    matrix.put(0, code, scale, -128 * scale)
+    rows = matrix.rows(torch.arange(OUTPUTS))
+    assert not rows[70, 32:64].isfinite().any()
+    assert int(rows.isfinite().sum()) == rows.numel() - 32
+    assert matrix.product(torch.ones(1, INPUTS))[0].isfinite().logical_not().nonzero().tolist() == [[70]]
+
+
+def test_scales_in_float16_are_looked_up_exactly(matrix: NativeMatrix) -> None:
+    scale = torch.arange(OUTPUTS * INPUTS // 32).mul(52).to(torch.int16).view(torch.float16).view(OUTPUTS, -1).float()
+    assert scale.isfinite().all()
+    matrix.put(0, torch.full((OUTPUTS, INPUTS), 129, dtype=torch.uint8), scale, -128 * scale)
+    assert torch.equal(matrix.rows(torch.arange(OUTPUTS)), scale.repeat_interleave(32, 1))
+
+
 @pytest.fixture
 def fresh() -> Iterator[None]:
     for function in (native_library.native_library_or_none, best_form):

@@ -56,13 +56,9 @@ INLINE Floats halves_at(const uint8_t *from) {
 #endif
 }
 
-INLINE float half_at(const uint8_t *from) {
-    uint16_t half;
-    memcpy(&half, from, 2);
-    uint32_t word = (uint32_t)(half & 0x7fff) << 13;  // 2¹¹² times too small
-    float size;
-    memcpy(&size, &word, 4);
-    return (half >> 15 ? -0x1p112f : 0x1p112f) * size;
+INLINE float half_of(const uint8_t *from, int64_t lane) {
+    enum { LANES = WIDTH / 4 };
+    return halves_at(from + lane / LANES * WIDTH / 2)[lane % LANES];
 }
 
 // Where a tile has which bits of its codes. `bits` is CODEBOOK for four bits that number the entries of a table.
@@ -302,9 +298,9 @@ int looked_up_rows(const Matrix *m, const int64_t *numbers, int64_t count, float
                     place += 2;
                 }
                 if (has_one(bits)) code |= (from[ones_at(bits)] >> step & 1) << place;
-                const uint8_t *scale = tile + codes_bytes(bits) + (column / m->group * ROWS + lane) * 2;
-                const float minimum = m->has_minimums ? half_at(scale + groups * ROWS * 2) : 0;
-                *out++ = (float)(code - m->zero) * half_at(scale) + minimum;
+                const uint8_t *scales = tile + codes_bytes(bits) + column / m->group * ROWS * 2;
+                const float minimum = m->has_minimums ? half_of(scales + groups * ROWS * 2, lane) : 0;
+                *out++ = (float)(code - m->zero) * half_of(scales, lane) + minimum;
             }
         }
     }

@@ -112,8 +112,21 @@ def test_scales_that_float16_cannot_hold_stay_visible(matrix: NativeMatrix, numb
     assert matrix.product(torch.ones(1, INPUTS))[0].isfinite().logical_not().nonzero().tolist() == [[70]]
 
 
+@pytest.mark.usefixtures("matrix")
+@pytest.mark.parametrize("deviation", [1e-6, 1e-4, 1.0])
+@pytest.mark.parametrize("zero", [None, 128])
+def test_small_numbers_are_quantised_as_exactly_as_large_ones(deviation: float, zero: int | None) -> None:
+    numbers = deviation * torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
+    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 8, 32, zero), 64, 256, torch.device("cpu"))
+    matrix.put_numbers(0, numbers)
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(7))
+    for ours, exact in ((matrix.rows(torch.arange(64)), numbers), (matrix.product(x), x @ numbers.T)):
+        assert (ours - exact).norm() < 0.015 * exact.norm()
+
+
 def test_scales_in_float16_are_looked_up_exactly(matrix: NativeMatrix) -> None:
-    scale = torch.arange(OUTPUTS * INPUTS // 32).mul(52).to(torch.int16).view(torch.float16).view(OUTPUTS, -1).float()
+    places = torch.arange(OUTPUTS * INPUTS // 32).mul(52).to(torch.int16)
+    scale = places.view(torch.float16).view(OUTPUTS, -1).float() / 256
     assert scale.isfinite().all()
     matrix.put(0, torch.full((OUTPUTS, INPUTS), 129, dtype=torch.uint8), scale, -128 * scale)
     assert torch.equal(matrix.rows(torch.arange(OUTPUTS)), scale.repeat_interleave(32, 1))

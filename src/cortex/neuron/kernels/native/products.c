@@ -45,7 +45,9 @@ INLINE Bytes bytes_at(const uint8_t *from) {
     return bytes;
 }
 
-// Scales and minimums are float16, as in GGUF files.
+// Scales and minimums are float16, as in GGUF files, in units of UNIT: float16 has few digits for numbers below 2⁻¹⁴.
+#define UNIT 0x1p-8f
+
 INLINE Floats halves_at(const uint8_t *from) {
 #if WIDTH == 16
     return (Floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
@@ -105,7 +107,7 @@ INLINE int64_t tile_bytes(const Matrix *m) {
     return codes_bytes(m->bits) + COLUMNS / m->group * ROWS * 2 * (m->has_minimums ? 2 : 1);
 }
 
-// Inputs, quantised to eight bits: each tile's 32 columns have one scale.
+// Inputs, quantised to eight bits: each tile's 32 columns have one scale, which includes UNIT.
 typedef struct {
     int8_t *numbers;
     float *scales;
@@ -155,7 +157,7 @@ static void quantise(const float *x, int64_t tiles, int8_t *numbers, float *scal
             doubt += x[i] * 0;
         }
         float factor = largest > 0 ? 127 / largest : 0;
-        scales[tile] = largest / 127 + doubt;
+        scales[tile] = largest / 127 * UNIT + doubt;
         for (int half = 0; half < 2; half++) {
             int32_t sum = 0;
             for (int i = 16 * half; i < 16 * half + 16; i++) {
@@ -300,7 +302,7 @@ int looked_up_rows(const Matrix *m, const int64_t *numbers, int64_t count, float
                 if (has_one(bits)) code |= (from[ones_at(bits)] >> step & 1) << place;
                 const uint8_t *scales = tile + codes_bytes(bits) + column / m->group * ROWS * 2;
                 const float minimum = m->has_minimums ? half_of(scales + groups * ROWS * 2, lane) : 0;
-                *out++ = (float)(code - m->zero) * half_of(scales, lane) + minimum;
+                *out++ = ((float)(code - m->zero) * half_of(scales, lane) + minimum) * UNIT;
             }
         }
     }

@@ -170,7 +170,7 @@ def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
     yield _gauge("tokens_per_second", "Completion tokens over the last few seconds.", "model", speeds)
     sizes = {model.id: model.measured_bytes for model in models if model.state is not ModelState.ASLEEP}
     yield _gauge("model_bytes", "Device memory that a loaded model takes.", "model", sizes)
-    replicas = {model.id: model.replicas for model in models if model.measured_bytes is not None}
+    replicas = {model.id: model.replicas for model in models if sizes.get(model.id) is not None}
     yield _gauge("model_replicas", "How often a model is in memory, extra replicas included.", "model", replicas)
     sleeping = {model.id: model.host_bytes for model in models if model.host_bytes}
     yield _gauge("model_sleeping_bytes", "Host memory that a sleeping model's weights take.", "model", sleeping)

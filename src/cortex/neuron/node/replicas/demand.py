@@ -13,8 +13,9 @@ from cortex.neuron.node.instance import Instance
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.worker.model_host import LoadRejected
 from cortex.neuron.worker.process import WorkerLost
-from cortex.neuron.worker.replicas import Replica, WorkerReplicas
+from cortex.neuron.worker.replicas import WorkerReplicas
 from cortex.tasks import run_once
+from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class ReplicaDemand:
         self._add_to = add
         self._on_changed = on_changed
         self._changes: dict[str, asyncio.Task[None]] = {}
+        self._num_replicas: dict[str, int] = {}
+        """By model id, as published."""
         self._failed_s: dict[str, float] = {}
         """By model id: when no replica could be added, on the loop's clock."""
 
@@ -82,14 +85,25 @@ class ReplicaDemand:
         period_s = min(1.0, self._rules.add_after_s / 2, self._rules.remove_after_s / 2)
         try:
             while True:
-                for model, instance in self._growing():
-                    if isinstance(instance.host, WorkerReplicas) and model.id not in self._changes:
-                        self._adjust(model, instance, instance.host)
+                growing = list(self._growing())
+                ids = {model.id for model, _ in growing}
+                self._num_replicas = {key: count for key, count in self._num_replicas.items() if key in ids}
+                for model, instance in growing:
+                    if isinstance(instance.host, WorkerReplicas):
+                        self._publish(model, instance.host.num_replicas)
+                        if model.id not in self._changes:
+                            self._adjust(model, instance, instance.host)
                 await asyncio.sleep(period_s)
         finally:
             for change in self._changes.values():
                 change.cancel()
             await asyncio.gather(*self._changes.values(), return_exceptions=True)
+
+    def _publish(self, model: KnownModel, num_replicas: int) -> None:
+        before, self._num_replicas[model.id] = self._num_replicas.get(model.id, model.replicas), num_replicas
+        if num_replicas != before:  # added, idle, lost, or unloaded because another load needed the memory
+            log.info("%s: %s, %d before", model.id, plural(num_replicas, "replica"), before)
+            self._on_changed(model.id)
 
     def _adjust(self, model: KnownModel, instance: Instance, replicas: WorkerReplicas) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -106,7 +120,7 @@ class ReplicaDemand:
             case "add":
                 self._start(model.id, self._add(model, replicas))
             case "remove":
-                self._start(model.id, self._remove(model.id, replicas, idle[0][1]))
+                self._start(model.id, replicas.remove(idle[0][1], 0.0))
 
     def _start(self, model_id: str, change: Coroutine[Any, Any, None]) -> None:
         task = self._changes[model_id] = run_once(change, f"change the replicas of {model_id}")
@@ -119,15 +133,8 @@ class ReplicaDemand:
         except (LoadRejected, WorkerLost) as error:
             reason = str(error)
         if is_added:
-            log.info("%s: requests wait, so it has %d replicas now", model.id, replicas.num_replicas)
             self._failed_s.pop(model.id, None)
-            self._on_changed(model.id)
         else:
             level = logging.DEBUG if model.id in self._failed_s else logging.INFO  # of a series, the first one
             log.log(level, "%s: requests wait, but no replica was added: %s", model.id, reason)
             self._failed_s[model.id] = asyncio.get_running_loop().time()
-
-    async def _remove(self, model_id: str, replicas: WorkerReplicas, extra: Replica) -> None:
-        await replicas.remove(extra, 0.0)
-        log.info("%s: an extra replica was idle, so it has %d replicas now", model_id, replicas.num_replicas)
-        self._on_changed(model_id)

@@ -53,6 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("usepdb") or config.getoption("trace"):
+        config.option.processes = 0  # a debugger needs the terminal
     if num_processes := config.getoption("processes"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads would wait for each other
         config.pluginmanager.register(ForkedRun(num_processes, _group))
@@ -128,5 +130,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     slow = sorted((each for each in reports if each.duration > BUDGET_S), key=lambda each: -each.duration)
     if slow:
         terminalreporter.section(f"slower than {BUDGET_S:g} s", yellow=True)
-        for report in sorted(slow, key=lambda each: -each.duration):
+        for report in slow:
             terminalreporter.write_line(f"{report.duration:7.1f} s {report.when:<8} {report.nodeid}")

@@ -12,8 +12,10 @@ import signal
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain, groupby, zip_longest
 from multiprocessing.connection import Connection, wait
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,6 +24,9 @@ from _pytest import runner
 from cortex.ipc.child import die_with_parent
 
 Group = list[pytest.Item]
+
+END_LIMIT_S = 120
+"""A process that has not ended this long after its last test, or after an interrupt, is killed."""
 
 
 class ForkedRun:
@@ -37,12 +42,16 @@ class ForkedRun:
             return None  # there is nothing to run, as pytest's own loop says
         groups = groupby(session.items, key=lambda item: self._group_of(item.nodeid))
         queue = deque(list(items) for _, items in groups)
+        _folders(session).getbasetemp()  # before the fork: each process gets a folder in it
         processes = [_Process(session, takes_last=bool(number % 2)) for number in range(self._num_processes)]
         try:
             _report_all(session, {each.connection: each for each in processes}, queue)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"while running {', '.join(filter(None, map(_Process.running, processes)))}"
+            ) from None
         finally:
-            for each in processes:
-                each.interrupt()
+            _end_all(processes)
         return True
 
 
@@ -53,7 +62,7 @@ def _report_all(session: pytest.Session, processes: dict[Connection, _Process], 
             process = processes[connection]
             try:
                 message = connection.recv()
-            except EOFError:
+            except (EOFError, OSError):  # it may have been killed while it sent or received
                 process.report_end()
                 del processes[connection]
             else:
@@ -64,6 +73,18 @@ def _report_all(session: pytest.Session, processes: dict[Connection, _Process], 
                 raise session.Interrupted(session.shouldstop)
     for item in chain.from_iterable(queue):
         _fail(item, "did not run: every process has ended")
+
+
+def _end_all(processes: list[_Process]) -> None:
+    """The processes tear down what their tests have set up, and end; at once if the user interrupts again."""
+    try:
+        for each in processes:
+            each.interrupt()
+        for each in processes:
+            each.join()
+    finally:
+        for each in processes:
+            each.kill()
 
 
 class _Process:
@@ -77,16 +98,21 @@ class _Process:
         self._config = session.config
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_run_groups, args=(session, theirs, os.getpid()))
+        self._process = context.Process(target=self._run, args=(session, theirs, os.getpid()))
         self._process.start()
         theirs.close()
+
+    def _run(self, session: pytest.Session, connection: Connection, parent_id: int) -> None:
+        self.connection.close()  # so that the other end sees when the process that collects closes it
+        _run_groups(session, connection, parent_id)
 
     def receive(self, message: Any, queue: deque[Group]) -> None:
         match message:
             case None:
                 group = [] if not queue else queue.pop() if self._takes_last else queue.popleft()
                 self._unfinished = group
-                self.connection.send([item.nodeid for item in group])
+                with suppress(BrokenPipeError):  # its end is reported next
+                    self.connection.send([item.nodeid for item in group])
             case list():
                 convert = self._config.hook.pytest_report_from_serializable
                 self._last = self._unfinished.pop(0)
@@ -99,18 +125,32 @@ class _Process:
 
     def report_end(self) -> None:
         """Reports tests that it has not finished as failed, and its last one if it failed after that."""
-        self._process.join()
-        ended = f"its process ended with exit code {self._process.exitcode}"
+        ended = f"its process did not end within {END_LIMIT_S} s"
+        if self.join():
+            ended = f"its process ended with exit code {self._process.exitcode}"
         for number, item in enumerate(self._unfinished):
             _fail(item, f"{'did not run' if number else 'was running'}: {ended}")
-        if self._process.exitcode and not self._unfinished and self._last is not None:
+        if self._process.exitcode != 0 and not self._unfinished and self._last is not None:
             _fail(self._last, f"was the last: {ended}")
 
+    def running(self) -> str:
+        """The test that runs, if any."""
+        return self._unfinished[0].nodeid if self._unfinished else ""
+
     def interrupt(self) -> None:
-        """The process tears down what its tests have set up, and ends."""
+        """A process that misses the signal ends when its test has ended: nobody receives its report."""
+        self.connection.close()
         if self._process.is_alive():
             assert self._process.pid is not None
             os.kill(self._process.pid, signal.SIGINT)
+
+    def join(self) -> bool:
+        """Waits for its end. Returns whether it has ended."""
+        self._process.join(END_LIMIT_S)
+        return not self._process.is_alive()
+
+    def kill(self) -> None:
+        self._process.kill()
         self._process.join()
 
 
@@ -129,7 +169,9 @@ def _log(item: pytest.Item, reports: list[pytest.TestReport]) -> None:
 def _run_groups(session: pytest.Session, connection: Connection, parent_id: int) -> None:
     """In a forked process: runs the groups that it gets until there are no more."""
     die_with_parent(parent_id)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _interrupt_once)
+    folders = _folders(session)
+    folders._basetemp = folders.mktemp("process")  # noqa: SLF001
     plugins = session.config.pluginmanager
     plugins.unregister(name="terminalreporter")
     plugins.register(_Sender(session.config, connection))
@@ -145,10 +187,23 @@ def _run_groups(session: pytest.Session, connection: Connection, parent_id: int)
             for nodeid, following in zip_longest(group, group[1:]):
                 next_item = items[following] if following else session
                 session.config.hook.pytest_runtest_protocol(item=items[nodeid], nextitem=next_item)
-    except KeyboardInterrupt:
-        pass
+    except (KeyboardInterrupt, EOFError, ConnectionError):
+        pass  # the run has been stopped
     finally:
         runner.pytest_sessionfinish(session)
+        connection.close()
+
+
+def _interrupt_once(signal_number: int, frame: FrameType | None) -> None:
+    """Ctrl-C signals every process, and then the process that collects does: that must not stop a teardown."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _folders(session: pytest.Session) -> pytest.TempPathFactory:
+    """The temporary folders of the run. pytest keeps those of the last runs and removes older ones."""
+    folders: pytest.TempPathFactory = session.config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
+    return folders
 
 
 def _next_group(connection: Connection) -> list[str]:
@@ -176,6 +231,8 @@ class _Sender:
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: Any
     ) -> None:
+        if when != "runtest":
+            return  # those of the collection are recorded already, and are repeated to a plugin that registers later
         warning = {"text": str(warning_message.message), "category": warning_message.category.__name__}
         place = (warning_message.filename, warning_message.lineno)
         self._connection.send({**warning, "place": place, "when": when, "nodeid": nodeid, "location": location})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,16 +20,44 @@ def pytest_configure(config):
 """
 
 
-def run(folder: Path, *options: str, **files: str) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, *options: str, **files: str) -> subprocess.Popen[str]:
+    """A run of these files in a session of its own, as in a terminal."""
     (folder / "conftest.py").write_text(CONFTEST)
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(text)
     paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TMPDIR": str(folder)}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(folder)]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment, check=False, timeout=120
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
     )
+
+
+def end(started: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        stdout, stderr = started.communicate(timeout=300)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(started.args, started.returncode, stdout, stderr)
+
+
+def press_ctrl_c(started: subprocess.Popen[str], once_there: Path) -> None:
+    """Signal every process, as a terminal does."""
+    while not once_there.exists():
+        assert started.poll() is None
+        time.sleep(0.01)
+    os.killpg(started.pid, signal.SIGINT)
+
+
+def run(folder: Path, *options: str, **files: str) -> subprocess.CompletedProcess[str]:
+    return end(start(folder, *options, **files))
 
 
 def test_reports_outcomes_output_and_warnings_of_all_processes(tmp_path: Path) -> None:
@@ -36,6 +66,7 @@ def test_reports_outcomes_output_and_warnings_of_all_processes(tmp_path: Path) -
         "-rs",
         one="""
 import os, pytest, warnings
+warnings.warn("imported once", UserWarning)
 def test_prints_and_fails(): print("printed by one"); assert 1 == 2
 def test_is_skipped(): pytest.skip("for a reason")
 def test_warns(): warnings.warn("something is old", DeprecationWarning)
@@ -54,7 +85,7 @@ def test_errs(broken): pass
 """,
     )
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
-    assert "1 failed, 3 passed, 1 skipped, 1 warning, 1 error" in done.stdout
+    assert "1 failed, 3 passed, 1 skipped, 2 warnings, 1 error" in done.stdout
     for text in ("assert 1 == 2", "printed by one", "for a reason", "DeprecationWarning: something is old", "OSError"):
         assert text in done.stdout
     assert len((tmp_path / "torn_down").read_text().split()) == 1
@@ -104,3 +135,82 @@ def test_fails():
     done = run(tmp_path, "-x", waits=waits, fails=fails)
     assert "stopping after 1 failures" in done.stdout, done.stdout
     assert (tmp_path / "torn_down").exists()
+
+
+def test_ctrl_c_names_the_running_test_and_lets_it_tear_down(tmp_path: Path) -> None:
+    waits = """
+import pathlib, pytest, time
+@pytest.fixture(scope="session")
+def lasting():
+    pathlib.Path("set_up").touch()
+    yield
+    time.sleep(2)
+    pathlib.Path("torn_down").touch()
+def test_waits(lasting): time.sleep(600)
+"""
+    started = start(tmp_path, waits=waits)
+    press_ctrl_c(started, tmp_path / "set_up")
+    done = end(started)
+    assert (tmp_path / "torn_down").exists(), done.stderr
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert "KeyboardInterrupt: while running test_waits.py::test_waits" in done.stdout, done.stdout
+
+
+def test_second_ctrl_c_ends_a_teardown(tmp_path: Path) -> None:
+    waits = """
+import pathlib, pytest, time
+@pytest.fixture
+def lasting():
+    pathlib.Path("set_up").touch()
+    yield
+    pathlib.Path("tearing_down").touch()
+    time.sleep(600)
+def test_waits(lasting): time.sleep(600)
+"""
+    started = start(tmp_path, waits=waits)
+    press_ctrl_c(started, tmp_path / "set_up")
+    press_ctrl_c(started, tmp_path / "tearing_down")
+    assert end(started).returncode == pytest.ExitCode.INTERRUPTED
+
+
+def test_stopped_run_ends_when_a_test_swallows_the_interrupt(tmp_path: Path) -> None:
+    swallows = """
+import pathlib, time
+def test_swallows():
+    pathlib.Path("set_up").touch()
+    try:
+        time.sleep(600)
+    except BaseException:
+        pass
+"""
+    fails = """
+import pathlib, time
+def test_fails():
+    while not pathlib.Path("set_up").exists():
+        time.sleep(0.01)
+    raise AssertionError
+"""
+    done = run(tmp_path, "-x", swallows=swallows, fails=fails)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "stopping after 1 failures" in done.stdout, done.stdout
+
+
+def test_process_that_does_not_end_is_killed_and_reported(tmp_path: Path) -> None:
+    hangs = """
+import threading, time
+import tests.forked_run
+tests.forked_run.END_LIMIT_S = 1
+def test_leaves_a_thread(): threading.Thread(target=time.sleep, args=(600,)).start()
+"""
+    done = run(tmp_path, hangs=hangs)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "was the last: its process did not end within 1 s" in done.stdout, done.stdout
+
+
+def test_processes_share_the_folder_of_the_run(tmp_path: Path) -> None:
+    writes = "def test_writes(tmp_path): (tmp_path / 'file').touch()\n"
+    done = run(tmp_path, one=writes, two=writes)
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    files = [path.relative_to(tmp_path).parts for path in tmp_path.rglob("file")]
+    assert {parts[1] for parts in files} == {"pytest-0"}
+    assert not list(tmp_path.rglob(".lock")), "pytest keeps locked folders for days"

@@ -10,6 +10,10 @@ from cortex.quant_names import is_same_quant
     [
         ("q4", "Q4_K_M", "q4_k", True),
         ("Q4_K_M", "q4", "q4_k", True),
+        ("Q4_K_M", "q4", None, True),
+        ("Q4_K_M", "q4", "q4_0", False),
+        ("Q4_0", "int4", "q4_k", False),
+        ("int4", "q4", "q4_0", True),
         ("int4", "Q4_0", "q4_0", True),
         ("q4_k_m", "Q4_K_M", "q4_k", True),
         ("Q4_K_M", None, "q4_k", True),

@@ -31,6 +31,12 @@ def is_same_quant(wanted: str, requested: str | None, stored: str | None) -> boo
     """Whether a model in memory is what `wanted` means, in any spelling. `requested`: the quantisation that its load
     named; `stored`: the format of most of its weights, None for dense ones."""
     loaded = requested or stored
+    if requested is not None and _is_bits(requested) and not _is_bits(wanted):
+        loaded = stored or requested  # bits alone do not say which kind the load found
     if loaded is None:
         return plain(wanted) in _DENSE
     return plain(loaded) in meanings(wanted) or plain(wanted) in meanings(loaded)
+
+
+def _is_bits(quant: str) -> bool:
+    return _BARE_BITS.fullmatch(plain(quant)) is not None

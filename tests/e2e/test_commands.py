@@ -59,13 +59,13 @@ def test_models_lists_the_model_as_ready(up: Run) -> None:
 
 
 def test_chat_responds_to_a_prompt_on_the_command_line(up: Run) -> None:
-    response = cortex(up, "chat", SMOLLM2.id, "What is the capital of France?", "-t", "0", "-n", "16")
-    assert "Paris" in response.stdout, response.stderr
+    response = cortex(up, "chat", SMOLLM2.id, "What is the capital of Japan?", "-t", "0", "-n", "16")
+    assert "Tokyo" in response.stdout, response.stderr
 
 
 def test_chat_responds_to_a_prompt_from_a_pipe(up: Run) -> None:
-    response = cortex(up, "chat", "-t", "0", "-n", "16", stdin="What is the capital of France?")
-    assert "Paris" in response.stdout, response.stderr
+    response = cortex(up, "chat", "-t", "0", "-n", "16", stdin="What is the capital of Japan?")
+    assert "Tokyo" in response.stdout, response.stderr
 
 
 def test_explain_says_it_is_ready(up: Run) -> None:
@@ -90,8 +90,8 @@ def test_model_is_pinned_unpinned_unloaded_and_loaded_by_commands_and_by_a_reque
     assert cortex(up, "unload", SMOLLM2.id, "--yes").returncode == 0
     kinds = [job["kind"] for job in json.loads(cortex(up, "jobs", "--json").stdout)]
     assert kinds[:4] == ["unload", "pin", "load", "unload"]
-    response = cortex(up, "chat", SMOLLM2.id, "What is the capital of France?", "-t", "0", "-n", "16")
-    assert "Paris" in response.stdout, "a request must bring the model back by itself: " + response.stderr
+    response = cortex(up, "chat", SMOLLM2.id, "What is the capital of Japan?", "-t", "0", "-n", "16")
+    assert "Tokyo" in response.stdout, "a request must bring the model back by itself: " + response.stderr
     latest = json.loads(cortex(up, "logs", "--json", "-n", "1").stdout)[0]
     assert (latest["model"], latest["status"]) == (SMOLLM2.id, 200)
     assert 0 < latest["completion_tokens"] <= 16
@@ -171,8 +171,8 @@ def chat(up: Run) -> Iterator[Terminal]:
 
 def test_interactive_chat_streams_keeps_its_history_and_exits(chat: Terminal) -> None:
     chat.wait_for("> ")
-    chat.type("What is the capital of France?\n")
-    chat.wait_for("Paris")
+    chat.type("What is the capital of Japan?\n")
+    chat.wait_for("Tokyo")
     chat.wait_for("> ")
     chat.type("/stats\n")
     chat.wait_for(r"\d+ tokens, \d+ tok/s")
@@ -190,8 +190,8 @@ def test_ctrl_c_stops_the_response_and_the_chat_continues(chat: Terminal) -> Non
     chat.type("\x03")
     chat.wait_for("stopped")
     chat.type("/clear\n")
-    chat.type("What is the capital of France?\n")
-    chat.wait_for("Paris")
+    chat.type("What is the capital of Japan?\n")
+    chat.wait_for("Tokyo")
     chat.wait_for("> ")
     chat.type("\x04")
     assert chat.wait_end() == 0

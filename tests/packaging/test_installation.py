@@ -120,7 +120,7 @@ def test_installed_wheel_serves_the_demo_model_and_the_page(up: str) -> None:
     assert found is not None, up
     request = urllib.request.Request(found[1], found[2].encode(), {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=WAIT_S) as response:
-        assert "Paris" in json.load(response)["choices"][0]["message"]["content"]
+        assert "Tokyo" in json.load(response)["choices"][0]["message"]["content"]
     page = urllib.request.Request("http://127.0.0.1:34313/", headers={"accept": "text/html"})
     with urllib.request.urlopen(page, timeout=WAIT_S) as response:
         text = response.read().decode()

@@ -71,6 +71,14 @@ def test_reduced_cache_takes_what_the_ceiling_leaves(model: Make, node: Make, fl
     assert (decision.action, decision.takes_bytes, decision.max_bytes) == ("load", 16 * GIB, (16 * GIB,))
 
 
+def test_layers_of_a_model_of_unknown_size_are_not_limited_to_equal_shares(node: Make, fleet: Make, spec: Make) -> None:
+    """The node divides them within the ceilings of its devices."""
+    beast = msgspec.structs.replace(limited(node("n", [80, 80]), d0=10), max_devices_per_model=2)
+    staged = msgspec.structs.replace(spec("m", None), pipeline_parallel=2)
+    decision = place("m", fleet(beast, specs=[staged]), NOW)
+    assert (decision.action, decision.max_bytes) == ("load", (None,))
+
+
 def test_load_without_a_ceiling_is_not_limited(node: Make, fleet: Make, spec: Make) -> None:
     assert place("m", fleet(node("n", [24]), specs=[spec("m", 8)]), NOW).max_bytes == (None,)
 

@@ -147,6 +147,16 @@ def test_several_devices_of_each_node_divide_its_layers_by_memory(node: Make, fl
     assert [row.need_bytes for row in part.rows if row.chosen] == [4 * GIB, 4 * GIB]
 
 
+def test_layers_are_divided_by_what_the_ceiling_of_a_node_leaves(model: Make, node: Make, fleet: Make) -> None:
+    beast, benjy = (
+        msgspec.structs.replace(each, max_devices_per_model=2)
+        for each in (node("beast", [40, 40]), node("benjy", [40, 40], model("old", 20)))
+    )
+    beast = msgspec.structs.replace(beast, ceiling_bytes=40 * GIB)
+    decision = place("big", fleet(beast, benjy, specs=[staged(96, pipeline_parallel=4)]), NOW)
+    assert (decision.action, decision.evictions) == ("load", ())  # 40 and 60 GiB are free
+
+
 def test_explains_which_node_takes_how_much_of_the_layers_or_decides_the_share_of_each(node: Make, fleet: Make) -> None:
     nodes = [node("beast", [24]), node("benjy", [12])]
     reason = place("big", fleet(*nodes, specs=[staged(30)]), NOW).assessments[0].reason

@@ -5,6 +5,7 @@ Names come from the `gguf` package. What a converter does to the numbers is writ
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
 
 VOCAB, HIDDEN = 96, 256
 SIZES: dict[str, Any] = {
-    **tiny_sizes(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=4, head_dim=64),
+    **tiny_sizes(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=2, head_dim=64),
     "rms_norm_eps": 1e-6,
 }
 EXPERTS: dict[str, Any] = {
@@ -30,7 +31,7 @@ EXPERTS: dict[str, Any] = {
 HYBRID: dict[str, Any] = {
     **tiny_delta(linear_num_value_heads=6, linear_key_head_dim=32, linear_value_head_dim=128),
     "full_attention_interval": 2,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "layer_types": ["linear_attention", "full_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
 }
 SHARED = {"shared_expert_intermediate_size": 512}
@@ -143,10 +144,15 @@ def write_gguf(
     writer.close()
 
 
+@functools.cache
+def _tensor_names(architecture: str, num_layers: int) -> gguf.TensorNameMap:
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    return gguf.get_tensor_name_map(arch, num_layers)
+
+
 def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the file that one parameter becomes."""
-    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    names = _tensor_names(architecture, config.num_hidden_layers)
 
     def name_of(hub_name: str) -> str:
         found = names.get_name(hub_name, try_suffixes=(".weight", ".bias"))

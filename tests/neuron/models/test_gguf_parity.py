@@ -73,7 +73,7 @@ def test_joint_delta_inputs_and_joint_experts_match(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
     reference = reference_of("qwen35")
-    extra = {"blk.4.nextn.eh_proj.weight": torch.ones(8, 8), "blk.4.attn_q.weight": torch.ones(8, 8)}
+    extra = {"blk.2.nextn.eh_proj.weight": torch.ones(8, 8), "blk.2.attn_q.weight": torch.ones(8, 8)}
     write_gguf(tmp_path / "m.gguf", "qwen35", reference, ("Q8_0",), prediction_layers=1, extra=extra)
     assert_same_logits(tmp_path / "m.gguf", reference)
 

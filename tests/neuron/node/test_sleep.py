@@ -12,8 +12,8 @@ from faulty_models import running_node, write_model
 
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
-from cortex.wire.errors import InsufficientCapacity, Overloaded
-from cortex.wire.node.protocol import Device, ModelState, ModelStatus, UnloadRequest
+from cortex.wire.errors import InsufficientCapacity, ModelInUse, Overloaded
+from cortex.wire.node.protocol import Device, LoadRequest, ModelState, ModelStatus, UnloadRequest
 
 from .node_calls import has_worker, load, request, tokens_of, until, worker_of
 
@@ -193,3 +193,12 @@ async def test_closes_with_a_sleeping_model(tmp_path: Path) -> None:
         await put_to_sleep(node)
         await node.close()
         assert not has_worker(node)
+
+
+async def test_sleeping_model_is_loaded_in_one_of_two_quantisations_that_are_ordered_at_once(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config(tmp_path, m={})) as node:
+        await load(node)
+        await put_to_sleep(node)
+        orders = [LoadRequest(model_id="m", quant=quant) for quant in ("q4", "q8")]
+        ended = await asyncio.gather(*(node.load(order, wait=False) for order in orders), return_exceptions=True)
+        assert [type(each) for each in ended if isinstance(each, BaseException)] == [ModelInUse]

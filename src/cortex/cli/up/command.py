@@ -162,7 +162,7 @@ def ending(code: int) -> str:
 
 def print_ready(console: Console, plan: UpPlan, seconds: float) -> None:
     names = ", ".join(model.id for model in plan.models)
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "What is the capital of Japan?"}]
     body = {"model": plan.models[0].id, "messages": question, "temperature": 0, "max_tokens": 64}
     key = ' -H "authorization: Bearer $CORTEX_API_KEY"' if plan.has_keys else ""
     route = f"{plan.url}/v1/chat/completions"

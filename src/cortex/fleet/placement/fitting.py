@@ -115,6 +115,7 @@ class Fitting:
             excludes,
             count=count,
             division=division,
+            by_layers=by_layers,
         )
         verdict, reason, room = found.verdict, found.reason, found.room
         if verdict is Verdict.TOO_SMALL and self._held is not None:
@@ -172,10 +173,11 @@ def _find_room(
     *,
     count: int | None,
     division: Division | None,
+    by_layers: bool,
 ) -> _Finding:
     limit = node.max_devices_per_model
     if spec.min_devices > limit:
-        by = "pipeline_parallel" if division is not None and division.by_layers else "min_devices"
+        by = "pipeline_parallel" if by_layers else "min_devices"
         reason = f"cannot span {spec.min_devices} devices ({by}), at most {limit} per model"
         return _Finding(Verdict.CANNOT_SPAN, reason)
     if len(eligible) < spec.min_devices:
@@ -186,12 +188,14 @@ def _find_room(
     usable = [device for device in eligible if device.index not in excluded]
     if division is None and len(usable) >= count:
         emptiest = sorted(usable, key=lambda device: (-device.available_bytes, device.index))[:count]
-        return _Finding(Verdict.FITS, "size unknown; the node checks it at load", Room(tuple(emptiest)))
-    division = division or Division(0, count)
+        return _Finding(
+            Verdict.FITS, "size unknown; the node checks it at load", Room(tuple(emptiest), by_layers=by_layers)
+        )
+    division = division or Division(0, count, by_layers)
     if devices := free_devices(usable, division, fleet.placement):
-        size = gib(division.num_bytes) if division.by_layers else f"{gib(division.share)} per device"
+        size = gib(division.num_bytes) if by_layers else f"{gib(division.share)} per device"
         reason = f"needs {size}, which is free{division.explained(devices, stage_layers)}"
-        return _Finding(Verdict.FITS, reason, Room(devices, by_layers=division.by_layers))
+        return _Finding(Verdict.FITS, reason, Room(devices, by_layers=by_layers))
 
     sets = [
         devices

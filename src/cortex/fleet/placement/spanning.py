@@ -86,9 +86,7 @@ class _Span:
 
     def _by_free_memory(self, need: Need) -> _Found:
         free = self._assess([None] * len(self.names), Fitting.load, frozenset()) or []
-        return self._divided(
-            need, [max(1, sum(row.available_bytes for row in each.rows if row.chosen)) for each in free]
-        )
+        return self._divided(need, list(map(_free_bytes, free)))
 
     def _divided(self, need: Need, weights: Sequence[int]) -> _Found:
         """The layers divided in these proportions."""
@@ -169,6 +167,12 @@ def _smallest_share(found: Sequence[Assessment], *, by_layers: bool) -> str:
         return ""
     name = min(tightest, key=lambda each: tightest[each])
     return f"; {name} with {gib(tightest[name])} free decides the share of each"
+
+
+def _free_bytes(found: Assessment) -> int:
+    """What a load may take of the chosen devices now, within the ceiling of the node."""
+    free_bytes = sum(row.available_bytes for row in found.rows if row.chosen)
+    return max(1, free_bytes if found.max_bytes is None else min(free_bytes, found.max_bytes))
 
 
 def _after(found: Assessment, before: Assessment, gone: frozenset[ModelOnNode]) -> Assessment:

@@ -212,14 +212,17 @@ class Node:
     async def _free_another_quant(self, model_id: str, quant: str) -> None:
         """Unload the model where it sleeps in another quantisation than `quant`. Raises ModelInUse where it serves in
         another one: to join that would give the caller other weights than it asked for."""
-        held = self.model(model_id)
+        held, requested = self.model(model_id), self._models.options(model_id).quant
+        # Until a load has read its files, the status describes those that were read before it.
+        stored = held.quant if held.requested_quant == requested else None
         is_in_memory = held.state not in (ModelState.COLD, ModelState.FAILED, ModelState.UNLOADING)
-        if not is_in_memory or is_same_quant(quant, held.requested_quant, held.quant):
+        if not is_in_memory or is_same_quant(quant, requested, stored):
             return
         if held.state is ModelState.ASLEEP:
             await self._models.controller(model_id).unload_if_asleep()
+            await self._free_another_quant(model_id, quant)  # another request may have loaded it meanwhile
             return
-        loaded = held.requested_quant or held.quant or "dense weights"
+        loaded = requested or stored or "dense weights"
         raise ModelInUse(
             f"{shorten(model_id)} is {held.state.value} as {loaded}, not as {shorten(quant)}; unload it first, or "
             "leave out the quantisation"

@@ -135,19 +135,18 @@ def test_plan_applies_only_to_its_geometry(device: torch.device, dtype: torch.dt
     assert not cudnn.takes(torch.empty(64, 2 * HEADS, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
 
 
-@pytest.mark.parametrize(
-    ("message", "raised"),
-    [
-        ("No available kernel. Aborting execution.", cudnn.Unserved),
-        ("CUDA error: an illegal memory access was encountered", RuntimeError),
-    ],
-)
-def test_distinguishes_unsupported_geometry_from_device_fault(
-    message: str, raised: type[Exception], device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.gpu
+def test_geometry_without_a_plan_is_unserved() -> None:
+    with pytest.raises(cudnn.Unserved, match=f"{HEADS} heads over {KV_HEADS} of {DIM} in torch.float32"):
+        cudnn.prepare(Geometry(torch.device("cuda"), torch.float32, HEADS, KV_HEADS, DIM), 1.0, 1024)
+
+
+def test_fault_of_the_device_is_not_taken_for_a_geometry_without_a_plan(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise RuntimeError(message)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", fail)
-    with pytest.raises(raised):
+    with pytest.raises(RuntimeError, match="illegal memory access"):
         cudnn.prepare(Geometry(device, dtype, HEADS, KV_HEADS, DIM), 1.0, 1024)

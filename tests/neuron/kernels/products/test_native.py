@@ -55,6 +55,25 @@ def test_norm_gate_and_residual_are_computed_in_the_same_pass(
     assert (y.float() - expected).norm() < 0.015 * expected.norm()
 
 
+def test_norm_weights_are_not_rounded_to_the_dtype_of_the_input(matrix: NativeMatrix) -> None:
+    x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(4)).bfloat16()
+    weights = torch.full((INPUTS,), 1 + 2.0**-8), torch.ones(INPUTS)  # bfloat16 rounds both to 1
+    scaled, plain = (matrix.fused(x, norm=weight).float().norm() for weight in weights)
+    assert abs(scaled / plain - (1 + 2.0**-8)) < 2.0**-10
+
+
+def test_norm_weights_may_be_in_half_precision(matrix: NativeMatrix) -> None:
+    x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(4))
+    norm = torch.rand(INPUTS, generator=torch.Generator().manual_seed(5)).bfloat16()
+    assert torch.equal(matrix.fused(x, norm=norm), matrix.fused(x, norm=norm.float()))
+
+
+@pytest.mark.parametrize("number", [-1, OUTPUTS, 1 << 40])
+def test_rows_that_do_not_exist_are_rejected(matrix: NativeMatrix, number: int) -> None:
+    with pytest.raises(IndexError, match=str(number)):
+        matrix.rows(torch.tensor([0, number, 1]))
+
+
 def test_rows_do_not_depend_on_those_beside_them(matrix: NativeMatrix) -> None:
     x = torch.randn(7, INPUTS, generator=torch.Generator().manual_seed(3))
     assert torch.equal(matrix.product(x), torch.cat([matrix.product(row) for row in x.split(1)]))
@@ -81,12 +100,44 @@ def test_numbers_without_bounds_stay_visible(matrix: NativeMatrix) -> None:
     assert y[1].isnan().all()
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e6])
+def test_scales_that_float16_cannot_hold_stay_visible(matrix: NativeMatrix, number: float) -> None:
+    code = torch.full((OUTPUTS, INPUTS), 200, dtype=torch.uint8)
+    scale = torch.ones(OUTPUTS, INPUTS // 32)
+    scale[70, 1] = number
+    matrix.put(0, code, scale, -128 * scale)
+    rows = matrix.rows(torch.arange(OUTPUTS))
+    assert not rows[70, 32:64].isfinite().any()
+    assert int(rows.isfinite().sum()) == rows.numel() - 32
+    assert matrix.product(torch.ones(1, INPUTS))[0].isfinite().logical_not().nonzero().tolist() == [[70]]
+
+
+@pytest.mark.usefixtures("matrix")
+@pytest.mark.parametrize("deviation", [1e-6, 1e-4, 1.0])
+@pytest.mark.parametrize("zero", [None, 128])
+def test_small_numbers_are_quantised_as_exactly_as_large_ones(deviation: float, zero: int | None) -> None:
+    numbers = deviation * torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
+    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 8, 32, zero), 64, 256, torch.device("cpu"))
+    matrix.put_numbers(0, numbers)
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(7))
+    for ours, exact in ((matrix.rows(torch.arange(64)), numbers), (matrix.product(x), x @ numbers.T)):
+        assert (ours - exact).norm() < 0.015 * exact.norm()
+
+
+def test_scales_in_float16_are_looked_up_exactly(matrix: NativeMatrix) -> None:
+    places = torch.arange(OUTPUTS * INPUTS // 32).mul(52).to(torch.int16)
+    scale = places.view(torch.float16).view(OUTPUTS, -1).float() / 256
+    assert scale.isfinite().all()
+    matrix.put(0, torch.full((OUTPUTS, INPUTS), 129, dtype=torch.uint8), scale, -128 * scale)
+    assert torch.equal(matrix.rows(torch.arange(OUTPUTS)), scale.repeat_interleave(32, 1))
+
+
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    for function in (native_library.native_library, native_library.native_library_or_none, best_form):
+    for function in (native_library.native_library_or_none, best_form):
         function.cache_clear()
     yield
-    for function in (native_library.native_library, native_library.native_library_or_none, best_form):
+    for function in (native_library.native_library_or_none, best_form):
         function.cache_clear()
 
 
@@ -105,14 +156,58 @@ def test_library_forms_are_used_where_nothing_can_be_compiled(
 
 @pytest.mark.usefixtures("fresh")
 def test_products_are_compiled_once_per_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, matrix: NativeMatrix
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, matrix: NativeMatrix, caplog: pytest.LogCaptureFixture
 ) -> None:
     del matrix  # this host can compile
+    caplog.set_level("INFO")
     monkeypatch.setenv("CORTEX_CACHE", str(tmp_path))
-    native_library.native_library.cache_clear()
+    native_library.native_library_or_none.cache_clear()
     native_library.native_library()
     (built,) = (tmp_path / "kernels").iterdir()
     written = built.stat().st_mtime_ns
-    native_library.native_library.cache_clear()
+    native_library.native_library_or_none.cache_clear()
     native_library.native_library()
     assert built.stat().st_mtime_ns == written
+    assert caplog.text.count("compiling the functions in C") == 1
+
+
+@pytest.mark.usefixtures("fresh")
+def test_damaged_library_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, matrix: NativeMatrix
+) -> None:
+    del matrix  # this host can compile
+    whole, damaged = (tmp_path / name / "kernels" for name in ("whole", "damaged"))
+    monkeypatch.setenv("CORTEX_CACHE", str(whole.parent))
+    native_library.native_library_or_none.cache_clear()
+    native_library.native_library()
+    damaged.mkdir(parents=True)
+    (built,) = (damaged / path.name for path in whole.iterdir())
+    built.touch()
+    monkeypatch.setenv("CORTEX_CACHE", str(damaged.parent))
+    native_library.native_library_or_none.cache_clear()
+    native_library.native_library()
+    assert built.stat().st_size > 0
+
+
+@pytest.mark.usefixtures("fresh")
+def test_reason_of_a_failed_compilation_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'disk is full' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CORTEX_CACHE", str(tmp_path))
+    monkeypatch.setattr(native_library, "compiler", lambda: str(compiler))
+    for _ in range(2):
+        assert native_library.native_library_or_none() is None
+        with pytest.raises(NotImplementedError):
+            native_library.native_library()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "disk is full" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh")
+def test_host_without_a_home_folder_has_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CORTEX_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "~no-such-user/cache")
+    assert native_library.native_library_or_none() is None

@@ -82,3 +82,13 @@ def test_codes_are_packed_to_the_same_bits(layout: Layout, columns: int, device:
     pack_codes_reference(code, scale, minimum, layout, *made[1].tensors)
     for ours, theirs in zip(made[0].tensors, made[1].tensors, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, layouts.IQ4], ids=lambda layout: f"{layout.bits}bit")
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001], ids=hex)
+def test_scales_that_are_no_numbers_stay_visible(layout: Layout, bits: int, device: torch.device) -> None:
+    code = torch.zeros(ROWS, 32, dtype=torch.uint8, device=device)
+    scale = torch.full((ROWS, 32 // layout.group), bits, dtype=torch.int32, device=device).view(torch.float32)
+    matrix = empty_matrix(layout, ROWS, 32, device)
+    pack_codes(code, scale, scale, layout, *matrix.tensors)
+    assert unpacked(matrix).isnan().all()

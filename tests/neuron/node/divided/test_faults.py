@@ -53,6 +53,13 @@ async def recover_from_every_fault(node: Node, model_id: str, source: str, devic
         assert not set(group) & {worker_of(node, device) for device in devices}
 
 
+async def respond_all_along(node: Node, model_id: str) -> None:
+    first = await generate(node, model_id)
+    for number in itertools.count():
+        await asyncio.sleep(0.1)
+        assert await generate(node, model_id, f"another {number}") == first
+
+
 async def test_divided_models_recover_alone_from_faults_of_any_of_their_workers(tmp_path: Path) -> None:
     """A killed worker and one whose step fails are noticed at once, a stopped one by the watchdog. Both divisions have
     their faults at the same time, and a model beside them is not disturbed."""
@@ -67,14 +74,14 @@ async def test_divided_models_recover_alone_from_faults_of_any_of_their_workers(
     node = await Node.start(config, parts(engine="faulty_ranks:load", timeouts=timeouts, policy=BackoffPolicy()))
     try:
         await load(node, "beside")
-        beside = node.submit("beside", EngineRequest(id="beside", prompt=(1, 2, 3), max_tokens=4000))
-        await anext(beside)
         bystander = worker_of(node, 4)
+        beside = asyncio.create_task(respond_all_along(node, "beside"))
         await asyncio.gather(
             recover_from_every_fault(node, "shares", sources["shares"], (0, 1)),
             recover_from_every_fault(node, "stages", sources["stages"], (2, 3)),
         )
         assert worker_of(node, 4) == bystander
-        assert await anext(beside)
+        assert not beside.done(), "it responds until the end"
+        beside.cancel()
     finally:
         await node.close()

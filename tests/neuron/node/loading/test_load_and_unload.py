@@ -13,6 +13,7 @@ from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import (
     InsufficientCapacity,
     LoadFailed,
+    ModelInUse,
     ModelNotFound,
     Overloaded,
     ShuttingDown,
@@ -74,6 +75,17 @@ async def test_reports_progress_while_loading_and_joins_the_load(tmp_path: Path)
         await until(lambda: (p := node.model("m").progress) is not None and p.stage == "read")
         await load(node)
         assert node.model("m").progress is None
+
+
+async def test_load_is_joined_only_in_its_quantisation_also_before_its_files_are_read(tmp_path: Path) -> None:
+    async with running_node(tmp_path, models(tmp_path, m={})) as node:
+        await until(lambda: node.model("m").estimate_bytes)  # as its files are
+        for quant in ("q8_0", "int8"):
+            assert (await node.load(LoadRequest(model_id="m", quant=quant), wait=False)).state is ModelState.LOADING
+        with pytest.raises(ModelInUse, match="loading as q8_0, not as q4"):
+            await node.load(LoadRequest(model_id="m", quant="q4"), wait=False)
+        with pytest.raises(ModelInUse, match="loading as q8_0, not as bf16"):
+            await node.load(LoadRequest(model_id="m", quant="bf16"), wait=False)
 
 
 @pytest.mark.parametrize(

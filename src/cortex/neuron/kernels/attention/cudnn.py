@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cortex.neuron.kernels.attention.rules import AttentionRules
@@ -28,8 +29,6 @@ SHORTEST = 1024
 STEPS_PER_DOUBLING = 8
 """Lengths between one power of two and the next: padding adds at most an eighth."""
 GATHERED_TOKENS = 8
-_UNSUPPORTED = "No available kernel"
-"""In torch's error where the selected backend does not support the tensors. Torch has no error type for it."""
 
 
 class Unserved(Exception):
@@ -79,13 +78,11 @@ def prepare(geometry: Geometry, scale: float, length: int) -> None:
     """Builds the plan for a length. Raises Unserved, or torch's error when the device is out of memory or faulty."""
     device, dtype, heads, kv_heads, dim = geometry
     q, k, v = (torch.zeros(length, count, dim, dtype=dtype, device=device) for count in (heads, kv_heads, kv_heads))
-    try:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if device.type == "cuda" else nullcontext():
-            _by_torch(*_by_head(q, k, v), scale)
-    except RuntimeError as error:
-        if _UNSUPPORTED in str(error):
-            raise Unserved(f"cuDNN has no attention for {heads} heads over {kv_heads} of {dim} in {dtype}") from error
-        raise
+    by_head = _by_head(q, k, v)
+    if q.is_cuda and not can_use_cudnn_attention(SDPAParams(*by_head, None, 0.0, True, True)):
+        raise Unserved(f"cuDNN has no attention for {heads} heads over {kv_heads} of {dim} in {dtype}")
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext():
+        _by_torch(*by_head, scale)
     plans.ready.add((geometry._replace(device=q.device), length))  # with its number, as tensors name it
 
 

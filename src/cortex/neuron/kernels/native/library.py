@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -14,8 +15,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("numbers.h", "products.c", "attention.c"))
 _COMPILE_TIMEOUT_S = 120
+_LOGGED_LINES = 3
+"""Of what the compiler wrote."""
 
 
 class NativeMemory(ctypes.Structure):
@@ -45,6 +50,7 @@ class NativeCall(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("is_gated", ctypes.c_int32),
         ("is_half", ctypes.c_int32),
+        ("is_norm_half", ctypes.c_int32),
     )
 
 
@@ -68,7 +74,7 @@ class NativeAttention(ctypes.Structure):
 class NativeLibrary:
     attention: Callable[..., int]
     product: Callable[..., int]
-    looked_up_rows: Callable[..., None]
+    looked_up_rows: Callable[..., int]
     parallel: int | None
     """Address of the function that runs another one on torch's own threads; None: one thread only."""
 
@@ -78,11 +84,30 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
 
 
-@cache
 def native_library() -> NativeLibrary:
     """Raises NotImplementedError where the functions cannot be compiled."""
+    if (library := native_library_or_none()) is None:
+        raise NotImplementedError("the functions in C could not be compiled")
+    return library
+
+
+@cache
+def native_library_or_none() -> NativeLibrary | None:
+    """None where the functions cannot be compiled. The reason is logged, and this process does not try again."""
+    try:
+        return _load()
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        output = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
+        output = [line for line in output if "error" in line] or output
+        reason = "; ".join((str(error), *output[:_LOGGED_LINES]))
+        log.warning("the functions in C are not available, CPUs use slower ones: %s", reason)
+        return None
+
+
+def _load() -> NativeLibrary:
+    """Raises OSError, RuntimeError or SubprocessError."""
     if (command := compiler()) is None:
-        raise NotImplementedError("no C compiler")
+        raise RuntimeError("the host has no C compiler; install gcc or clang")
     tune = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     # Contracted operations would make a row depend on how many others there are.
     options = ("-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", tune, "-shared", "-fPIC")
@@ -94,27 +119,23 @@ def native_library() -> NativeLibrary:
         *(text.encode() for text in (*options, *features[:1])),
     )
     path = _folder() / f"native-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:24]}.so"
-    try:
-        if not path.exists():
-            _compile(command, options, path)
+    library = _opened(path)
+    if library is None:
+        _compile(command, options, path)
         library = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NotImplementedError(f"the functions in C were not compiled: {error}") from error
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     matrix = ctypes.POINTER(NativeMemory)
     library.product.argtypes = [matrix, ctypes.POINTER(NativeCall), pointer, ctypes.c_int]
     library.looked_up_rows.argtypes = [matrix, pointer, number, pointer]
-    library.looked_up_rows.restype = None
     library.decode_attention.argtypes = [ctypes.POINTER(NativeAttention), pointer, ctypes.c_int]
     return NativeLibrary(library.decode_attention, library.product, library.looked_up_rows, _parallel())
 
 
-@cache
-def native_library_or_none() -> NativeLibrary | None:
-    """None where the functions cannot be compiled."""
+def _opened(path: Path) -> ctypes.CDLL | None:
+    """None if there is no such file, or a damaged one: a host that loses power may keep an empty file."""
     try:
-        return native_library()
-    except NotImplementedError:
+        return ctypes.CDLL(str(path))
+    except OSError:
         return None
 
 
@@ -127,6 +148,7 @@ def _folder() -> Path:
 def _compile(command: str, options: tuple[str, ...], path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        log.info("compiling the functions in C for this host, once: %s", command)
         built = Path(folder) / path.name
         arguments = [
             command,
@@ -135,7 +157,8 @@ def _compile(command: str, options: tuple[str, ...], path: Path) -> None:
             "-o",
             str(built),
         ]
-        subprocess.run(arguments, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
+        environment = {**os.environ, "TMPDIR": folder}  # a sandbox may have no other writable folder
+        subprocess.run(arguments, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S, env=environment)
         built.replace(path)  # at once, for processes that compile the same
 
 

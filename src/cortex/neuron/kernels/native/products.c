@@ -45,14 +45,22 @@ INLINE Bytes bytes_at(const uint8_t *from) {
     return bytes;
 }
 
-INLINE Floats bfloats_at(const uint8_t *from) {
+// Scales and minimums are float16, as in GGUF files, in units of UNIT: float16 has few digits for numbers below 2⁻¹⁴.
+#define UNIT 0x1p-8f
+
+INLINE Floats halves_at(const uint8_t *from) {
 #if WIDTH == 16
-    return (Floats)vshll_n_u16(vreinterpret_u16_u8(vld1_u8(from)), 16);
+    return (Floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
 #elif WIDTH == 64
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #else
-    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
 #endif
+}
+
+INLINE float half_of(const uint8_t *from, int64_t lane) {
+    enum { LANES = WIDTH / 4 };
+    return halves_at(from + lane / LANES * WIDTH / 2)[lane % LANES];
 }
 
 // Where a tile has which bits of its codes. `bits` is CODEBOOK for four bits that number the entries of a table.
@@ -99,7 +107,7 @@ INLINE int64_t tile_bytes(const Matrix *m) {
     return codes_bytes(m->bits) + COLUMNS / m->group * ROWS * 2 * (m->has_minimums ? 2 : 1);
 }
 
-// Inputs, quantised to eight bits: each tile's 32 columns have one scale.
+// Inputs, quantised to eight bits: each tile's 32 columns have one scale, which includes UNIT.
 typedef struct {
     int8_t *numbers;
     float *scales;
@@ -107,13 +115,14 @@ typedef struct {
 } Inputs;
 
 // out = f(x) Wᵀ + residual, for `rows` rows. f divides by the length and multiplies with `norm` if that is given; if
-// `is_gated`, it is silu(first half) · second half. All numbers are bfloat16 if `is_half`, else float32.
+// `is_gated`, it is silu(first half) · second half. All numbers are bfloat16 if `is_half`, else float32; for `norm`,
+// `is_norm_half` says it.
 typedef struct {
     const void *x, *norm, *residual;
     void *out;
     int64_t rows;
     float eps;
-    int32_t is_gated, is_half;
+    int32_t is_gated, is_half, is_norm_half;
 } Call;
 
 typedef struct {
@@ -134,7 +143,7 @@ static void prepare(const Call *call, int64_t row, int64_t inputs, float *room) 
     }
     widen(call->x, row * inputs, inputs, call->is_half, room);
     if (!call->norm) return;
-    widen(call->norm, 0, inputs, call->is_half, other);
+    widen(call->norm, 0, inputs, call->is_norm_half, other);
     float factor = 1 / __builtin_sqrtf(dot_product(room, room, inputs) / inputs + call->eps);
     for (int64_t i = 0; i < inputs; i++) room[i] *= factor * other[i];
 }
@@ -148,7 +157,7 @@ static void quantise(const float *x, int64_t tiles, int8_t *numbers, float *scal
             doubt += x[i] * 0;
         }
         float factor = largest > 0 ? 127 / largest : 0;
-        scales[tile] = largest / 127 + doubt;
+        scales[tile] = largest / 127 * UNIT + doubt;
         for (int half = 0; half < 2; half++) {
             int32_t sum = 0;
             for (int i = 16 * half; i < 16 * half + 16; i++) {
@@ -197,8 +206,8 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
                     for (int part = 0; part < PARTS; part++) {
                         const int offset = group * ROWS * 2 + part * WIDTH / 2;
                         Floats exact = __builtin_convertvector(sums[i][part] - zero * sum, Floats);
-                        Floats value = exact * bfloats_at(scales + offset);
-                        if (has_minimums) value += bfloats_at(minimums + offset) * (float)sum;
+                        Floats value = exact * halves_at(scales + offset);
+                        if (has_minimums) value += halves_at(minimums + offset) * (float)sum;
                         totals[i][part] += value * scale;
                         sums[i][part] = (Ints){0};
                     }
@@ -270,11 +279,12 @@ int product(const Matrix *m, const Call *call, Parallel parallel, int threads) {
     return 0;
 }
 
-// Rows of the matrix. out: [count, 32 · tiles]
-void looked_up_rows(const Matrix *m, const int64_t *numbers, int64_t count, float *out) {
+// Rows of the matrix. out: [count, 32 · tiles]. 0, or -1 if the matrix has no such row.
+int looked_up_rows(const Matrix *m, const int64_t *numbers, int64_t count, float *out) {
     const int64_t size = tile_bytes(m);
     const int bits = m->bits, groups = COLUMNS / m->group;
     for (int64_t i = 0; i < count; i++) {
+        if (numbers[i] < 0 || numbers[i] >= m->outputs) return -1;
         const int64_t lane = numbers[i] % ROWS;
         const uint8_t *tile = m->packed + numbers[i] / ROWS * m->tiles * size;
         for (int64_t t = 0; t < m->tiles; t++, tile += size) {
@@ -290,15 +300,11 @@ void looked_up_rows(const Matrix *m, const int64_t *numbers, int64_t count, floa
                     place += 2;
                 }
                 if (has_one(bits)) code |= (from[ones_at(bits)] >> step & 1) << place;
-                uint16_t halves[2] = {0, 0};
-                const uint8_t *scale = tile + codes_bytes(bits) + (column / m->group * ROWS + lane) * 2;
-                memcpy(halves, scale, 2);
-                if (m->has_minimums) memcpy(halves + 1, scale + groups * ROWS * 2, 2);
-                uint32_t words[2] = {(uint32_t)halves[0] << 16, (uint32_t)halves[1] << 16};
-                float numbers_of[2];
-                memcpy(numbers_of, words, 8);
-                *out++ = (float)(code - m->zero) * numbers_of[0] + numbers_of[1];
+                const uint8_t *scales = tile + codes_bytes(bits) + column / m->group * ROWS * 2;
+                const float minimum = m->has_minimums ? half_of(scales + groups * ROWS * 2, lane) : 0;
+                *out++ = ((float)(code - m->zero) * half_of(scales, lane) + minimum) * UNIT;
             }
         }
     }
+    return 0;
 }

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.layout import IQ4, Layout
 
 GROUP: Final = 32
 """Columns that share a scale in memory."""
@@ -107,7 +107,7 @@ def weight_only_row_bytes(columns: int) -> int:
 
 
 def tile_bytes(layout: CpuLayout) -> int:
-    """Codes, and per group a scale and perhaps a minimum in bfloat16, of 16 rows and 32 columns (native form)."""
+    """Codes, and per group a scale and perhaps a minimum in float16, of 16 rows and 32 columns (native form)."""
     numbers = GROUP // layout.group * (2 if layout.zero is None else 1)
     return TILE_ROWS * (GROUP * (4 if layout.levels else layout.bits) // 8 + 2 * numbers)
 
@@ -131,7 +131,7 @@ _FORMATS: Final[Mapping[str, tuple[int, int, int | None]]] = {
     "IQ4_XS": (8, 32, 128),
 }
 """Quantised types of GGUF files → bits, columns of a group, zero; as `weights/gguf/quants.py` decodes them."""
-_LEVELS: Final = tuple(128 + n for n in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+_LEVELS: Final = tuple(128 + level for level in IQ4.levels)
 """The codes of IQ4_NL and IQ4_XS."""
 
 

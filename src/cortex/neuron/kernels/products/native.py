@@ -1,6 +1,6 @@
 """Matrices of codes of any width, multiplied by functions of our own (`native/products.c`).
 
-The memory is [blocks of 16 rows, tiles of 32 columns, bytes of a tile]. A tile has its codes, then a bfloat16 scale per
+The memory is [blocks of 16 rows, tiles of 32 columns, bytes of a tile]. A tile has its codes, then a float16 scale per
 row and group, then the minimums, if groups have them. Codes are in the order [8 steps, 16 rows, 4 columns]. Those of
 eight bits are bytes. Others are divided into their lowest four bits, two steps per byte, then two bits, four steps per
 byte, then one bit, eight steps per byte; whichever of them make up the width.
@@ -31,6 +31,8 @@ from cortex.neuron.kernels.quantised.quantise import quantised
 _MIN_PARALLEL_WEIGHTS = 1 << 18
 """Smaller products take less time than waking threads."""
 _STEPS = 8
+_UNIT = 2.0**-8
+"""`UNIT` of products.c"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class NativeMatrix:
         steps = code.view(blocks, TILE_ROWS, tiles, _STEPS, 4).permute(0, 2, 3, 1, 4).flatten(3)
         parts = [*_planes(steps, 4 if layout.levels else layout.bits)]
         for numbers in (scale,) if layout.zero is not None else (scale, minimum):
-            grouped = numbers.view(blocks, TILE_ROWS, tiles, -1).permute(0, 2, 3, 1).bfloat16()
+            grouped = (numbers / _UNIT).view(blocks, TILE_ROWS, tiles, -1).permute(0, 2, 3, 1).half()
             parts.append(grouped.contiguous().view(torch.uint8).flatten(2))
         first = first_row // TILE_ROWS
         torch.cat(parts, 2, out=self.packed[first : first + blocks])
@@ -113,7 +115,8 @@ class NativeMatrix:
             wide = None if residual is None else residual.float()
             return self.fused(x.float(), norm=norm, eps=eps, is_gated=is_gated, residual=wide).to(dtype)
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-        norm = None if norm is None else norm.to(dtype)
+        if norm is not None and norm.dtype != torch.bfloat16:
+            norm = norm.float()
         out = torch.empty(rows, self.outputs, dtype=dtype)
         library = native_library()
         call = NativeCall(
@@ -125,6 +128,7 @@ class NativeMatrix:
             eps,
             is_gated,
             dtype == torch.bfloat16,
+            norm is not None and norm.dtype == torch.bfloat16,
         )
         is_small = rows * self.outputs * self.inputs < _MIN_PARALLEL_WEIGHTS
         threads = 1 if is_small else torch.get_num_threads()
@@ -135,7 +139,8 @@ class NativeMatrix:
     def rows(self, numbers: Tensor) -> Tensor:
         numbers = numbers.long().contiguous()
         out = torch.empty(len(numbers), self.inputs)
-        native_library().looked_up_rows(self._at_address(), numbers.data_ptr(), len(numbers), out.data_ptr())
+        if native_library().looked_up_rows(self._at_address(), numbers.data_ptr(), len(numbers), out.data_ptr()):
+            raise IndexError(f"row {int(numbers.max())} or {int(numbers.min())} of a matrix with {self.outputs} rows")
         return out
 
     def _at_address(self) -> object:

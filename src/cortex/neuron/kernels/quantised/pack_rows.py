@@ -200,9 +200,9 @@ def _codes(x, scale, minimum, BITS: tl.constexpr):
 
 @jit
 def _bfloat16_bits(number):
-    """The bits of a number rounded to bfloat16, in the upper half of 32."""
+    """The bits of a number rounded to bfloat16, in the upper half of 32. NaN stays NaN; rounding could make it 0."""
     bits = number.to(tl.int32, bitcast=True)
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(number == number, (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536, 0x7FC00000)
 
 
 @jit

@@ -113,7 +113,7 @@ async def test_preflight_rejects_before_any_worker_is_started(tmp_path: Path) ->
     async with running_node(tmp_path, config) as node:
         for rejected, reason in (
             (LoadRequest("gpt"), "model_type 'gpt2'"),
-            (LoadRequest("m", quant="fp8"), "not quantised as fp8 at load on this node.*for fp8 name a GGUF"),
+            (LoadRequest("m", quant="fp8"), "not quantised as fp8 at load on this node.*; choose q8 or q4, or omit"),
             (LoadRequest(str(tmp_path / "empty")), "no \\*.safetensors"),
             (LoadRequest("m", devices=(7,)), "device 7"),
             (LoadRequest("m", tensor_parallel=2), "tensor_parallel"),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.instance import Instance, ModelCallbacks
@@ -231,11 +232,16 @@ class ModelLoader:
         facts = inspect(path, model.quant, name=model.id, num_ranks=model.tensor_parallel)
         recipe = facts.recipe
         if recipe is not None and not all(self._forecast.quantises(device, recipe) for device in self._devices):
+            remedy = (
+                f"for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on the "
+                "hub)"
+                if isinstance(recipe.matrices, Layout)
+                else "choose q8 or q4"  # there are no GGUFs of it
+            )
             raise LoadFailed(
                 f"{model.id} is not quantised as {recipe.name} at load on this node, which takes a GPU and the dtype "
                 "auto or bfloat16, or for the formats of GGUF files a CPU with asimddp, avx2 or avx512f and the dtype "
-                f"auto; for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on "
-                "the hub), or omit `quant`"
+                f"auto; {remedy}, or omit `quant`"
             )
         try:
             quantised = quantised_footprints(self._forecast, model, facts, self._devices)

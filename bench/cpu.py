@@ -1,6 +1,6 @@
 """Decodes with the engine and with llama.cpp in turns, on the same GGUF file, cores and numbers of threads.
 
-    g++ -O2 -I llama.cpp/include -I llama.cpp/ggml/include bench/llama_peer.cpp -L llama.cpp/build/bin \
+    g++ -O2 -I llama.cpp/include -I llama.cpp/ggml/include bench/llama_peer.cpp -L llama.cpp/build/bin \\
         -lllama -lggml -lggml-base -Wl,-rpath,llama.cpp/build/bin -o llama_peer
     PYTHONPATH=src python bench/cpu.py --model model.gguf --peer ./llama_peer --threads 1,2,8
 

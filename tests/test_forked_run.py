@@ -42,10 +42,18 @@ def start(folder: Path, *options: str, **files: str) -> subprocess.Popen[str]:
 def end(started: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     try:
         stdout, stderr = started.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        os.killpg(started.pid, signal.SIGKILL)
-        raise
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(started.args, started.returncode, stdout, stderr)
+
+
+def press_ctrl_c(started: subprocess.Popen[str], once_there: Path) -> None:
+    """Signal every process, as a terminal does."""
+    while not once_there.exists():
+        assert started.poll() is None
+        time.sleep(0.01)
+    os.killpg(started.pid, signal.SIGINT)
 
 
 def run(folder: Path, *options: str, **files: str) -> subprocess.CompletedProcess[str]:
@@ -141,14 +149,28 @@ def lasting():
 def test_waits(lasting): time.sleep(600)
 """
     started = start(tmp_path, waits=waits)
-    while not (tmp_path / "set_up").exists():
-        assert started.poll() is None
-        time.sleep(0.01)
-    os.killpg(started.pid, signal.SIGINT)  # a terminal signals every process
+    press_ctrl_c(started, tmp_path / "set_up")
     done = end(started)
     assert (tmp_path / "torn_down").exists(), done.stderr
     assert done.returncode == pytest.ExitCode.INTERRUPTED
     assert "KeyboardInterrupt: while running test_waits.py::test_waits" in done.stdout, done.stdout
+
+
+def test_second_ctrl_c_ends_a_teardown(tmp_path: Path) -> None:
+    waits = """
+import pathlib, pytest, time
+@pytest.fixture
+def lasting():
+    pathlib.Path("set_up").touch()
+    yield
+    pathlib.Path("tearing_down").touch()
+    time.sleep(600)
+def test_waits(lasting): time.sleep(600)
+"""
+    started = start(tmp_path, waits=waits)
+    press_ctrl_c(started, tmp_path / "set_up")
+    press_ctrl_c(started, tmp_path / "tearing_down")
+    assert end(started).returncode == pytest.ExitCode.INTERRUPTED
 
 
 def test_stopped_run_ends_when_a_test_swallows_the_interrupt(tmp_path: Path) -> None:

@@ -187,9 +187,10 @@ def start_second_gateway(up: Run, tmp_path_factory: pytest.TempPathFactory) -> I
             f'[[neurons]]\nname = "local"\nendpoint = "http://127.0.0.1:{up.neuron_port}"\n' + "\n".join(sections)
         )
         command = [sys.executable, "-m", "cortex.gateway", "--config", str(config)]
-        processes.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}))
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+        processes.append(process)
         gateway = Gateway(f"http://127.0.0.1:{port}", config)
-        _wait_until_listed(gateway, key)
+        _wait_until_listed(gateway, key, process)
         return gateway
 
     yield start
@@ -199,7 +200,7 @@ def start_second_gateway(up: Run, tmp_path_factory: pytest.TempPathFactory) -> I
         process.wait(60)
 
 
-def _wait_until_listed(gateway: Gateway, key: str) -> None:
+def _wait_until_listed(gateway: Gateway, key: str, process: subprocess.Popen[bytes]) -> None:
     request = urllib.request.Request(
         f"{gateway.url}/v1/models/{SMOLLM2.id}", headers={"authorization": f"Bearer {key}"}
     )
@@ -209,5 +210,6 @@ def _wait_until_listed(gateway: Gateway, key: str) -> None:
             with urllib.request.urlopen(request, timeout=60):
                 return
         except (urllib.error.URLError, ConnectionError):
+            assert process.poll() is None, f"the gateway ended with exit code {process.returncode}"
             time.sleep(0.05)
     raise AssertionError(f"{gateway.url} never listed the model")

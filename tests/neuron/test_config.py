@@ -80,6 +80,10 @@ def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
         ),
         ("[[models]]\nid = 'a'\nnodes = ['x']", "two or more nodes, each once"),
         ("[[models]]\nid = 'a'\nnodes = ['x', 'x']", "two or more nodes, each once"),
+        (
+            "[[models]]\nid = 'a'\nmax_replicas = 2\ntensor_parallel = 2",
+            "has `max_replicas`, which is for models on one",
+        ),
         ("[[models]]\nid = 'a'\nreplicas = 2\nnodes = ['x', 'y']", "has both `nodes` and `replicas`"),
     ],
 )

@@ -84,6 +84,10 @@ class Limits(Section, frozen=True):
     """Maximum requests that one model runs at once."""
     max_queue: Annotated[int, Meta(ge=0)] = 512
     """Maximum requests that wait for one model; the next one is rejected with 503 and an estimated `Retry-After`."""
+    add_replica_after_s: Seconds = 5.0
+    """A model with `max_replicas` gets one more replica when a request has waited for this long."""
+    remove_replica_after_s: Seconds = 300.0
+    """Such a replica is unloaded when it has had no request for this long."""
     step_timeout_s: Seconds = 120.0
     """A device that has work and completes no step for this long is treated as faulted."""
     load_timeout_s: Seconds = 300.0
@@ -144,6 +148,9 @@ class ModelOptions(Section, frozen=True):
     replicas: Count = 1
     """How often the model is loaded on this node, each time on devices of its own; requests go to the replica with the
     least work."""
+    max_replicas: Count = 1
+    """How many replicas it may have while requests wait, beyond `replicas`: the others are added on devices with room
+    for them (`limits.add_replica_after_s`), and give way to every other load. Only for models on one device."""
     devices: tuple[int, ...] = ()
     """Indices of the devices it may use; the node chooses when absent."""
     control_tokens_in_messages: bool = False
@@ -273,19 +280,25 @@ class NeuronConfig(Section, frozen=True):
             if num_shares > 1 and model_id in in_stages:
                 raise ValueError(f"`{model_id}` has tensor_parallel and pipeline_parallel; choose one of them")
         for entry in self.models:
-            self._check_nodes("models", entry.id, entry.nodes, entry.replicas)
+            self._check_nodes("models", entry.id, entry)
         for default in self.default_models:
-            self._check_nodes("default_models", default.model_id, default.nodes, default.replicas)
+            self._check_nodes("default_models", default.model_id, default)
         indices = [device.index for device in self.devices]
         if len(set(indices)) < len(indices):
             raise ValueError("a device is listed twice in [[devices]]; remove one entry")
 
-    def _check_nodes(self, section: str, model_id: str, nodes: tuple[str, ...], replicas: int) -> None:
+    def _check_nodes(self, section: str, model_id: str, options: ModelOptions) -> None:
+        nodes = options.nodes
         where = f"`nodes` of `{model_id}` in [[{section}]]"
         if len(nodes) == 1 or len(set(nodes)) < len(nodes):
             raise ValueError(f"{where} must name two or more nodes, each once, this one first")
-        if nodes and replicas > 1:
+        if nodes and options.replicas > 1:
             raise ValueError(f"`{model_id}` in [[{section}]] has both `nodes` and `replicas`; remove one of them")
+        if options.max_replicas > 1 and (nodes or options.tensor_parallel > 1 or options.pipeline_parallel > 1):
+            raise ValueError(
+                f"`{model_id}` in [[{section}]] has `max_replicas`, which is for models on one device, but is divided; "
+                "remove it, or use `replicas`"
+            )
         known = [peer.name for peer in self.peers]
         for name in nodes[1:]:
             if name not in known:

@@ -34,3 +34,10 @@ def test_unknown_model_is_rejected_and_the_present_one_stays(gateway: CannedGate
     session = ChatSession(GatewayClient(gateway.url, None), Conversation("small"), None, None)
     assert "still using small" in run(session, "/model absent")
     assert session.conversation.model == "small"
+
+
+def test_commands_that_lack_something_say_what(gateway: CannedGateway) -> None:
+    session = ChatSession(GatewayClient(gateway.url, None), Conversation("small"), None, None)
+    assert run(session, "/model") == "using small; /model NAME continues with another"
+    assert run(session, "/retry") == "there is no response yet"
+    assert "unknown command /modle" in run(session, "/modle")

@@ -187,3 +187,17 @@ def test_doctor_reports_a_certificate_that_keeps_the_gateway_from_starting(invok
     outcome = invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml"))
     assert outcome.code is ExitCode.FAILED
     assert any("cannot read tls_cert" in what for what in findings(outcome, "config"))
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"), [("", ("no C compiler", "note")), (None, ("C compiler /", "fine"))], ids=["without", "with"]
+)
+def test_doctor_says_whether_there_is_a_c_compiler(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | None, expected: tuple[str, str]
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "cc").write_text("#!/bin/sh\n")
+    (tmp_path / "cc").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path) if path is None else path)
+    found = findings(invoke("doctor", "--json"), "engine")
+    assert any(what.startswith(expected[0]) and verdict == expected[1] for what, verdict in found.items()), found

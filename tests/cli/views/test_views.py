@@ -42,6 +42,7 @@ def loading(done: int) -> ModelStatus:
 def test_describes_state_and_progress() -> None:
     assert describe(loading(42)) == "loading: read 42%, 3 s left"
     assert describe(ModelStatus(id="m", state=ModelState.READY)) == "ready"
+    assert describe(ModelStatus(id="m", state=ModelState.READY, replicas=2)) == "ready: 2 replicas"
 
 
 def test_model_asleep_is_shown_with_its_host_memory() -> None:

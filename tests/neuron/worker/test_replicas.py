@@ -37,6 +37,8 @@ class FakeHost:
         self.sink: ModelSink = RecordingSink()
         self.is_loaded = False
         self.unloaded = 0
+        self.info = INFO
+        self.never_loads = False
 
     def opened(self) -> ModelHost:
         return self
@@ -44,8 +46,10 @@ class FakeHost:
     async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident:
         if self.fails:
             raise LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
+        if self.never_loads:
+            await asyncio.Event().wait()
         self.sink, self.is_loaded = sink, True
-        return Resident(1, INFO, measured_bytes=20, process_bytes=20)
+        return Resident(1, self.info, measured_bytes=20, process_bytes=20)
 
     async def unload(self, resident: Resident) -> Reclaimed:
         self.unloaded += 1
@@ -142,6 +146,90 @@ async def test_lost_replica_fails_its_own_requests_and_comes_back(loaded: Loaded
     await asyncio.sleep(0)
     replicas.submit(resident, request("d"))
     assert first.requests[-1] == "d"
+
+
+async def test_extra_replica_serves_and_is_not_among_devices_and_sizes(loaded: Loaded) -> None:
+    replicas, resident, (first, second), sink = loaded
+    third = FakeHost(2)
+    extra = await replicas.add(third, LoadSpec("m"))
+    assert extra is not None
+    assert (replicas.num_replicas, replicas.device_indices, replicas.taken_devices) == (3, (0, 1), (0, 1, 2))
+    for name in "abc":
+        replicas.submit(resident, request(name))
+    assert third.requests == ["c"]
+    assert replicas.idle_extras() == []
+    third.sink.on_stats(EngineStats(completion_tokens=5, num_pages=7))
+    assert sink.stats.completion_tokens == 5
+    removal = asyncio.create_task(replicas.remove(extra, 60.0))
+    await asyncio.sleep(0)
+    for name in "de":
+        replicas.submit(resident, request(name))
+    assert (first.requests, second.requests, third.unloaded) == (["a", "d"], ["b", "e"], 0)
+    third.sink.on_outputs((StepOutput("c", finish="stop"),))
+    await removal
+    assert (third.unloaded, replicas.num_replicas, sink.failed) == (1, 2, {})
+    assert (sink.stats.completion_tokens, sink.stats.num_pages) == (5, 0)
+
+
+async def test_requests_that_outlast_the_drain_of_an_extra_replica_fail(loaded: Loaded) -> None:
+    replicas, resident, _, sink = loaded
+    third = FakeHost(2)
+    extra = await replicas.add(third, LoadSpec("m"))
+    assert extra is not None
+    for name in "abc":
+        replicas.submit(resident, request(name))
+    await replicas.remove(extra, 0.0)
+    assert {name: kind for name, (kind, _) in sink.failed.items()} == {"c": FaultKind.DEVICE}
+    assert (third.requests, third.unloaded) == ([], 1)
+
+
+async def test_extra_replica_with_less_context_is_unloaded_again(loaded: Loaded) -> None:
+    replicas, _, _, _ = loaded
+    third = FakeHost(2)
+    third.info = replace(INFO, context_tokens=INFO.context_tokens - 1)
+    with pytest.raises(LoadRejected, match="511 tokens of context, not 512"):
+        await replicas.add(third, LoadSpec("m"))
+    assert (third.unloaded, replicas.num_replicas) == (1, 2)
+
+
+async def test_lost_extra_replica_fails_its_own_requests_and_stays_lost(loaded: Loaded) -> None:
+    replicas, resident, _, sink = loaded
+    third = FakeHost(2)
+    await replicas.add(third, LoadSpec("m"))
+    for name in "abc":
+        replicas.submit(resident, request(name))
+    old = third.sink
+    old.on_lost("killed")
+    assert (list(sink.failed), replicas.num_replicas) == (["c"], 2)
+    await asyncio.sleep(0.05)
+    assert third.sink is old
+
+
+async def test_model_is_lost_once_when_its_extra_replica_goes_after_all_others(loaded: Loaded) -> None:
+    replicas, _, (first, second), sink = loaded
+    third = FakeHost(2)
+    extra = await replicas.add(third, LoadSpec("m"))
+    assert extra is not None
+    first.fails = second.fails = True
+    first.sink.on_lost("one")
+    second.sink.on_lost("two")
+    assert sink.lost == []
+    await replicas.remove(extra, 0.0)
+    third.sink.on_lost("three")
+    assert (sink.lost, third.unloaded) == (["its last replica was unloaded"], 1)
+
+
+@pytest.mark.parametrize("ending", ["sleep", "unload"])
+async def test_extra_replicas_end_with_the_model(loaded: Loaded, ending: str) -> None:
+    replicas, resident, _, _ = loaded
+    third, fourth = FakeHost(2), FakeHost(3)
+    await replicas.add(third, LoadSpec("m"))
+    fourth.never_loads = True
+    late = asyncio.create_task(replicas.add(fourth, LoadSpec("m")))
+    await asyncio.sleep(0)
+    await (replicas.sleep(resident) if ending == "sleep" else replicas.unload(resident))
+    assert (third.unloaded, await late, replicas.num_replicas) == (1, None, 2)
+    assert await replicas.add(fourth, LoadSpec("m")) is None
 
 
 async def test_replica_lost_in_its_sleep_comes_back_when_the_model_wakes(loaded: Loaded) -> None:

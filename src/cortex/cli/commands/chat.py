@@ -266,6 +266,10 @@ def run_command(session: ChatSession, console: Console, line: str) -> bool:
             while conversation.turns[-1]["role"] != "user":
                 conversation.turns.pop()
             show_response(session, console)
+        case "/model":
+            console.print(f"using {conversation.model}; /model NAME continues with another", style="dim", markup=False)
+        case "/retry":
+            console.print("there is no response yet", style="dim")
         case _:
             console.print(f"unknown command {command}; /help lists the commands")
     return True

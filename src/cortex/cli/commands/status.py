@@ -144,8 +144,10 @@ def _models(node: NodeView, fleet: FleetView) -> Table:
 
 
 def _state(model: HeldModel) -> Text:
-    """`ready, pinned`, or `loading ██████▌  64% read, 3 s`."""
+    """`ready, 2 replicas, pinned`, or `loading ██████▌  64% read, 3 s`."""
     shown = state(str(model.state))
+    if model.state is ModelState.READY and model.replicas > 1:
+        shown.append(f", {model.replicas} replicas")
     if model.pinned:
         shown.append(", pinned")
     fraction = None if model.state is ModelState.READY else fraction_done(model)

@@ -16,8 +16,10 @@ def fraction_done(status: ModelStatus) -> float | None:
 
 
 def describe(status: ModelStatus) -> str:
-    """State and progress: `loading: read 42%, 3 s left`."""
+    """State and progress: `loading: read 42%, 3 s left`, or `ready: 2 replicas`."""
     text = str(status.state)
+    if status.state is ModelState.READY and status.replicas > 1:
+        text += f": {status.replicas} replicas"
     if status.progress is not None and status.state in (ModelState.LOADING, ModelState.DOWNLOADING):
         text += f": {status.progress.stage}"
         if (fraction := fraction_done(status)) is not None:

@@ -190,7 +190,9 @@ def _without_memory(
     if held is not None and (part := fleet.draining_part(node, held)) is not None:
         return Verdict.DRAINING, f"{part.name} has a part of it, and is {part.why_draining}"
     if held is not None and held.state is ModelState.READY:
-        return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}{_layers(node, held, fleet)}"
+        replicas = f", replicas: {held.status.replicas}" if held.status.replicas > 1 else ""
+        layers = _layers(node, held, fleet)
+        return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}{replicas}{layers}"
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
     if any(reservation.model_id == spec.id for reservation in node.reservations):

@@ -37,6 +37,7 @@ class QueuedRequest:
     """Called when the request is displaced from the queue, with the seconds after which to retry."""
     has_slot: bool = field(default=False, init=False)
     has_output: bool = field(default=False, init=False)
+    entered_s: float = field(default=0.0, init=False)
 
 
 class QueueFull(Exception):
@@ -52,7 +53,8 @@ class Admission:
     """Belongs to one loop. Times are passed in."""
 
     def __init__(self, slots: int, max_queue: int) -> None:
-        self._slots = slots
+        self.slots = slots
+        """Requests that may run at once."""
         self._max_queue = max_queue
         self._slots_held: Counter[str] = Counter()
         self._queue: list[QueuedRequest] = []
@@ -70,8 +72,13 @@ class Admission:
     def waiting(self) -> int:
         return len(self._queue)
 
+    def waited_s(self, now_s: float) -> float:
+        """How long the first request of the queue has waited; 0 if there is none."""
+        return now_s - self._queue[0].entered_s if self._queue else 0.0
+
     def enter(self, queued: QueuedRequest, now_s: float) -> None:
         """Starts or queues `queued`. Raises QueueFull, unless another request is displaced for it."""
+        queued.entered_s = now_s
         if queued.principal != ANONYMOUS:
             self._named_seen_s = now_s
         if not self._queue and self._may_take_slot(queued.principal, now_s) and self._has_room_for(queued):
@@ -148,11 +155,11 @@ class Admission:
 
     def _may_take_slot(self, principal: str, now_s: float) -> bool:
         """Whether a slot is free. A quarter of them is reserved for named principals while there are any."""
-        if self.running >= self._slots:
+        if self.running >= self.slots:
             return False
         if principal != ANONYMOUS or now_s - self._named_seen_s > _NAMED_MEMORY_S:
             return True
-        return self._slots_held[ANONYMOUS] < max(1, self._slots - self._slots // 4)
+        return self._slots_held[ANONYMOUS] < max(1, self.slots - self.slots // 4)
 
     def _displace_for(self, newcomer: QueuedRequest, now_s: float) -> None:
         """Displaces the latest request of the principal with the largest share of the queue. Raises QueueFull."""

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.node.memory.ceilings import Ceilings
+from cortex.neuron.node.replicas.extras import ExtraReplicas
 from cortex.neuron.worker.device_claims import DeviceClaim, DeviceClaims
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.neuron.worker.factory import WorkerFactory
@@ -44,6 +45,7 @@ class NodeDevices:
         """`engine`: what workers load models with. `reserve`: what loads leave free on a device."""
         self.all = inventory.devices
         self.claims = DeviceClaims()
+        self.extras = ExtraReplicas(inventory.devices, ceilings)
         self._readings = dict(inventory.readings)
         self._read_devices = read_devices
         self._reserve = reserve
@@ -57,10 +59,12 @@ class NodeDevices:
             for device in inventory.devices
         }
 
-    def host(self, model_id: str, indices: Sequence[int], num_replicas: int, lock_devices: LockDevices) -> ModelHost:
+    def host(
+        self, model_id: str, indices: Sequence[int], num_replicas: int, lock_devices: LockDevices, *, may_grow: bool
+    ) -> ModelHost:
         """Where a model goes that takes these devices: one replica on each equal part of them, the lowest index first.
-        `lock_devices`: see `WorkerReplicas`."""
-        if num_replicas == 1:
+        `lock_devices`: see `WorkerReplicas`. `may_grow`: it gets extra replicas later."""
+        if num_replicas == 1 and not may_grow:
             return self._one_host(model_id, indices)
         size = len(indices) // num_replicas
         parts = [sorted(indices)[start : start + size] for start in range(0, len(indices), size)]
@@ -84,8 +88,9 @@ class NodeDevices:
         return str(path)
 
     def health(self) -> tuple[DeviceHealth, ...]:
-        """As of the latest sample."""
-        return tuple(self._health(device) for device in self.all)
+        """As of the latest sample. The memory of extra replicas counts as free."""
+        readings = self.extras.without(self._readings)
+        return tuple(self._health(device, readings) for device in self.all)
 
     async def sample(self) -> None:
         """Reads the devices on a thread, so that a hanging driver does not block the loop."""
@@ -104,8 +109,8 @@ class NodeDevices:
         await self._worker_factory.close()
         await asyncio.to_thread(shutil.rmtree, self._lock_directory, ignore_errors=True)
 
-    def _health(self, device: Device) -> DeviceHealth:
-        reading = self._readings.get(device.index, DeviceReading(device.total_bytes, 0))
+    def _health(self, device: Device, readings: Mapping[int, DeviceReading]) -> DeviceHealth:
+        reading = readings.get(device.index, DeviceReading(device.total_bytes, 0))
         reserve = self._reserve(device)
         return DeviceHealth(
             index=device.index,

@@ -71,7 +71,8 @@ class Instance:
         self._max_prompt_tokens = limits.max_prompt_tokens
         self._callbacks = callbacks
         self._resident: Resident | None = None
-        self._admission = Admission(limits.max_num_seqs * host.num_replicas, limits.max_queue)
+        self._max_num_seqs = limits.max_num_seqs
+        self._admission = Admission(self._num_slots, limits.max_queue)
         self._requests: dict[str, _Running] = {}
         self._closed: CortexError | None = None
         self._has_produced = False
@@ -84,7 +85,7 @@ class Instance:
     def loaded(self, resident: Resident) -> None:
         """The weights are in the worker; from now on the instance takes requests."""
         self._resident = resident
-        self._update_free_cache()
+        self._update_capacity()
 
     @property
     def resident(self) -> Resident:
@@ -105,6 +106,11 @@ class Instance:
     def idle_s(self) -> float:
         """Seconds since the last request ended; 0 while one runs."""
         return 0.0 if self._requests else time.monotonic() - self._idle_since_s
+
+    @property
+    def waited_s(self) -> float:
+        """How long the first request of the queue has waited; 0 if there is none."""
+        return self._admission.waited_s(time.monotonic())
 
     def load(self, num_in_preparation: int = 0) -> ModelLoad:
         """How busy the model is. The counts are current; the rest is as of the engine's latest report.
@@ -200,7 +206,7 @@ class Instance:
     def on_stats(self, stats: EngineStats) -> None:
         self._stats = stats
         self._throughput.sample(time.monotonic(), stats.completion_tokens)
-        self._update_free_cache()
+        self._update_capacity()
 
     def on_lost(self, reason: str) -> None:
         self.lost_reason = reason
@@ -217,10 +223,16 @@ class Instance:
         await self.drained()
         then()
 
-    def _update_free_cache(self) -> None:
+    @property
+    def _num_slots(self) -> int:
+        return self._max_num_seqs * self.host.num_replicas
+
+    def _update_capacity(self) -> None:
         if self._resident is not None:  # reports may come before the load has ended
             info = self._resident.info
-            free_tokens = (info.num_pages - self._stats.used_pages) * info.page_tokens
+            num_pages = max(info.num_pages, self._stats.num_pages)  # more with extra replicas
+            free_tokens = (num_pages - self._stats.used_pages) * info.page_tokens
+            self._admission.slots = self._num_slots
             self._admission.cache_reported(free_tokens, time.monotonic())
 
     # Drain, sleep and unload

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cortex.neuron.engine.request import EngineStats
 from cortex.neuron.node.controller import ModelController
+from cortex.neuron.node.instance import Instance
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
@@ -105,6 +106,16 @@ class Models:
                 held = equal_parts(resident.process_bytes, len(indices))
             found.append(ModelHolding(controller.model_id, indices, held))
         return found
+
+    def growing(self) -> list[tuple[KnownModel, Instance]]:
+        """The ready models that may have extra replicas."""
+        return [
+            (controller.model, controller.instance)
+            for controller in self._controllers.values()
+            if controller.life.state is ModelState.READY
+            and controller.instance is not None
+            and controller.model.may_grow
+        ]
 
     def sleeping(self) -> list[SleepingModel]:
         return [

@@ -30,6 +30,7 @@ from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding, equal_parts
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
+from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.spanning.hosted_share import ShareResources
 from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
 from cortex.neuron.node.spanning.peer import HostedShares
@@ -119,6 +120,9 @@ class Node:
             sleep_budget,
             limits.max_prompt_tokens,
         )
+        self._replica_demand = ReplicaDemand(
+            ReplicaRules.of(limits), self._models.growing, self._loader.add_replica, self._model_changed
+        )
         self.prompts = Prompts(self._models, self._loader, self._texts, limits.max_prompt_tokens, self._check_open)
         self._feed = EventFeed()
         self._startup_models = StartupModels(
@@ -145,6 +149,7 @@ class Node:
         node._regular = [
             node._tasks.start("sample devices", node._keep_sampling),
             node._tasks.start("load default models", node._startup_models.run),
+            node._tasks.start("replicas", node._replica_demand.run),
         ]
         return node
 
@@ -250,7 +255,9 @@ class Node:
         await self.shares.serve(connection)
 
     async def recycle(self, device: int) -> bool:
-        """Replaces an idle device's worker, which frees all of its memory. False while models are on it."""
+        """Replaces an idle device's worker, which frees all of its memory. False while models are on it, other than
+        extra replicas: they are unloaded first."""
+        await self.devices.extras.give_back((device,), self._config.drain_s)
         return await self.devices.supervisors[device].recycle()
 
     async def close(self) -> None:

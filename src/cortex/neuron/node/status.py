@@ -59,6 +59,7 @@ def describe_model(
         state=life.state if life is not None else ModelState.COLD,
         devices=instance.host.device_indices if instance is not None else model.devices,
         num_devices=model.num_devices,
+        replicas=instance.host.num_replicas if instance is not None else model.replicas,
         stage_layers=instance.stage_layers if instance is not None else stage_layers,
         device_bytes=resident.device_bytes(len(instance.host.device_indices)) if instance and resident else (),
         nodes=model.nodes,

@@ -157,6 +157,9 @@ class ModelStatus(NodeValue, frozen=True):
     devices: tuple[int, ...] = ()
     num_devices: Annotated[int, Meta(ge=1)] = 1
     """Devices that it takes on this node, as configured there: it is divided among them, or has a replica on each."""
+    replicas: Annotated[int, Meta(ge=1)] = 1
+    """How often it is loaded there, or will be. It includes extra replicas, which come and go with demand; `devices`
+    and all sizes do not, because their memory counts as free."""
     stage_layers: tuple[int, ...] = ()
     """Number of layers on each of `devices`, if it is divided by layers; before a load, on the empty devices."""
     device_bytes: tuple[int, ...] = ()

@@ -52,6 +52,7 @@ async def test_sleeping_model_is_reported_and_counted_as_asleep(api: Any) -> Non
     assert 'neuron_model_sleeping_bytes{model="org/tiny"} 5.0' in metrics
     assert 'neuron_model_state{model="org/tiny",state="asleep"} 1.0' in metrics
     assert "neuron_model_bytes{" not in metrics
+    assert "neuron_model_replicas{" not in metrics
     status, body, _ = await api.post("/models/unload", {"model_id": "org/tiny", "sleep": 1})
     assert (status, body["error"]["param"]) == (400, "sleep")
     status, body, _ = await api.post("/v1/completions", {"model": "org/tiny", "prompt": "x"})
@@ -222,6 +223,7 @@ async def test_exposes_every_metric(api: Any, chat_body: Any) -> None:
         'neuron_model_state{model="org/tiny",state="ready"} 1.0',
         'neuron_model_state{model="org/tiny",state="cold"} 0.0',
         'neuron_model_bytes{model="org/tiny"} 6.0',
+        'neuron_model_replicas{model="org/tiny"} 1.0',
         'neuron_device_memory_free_bytes{device="0"} 4.0',
         'neuron_device_temperature_celsius{device="0"} 40.0',
         'neuron_engine_steps_total{model="org/tiny"} 7.0',

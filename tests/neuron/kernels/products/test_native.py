@@ -100,6 +100,38 @@ def test_numbers_without_bounds_stay_visible(matrix: NativeMatrix) -> None:
     assert y[1].isnan().all()
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e6])
+def test_scales_that_float16_cannot_hold_stay_visible(matrix: NativeMatrix, number: float) -> None:
+    code = torch.full((OUTPUTS, INPUTS), 200, dtype=torch.uint8)
+    scale = torch.ones(OUTPUTS, INPUTS // 32)
+    scale[70, 1] = number
+    matrix.put(0, code, scale, -128 * scale)
+    rows = matrix.rows(torch.arange(OUTPUTS))
+    assert not rows[70, 32:64].isfinite().any()
+    assert int(rows.isfinite().sum()) == rows.numel() - 32
+    assert matrix.product(torch.ones(1, INPUTS))[0].isfinite().logical_not().nonzero().tolist() == [[70]]
+
+
+@pytest.mark.usefixtures("matrix")
+@pytest.mark.parametrize("deviation", [1e-6, 1e-4, 1.0])
+@pytest.mark.parametrize("zero", [None, 128])
+def test_small_numbers_are_quantised_as_exactly_as_large_ones(deviation: float, zero: int | None) -> None:
+    numbers = deviation * torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
+    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 8, 32, zero), 64, 256, torch.device("cpu"))
+    matrix.put_numbers(0, numbers)
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(7))
+    for ours, exact in ((matrix.rows(torch.arange(64)), numbers), (matrix.product(x), x @ numbers.T)):
+        assert (ours - exact).norm() < 0.015 * exact.norm()
+
+
+def test_scales_in_float16_are_looked_up_exactly(matrix: NativeMatrix) -> None:
+    places = torch.arange(OUTPUTS * INPUTS // 32).mul(52).to(torch.int16)
+    scale = places.view(torch.float16).view(OUTPUTS, -1).float() / 256
+    assert scale.isfinite().all()
+    matrix.put(0, torch.full((OUTPUTS, INPUTS), 129, dtype=torch.uint8), scale, -128 * scale)
+    assert torch.equal(matrix.rows(torch.arange(OUTPUTS)), scale.repeat_interleave(32, 1))
+
+
 @pytest.fixture
 def fresh() -> Iterator[None]:
     for function in (native_library.native_library_or_none, best_form):
@@ -124,9 +156,10 @@ def test_library_forms_are_used_where_nothing_can_be_compiled(
 
 @pytest.mark.usefixtures("fresh")
 def test_products_are_compiled_once_per_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, matrix: NativeMatrix
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, matrix: NativeMatrix, caplog: pytest.LogCaptureFixture
 ) -> None:
     del matrix  # this host can compile
+    caplog.set_level("INFO")
     monkeypatch.setenv("CORTEX_CACHE", str(tmp_path))
     native_library.native_library_or_none.cache_clear()
     native_library.native_library()
@@ -135,6 +168,7 @@ def test_products_are_compiled_once_per_host(
     native_library.native_library_or_none.cache_clear()
     native_library.native_library()
     assert built.stat().st_mtime_ns == written
+    assert caplog.text.count("compiling the functions in C") == 1
 
 
 @pytest.mark.usefixtures("fresh")

@@ -84,6 +84,16 @@ def test_waits_as_long_as_the_hub_says_after_too_many_requests(start_hub: StartH
     assert time.monotonic() - began_s >= 1
 
 
+def test_download_that_the_hub_limits_says_what_to_do(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS})
+    hub.faults = [cut_after(400_000)] + [lambda handler, data: handler.respond(429, b"")] * 6
+    reason = (
+        "stops at byte 400000 of 1000074 .too many requests, 429.; try again later, or set HF_TOKEN for a higher limit"
+    )
+    with pytest.raises(HubUnreachable, match=f"{reason}; the next attempt continues from there"):
+        client.resolve(hub)
+
+
 def test_download_of_a_gated_repository_fails_at_once(start_hub: StartHub, client: Client) -> None:
     """The hub lists the files of such a repository for everyone."""
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[gated])

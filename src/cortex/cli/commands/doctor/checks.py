@@ -61,8 +61,15 @@ def engine() -> Iterator[Finding]:
         what = f"gateway only: {', '.join(missing)} not installed"
         remedy = "to serve models on this machine: pip install 'cortex-fleet[neuron]'"
         yield Finding("engine", Severity.NOTE, what, remedy)
+        return
+    yield Finding("engine", Severity.FINE, f"torch {importlib.metadata.version('torch')}")
+    from cortex.neuron.kernels.native.library import compiler  # here, because a gateway-only installation lacks it
+
+    if (command := compiler()) is None:
+        what = "no C compiler: CPUs use slower products that take more memory, and kernels for GPUs cannot be built"
+        yield Finding("engine", Severity.NOTE, what, "install gcc or clang, for example: apt install gcc libc6-dev")
     else:
-        yield Finding("engine", Severity.FINE, f"torch {importlib.metadata.version('torch')}")
+        yield Finding("engine", Severity.FINE, f"C compiler {command}")
 
 
 def gateway(client: GatewayClient) -> Iterator[Finding]:

@@ -170,6 +170,8 @@ def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
     yield _gauge("tokens_per_second", "Completion tokens over the last few seconds.", "model", speeds)
     sizes = {model.id: model.measured_bytes for model in models if model.state is not ModelState.ASLEEP}
     yield _gauge("model_bytes", "Device memory that a loaded model takes.", "model", sizes)
+    replicas = {model.id: model.replicas for model in models if sizes.get(model.id) is not None}
+    yield _gauge("model_replicas", "How often a model is in memory, extra replicas included.", "model", replicas)
     sleeping = {model.id: model.host_bytes for model in models if model.host_bytes}
     yield _gauge("model_sleeping_bytes", "Host memory that a sleeping model's weights take.", "model", sleeping)
     states = GaugeMetricFamily("neuron_model_state", "1 for the state a model is in.", labels=["model", "state"])
@@ -184,7 +186,7 @@ def _of_devices(devices: Iterable[DeviceHealth]) -> Iterator[Metric]:
     total = {index: device.total_bytes for index, device in by_index.items()}
     yield _gauge("device_memory_total_bytes", "Memory of the device.", "device", total)
     free = {index: device.free_bytes for index, device in by_index.items()}
-    yield _gauge("device_memory_free_bytes", "Free memory as the device reports it.", "device", free)
+    yield _gauge("device_memory_free_bytes", "Free memory; that of extra replicas counts as free.", "device", free)
     utilisation = {index: device.utilisation for index, device in by_index.items()}
     yield _gauge("device_utilisation", "How busy the device is, 0 to 1.", "device", utilisation)
     temperature = {index: device.temperature_c for index, device in by_index.items()}

@@ -148,6 +148,7 @@ def _folder() -> Path:
 def _compile(command: str, options: tuple[str, ...], path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        log.info("compiling the functions in C for this host, once: %s", command)
         built = Path(folder) / path.name
         arguments = [
             command,

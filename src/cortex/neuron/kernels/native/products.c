@@ -45,7 +45,9 @@ INLINE Bytes bytes_at(const uint8_t *from) {
     return bytes;
 }
 
-// Scales and minimums are float16, as in GGUF files.
+// Scales and minimums are float16, as in GGUF files, in units of UNIT: float16 has few digits for numbers below 2⁻¹⁴.
+#define UNIT 0x1p-8f
+
 INLINE Floats halves_at(const uint8_t *from) {
 #if WIDTH == 16
     return (Floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
@@ -56,13 +58,9 @@ INLINE Floats halves_at(const uint8_t *from) {
 #endif
 }
 
-INLINE float half_at(const uint8_t *from) {
-    uint16_t half;
-    memcpy(&half, from, 2);
-    uint32_t word = (uint32_t)(half & 0x7fff) << 13;  // 2¹¹² times too small
-    float size;
-    memcpy(&size, &word, 4);
-    return (half >> 15 ? -0x1p112f : 0x1p112f) * size;
+INLINE float half_of(const uint8_t *from, int64_t lane) {
+    enum { LANES = WIDTH / 4 };
+    return halves_at(from + lane / LANES * WIDTH / 2)[lane % LANES];
 }
 
 // Where a tile has which bits of its codes. `bits` is CODEBOOK for four bits that number the entries of a table.
@@ -109,7 +107,7 @@ INLINE int64_t tile_bytes(const Matrix *m) {
     return codes_bytes(m->bits) + COLUMNS / m->group * ROWS * 2 * (m->has_minimums ? 2 : 1);
 }
 
-// Inputs, quantised to eight bits: each tile's 32 columns have one scale.
+// Inputs, quantised to eight bits: each tile's 32 columns have one scale, which includes UNIT.
 typedef struct {
     int8_t *numbers;
     float *scales;
@@ -159,7 +157,7 @@ static void quantise(const float *x, int64_t tiles, int8_t *numbers, float *scal
             doubt += x[i] * 0;
         }
         float factor = largest > 0 ? 127 / largest : 0;
-        scales[tile] = largest / 127 + doubt;
+        scales[tile] = largest / 127 * UNIT + doubt;
         for (int half = 0; half < 2; half++) {
             int32_t sum = 0;
             for (int i = 16 * half; i < 16 * half + 16; i++) {
@@ -302,9 +300,9 @@ int looked_up_rows(const Matrix *m, const int64_t *numbers, int64_t count, float
                     place += 2;
                 }
                 if (has_one(bits)) code |= (from[ones_at(bits)] >> step & 1) << place;
-                const uint8_t *scale = tile + codes_bytes(bits) + (column / m->group * ROWS + lane) * 2;
-                const float minimum = m->has_minimums ? half_at(scale + groups * ROWS * 2) : 0;
-                *out++ = (float)(code - m->zero) * half_at(scale) + minimum;
+                const uint8_t *scales = tile + codes_bytes(bits) + column / m->group * ROWS * 2;
+                const float minimum = m->has_minimums ? half_of(scales + groups * ROWS * 2, lane) : 0;
+                *out++ = ((float)(code - m->zero) * half_of(scales, lane) + minimum) * UNIT;
             }
         }
     }

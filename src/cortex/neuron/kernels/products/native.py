@@ -31,7 +31,8 @@ from cortex.neuron.kernels.quantised.quantise import quantised
 _MIN_PARALLEL_WEIGHTS = 1 << 18
 """Smaller products take less time than waking threads."""
 _STEPS = 8
-_LARGEST = torch.finfo(torch.float16).max
+_UNIT = 2.0**-8
+"""`UNIT` of products.c"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class NativeMatrix:
         steps = code.view(blocks, TILE_ROWS, tiles, _STEPS, 4).permute(0, 2, 3, 1, 4).flatten(3)
         parts = [*_planes(steps, 4 if layout.levels else layout.bits)]
         for numbers in (scale,) if layout.zero is not None else (scale, minimum):
-            grouped = numbers.clamp(-_LARGEST, _LARGEST).view(blocks, TILE_ROWS, tiles, -1).permute(0, 2, 3, 1).half()
+            grouped = (numbers / _UNIT).view(blocks, TILE_ROWS, tiles, -1).permute(0, 2, 3, 1).half()
             parts.append(grouped.contiguous().view(torch.uint8).flatten(2))
         first = first_row // TILE_ROWS
         torch.cat(parts, 2, out=self.packed[first : first + blocks])

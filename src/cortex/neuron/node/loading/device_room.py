@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.preflight import ModelFacts
+from cortex.neuron.node.loading.preflight import ModelFacts, usable_now
 from cortex.neuron.node.memory.ceilings import MemoryCeilings
+from cortex.neuron.worker.discovery import DeviceReading
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost, Resident
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
@@ -30,7 +32,8 @@ class DeviceRoom:
     """Belongs to the daemon's loop.
 
     Loads onto one device run one after another, so that each sees the memory that the previous one left free. With a
-    ceiling for the whole node, all loads do.
+    ceiling for the whole node, all loads do. Loads choose devices as if there were no extra replicas, which then give
+    way.
     """
 
     def __init__(
@@ -39,11 +42,14 @@ class DeviceRoom:
         self._devices = devices.all
         self._supervisors = devices.supervisors
         self._claims = devices.claims
+        self._extras = devices.extras
         self._forecast = forecast
         self._ceilings = ceilings
         self._read_devices = read_devices
         self._device_locks = {device.index: asyncio.Lock() for device in devices.all}
         self._node_lock = asyncio.Lock()
+        self._wanted: Counter[int] = Counter()
+        """Devices that a load runs on, or waits for."""
 
     @contextlib.asynccontextmanager
     async def for_load(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[ChosenDevices]:
@@ -59,17 +65,81 @@ class DeviceRoom:
             chosen = await self._choose(model, facts, without_load)
         except InsufficientCapacity:
             chosen = await self._choose(model, facts, self._devices)
-        async with self.locked(chosen.indices):
+        async with self._locked(chosen.indices):
             # The load before this one may have taken the memory.
-            yield await self._choose(model, facts, chosen.devices)
+            chosen = await self._choose(model, facts, chosen.devices)
+            expected = [self._forecast.expected_bytes(model, facts, device) for device in chosen.devices]
+            await self._take_back(model.id, chosen.indices, None if model.is_divided else expected)
+            yield chosen
 
     @contextlib.asynccontextmanager
     async def locked(self, indices: tuple[int, ...]) -> AsyncIterator[None]:
-        """No other load runs on these devices. Loads that need several of them wait in the same order."""
-        async with contextlib.AsyncExitStack() as locked:
-            for index in sorted(indices):
-                await locked.enter_async_context(self._device_locks[index])
+        """No other load runs on these devices, and they have no extra replicas."""
+        async with self._locked(indices):
+            await self._extras.give_back(indices, self._drain_s)
             yield
+
+    @contextlib.asynccontextmanager
+    async def _locked(self, indices: tuple[int, ...]) -> AsyncIterator[None]:
+        """No other load runs on these devices. Loads that need several of them wait in the same order."""
+        self._wanted.update(indices)
+        try:
+            async with contextlib.AsyncExitStack() as locked:
+                for index in sorted(indices):
+                    await locked.enter_async_context(self._device_locks[index])
+                yield
+        finally:
+            self._wanted.subtract(indices)
+
+    async def _take_back(self, model_id: str, indices: tuple[int, ...], expected: Sequence[int] | None) -> None:
+        """Has extra replicas give way where a device has less than the `expected` bytes beside them. None: anywhere."""
+        readings = await self._read()
+        sharing = self._extras.sharing(indices)
+        held_bytes = self._extras.num_bytes(sharing, readings)
+        if held_bytes == 0 and not self._extras.are_loading(sharing):
+            return
+        has_room = expected is not None
+        for index, need_bytes in zip(indices, expected or (), strict=has_room):
+            device = next(device for device in self._devices if device.index == index)
+            left_bytes = self._ceilings.left_bytes(index, len(indices), but=model_id)
+            left_bytes = None if left_bytes is None else max(0, left_bytes - held_bytes)
+            has_room &= usable_now(readings.get(index), self._forecast.reserve(device), left_bytes) >= need_bytes
+        # Two loads at once would both count on what is free.
+        await self._extras.give_back(sharing, self._drain_s, only_loading=has_room)
+
+    async def for_extra(
+        self, model: KnownModel, facts: ModelFacts, taken: tuple[int, ...]
+    ) -> tuple[Device, int, int | None] | None:
+        """A device with room for an extra replica beside everything else, its free bytes, and what ceilings leave of
+        it; None if there is none. `taken`: the devices that have a replica of the model. The load must start before
+        the loop does anything else."""
+        readings = await self._read()
+        busy = {
+            device.index
+            for device in self._devices
+            if any(self._wanted[index] for index in self._extras.sharing((device.index,)))
+            or self._extras.are_loading(self._extras.sharing((device.index,)))
+        }
+        excluded = dict.fromkeys(taken, "it has a replica") | dict.fromkeys(busy, "it has a load")
+
+        def left(device: Device) -> int | None:
+            left_bytes = self._ceilings.left_bytes(device.index, 1, but="")
+            held_bytes = self._extras.num_bytes(self._extras.sharing((device.index,)), readings)
+            return None if left_bytes is None else max(0, left_bytes - held_bytes)
+
+        choice = DeviceChoice(model, facts, self._devices, readings, self._forecast, excluded, left)
+        try:
+            (device,) = choice.choose().devices
+        except InsufficientCapacity:
+            return None
+        return device, readings[device.index].free_bytes, left(device)
+
+    @property
+    def _drain_s(self) -> float:
+        return self._forecast.config.drain_s
+
+    async def _read(self) -> dict[int, DeviceReading]:
+        return await asyncio.to_thread(self._read_devices, self._devices)
 
     @contextlib.asynccontextmanager
     async def _alone_under_ceiling(self) -> AsyncIterator[None]:
@@ -83,8 +153,10 @@ class DeviceRoom:
     @contextlib.asynccontextmanager
     async def for_wake(self, model_id: str, host: ModelHost, resident: Resident) -> AsyncIterator[None]:
         """No other load runs on the devices of the sleeping model. Raises InsufficientCapacity."""
-        async with self._alone_under_ceiling(), self.locked(host.device_indices):
+        async with self._alone_under_ceiling(), self._locked(host.device_indices):
             self._check_ceilings(model_id, host.device_indices, resident)
+            need = resident.device_bytes(len(host.device_indices))
+            await self._take_back(model_id, host.device_indices, need)
             yield
 
     async def has_room(self, model: KnownModel, facts: ModelFacts, need_bytes: int) -> bool:
@@ -108,7 +180,7 @@ class DeviceRoom:
     async def _choose(self, model: KnownModel, facts: ModelFacts, candidates: tuple[Device, ...]) -> ChosenDevices:
         """Waits a moment for memory that was just freed, then raises InsufficientCapacity."""
         while True:
-            readings = await asyncio.to_thread(self._read_devices, self._devices)
+            readings = self._extras.without(await self._read())
             try:
                 return DeviceChoice(
                     model,

@@ -45,6 +45,8 @@ class KnownModel:
     memory_bytes: int | None = None
     control_tokens_in_messages: bool = False
     replicas: int = 1
+    max_replicas: int = 1
+    """With those that are added while requests wait; no more than `replicas`: none are."""
     kv_dtype: KVDtype = "auto"
     nodes: tuple[str, ...] = ()
     """Nodes that share it, this one first; empty: this one alone."""
@@ -63,6 +65,11 @@ class KnownModel:
     @property
     def is_divided(self) -> bool:
         return self.tensor_parallel > 1 or self.pipeline_parallel > 1
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether it gets more replicas while requests wait."""
+        return self.max_replicas > self.replicas and not self.is_divided
 
 
 Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
@@ -264,6 +271,7 @@ def _known(model_id: str, options: ModelOptions) -> KnownModel:
         context_tokens=options.context_tokens,
         memory_bytes=options.memory_mb << 20 if options.memory_mb else None,
         replicas=options.replicas,
+        max_replicas=options.max_replicas,
         control_tokens_in_messages=options.control_tokens_in_messages,
         kv_dtype=options.kv_dtype,
         nodes=options.nodes,
@@ -283,6 +291,7 @@ def _completed(default: DefaultModel, entry: ModelEntry | None) -> DefaultModel:
         tensor_parallel=max(default.tensor_parallel, entry.tensor_parallel),
         pipeline_parallel=max(default.pipeline_parallel, entry.pipeline_parallel),
         replicas=max(default.replicas, entry.replicas),
+        max_replicas=max(default.max_replicas, entry.max_replicas),
         control_tokens_in_messages=default.control_tokens_in_messages or entry.control_tokens_in_messages,
         kv_dtype=entry.kv_dtype if default.kv_dtype == "auto" else default.kv_dtype,
         nodes=default.nodes or entry.nodes,

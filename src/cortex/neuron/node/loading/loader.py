@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cortex.neuron.config import NeuronConfig
@@ -34,6 +34,7 @@ from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost
+from cortex.neuron.worker.replicas import WorkerReplicas
 from cortex.wire.errors import (
     CortexError,
     DiskFull,
@@ -125,7 +126,8 @@ class ModelLoader:
         """Where the model goes that takes these devices here, with the stages of all nodes. Raises LoadFailed,
         InsufficientCapacity or WorkerLost."""
         if not model.nodes:
-            return self._hosts.host(model.id, chosen.indices, model.replicas, self._room.locked), chosen
+            lock, may_grow = self._room.locked, model.may_grow
+            return self._hosts.host(model.id, chosen.indices, model.replicas, lock, may_grow=may_grow), chosen
         claim = self._hosts.claims.new(model.id, chosen.indices, spans=True)
         claim.take()  # now: a peer that leads a model itself must not wait here for devices that wait for it
         try:
@@ -136,6 +138,21 @@ class ModelLoader:
         except BaseException:
             claim.release()
             raise
+
+    async def add_replica(self, model: KnownModel, replicas: WorkerReplicas) -> bool:
+        """Loads an extra replica of a ready model on a device with room for it beside everything else. False: there is
+        none, or the load was cancelled, because the model goes or another load needs the memory. Raises LoadRejected
+        or WorkerLost."""
+        facts = self.surveys[model.id].facts
+        # A gateway names the devices of the load that it asked for; the operator's choice holds for all replicas.
+        model = replace(model, replicas=1, devices=self._library.find(model.id).devices)
+        if (room := await self._room.for_extra(model, facts, replicas.taken_devices)) is None:
+            return False
+        device, free_bytes, left_bytes = room
+        spec = self.spec(model, facts, ChosenDevices((device,)))
+        spec = replace(spec, memory_bytes=smallest(spec.memory_bytes, left_bytes))
+        host = self._hosts.supervisors[device.index]
+        return await self._hosts.extras.add(replicas, host, spec, free_bytes)
 
     async def wake(self, instance: Instance) -> None:
         """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as before;

@@ -82,7 +82,7 @@ class FileDownload:
                 if num_without_progress == _MAX_ATTEMPTS_WITHOUT_PROGRESS:
                     raise HubUnreachable(
                         f"{self._file.path} of {self._repository} stops at byte {position} of {self._file.num_bytes} "
-                        f"({failure}); try again to continue from there"
+                        f"({failure}); {failure.remedy}; the next attempt continues from there"
                     )
                 if num_without_progress:
                     backoff_s = min(MAX_BACKOFF_S, BACKOFF_S * 2 ** (num_without_progress - 1))

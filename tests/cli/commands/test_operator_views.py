@@ -168,7 +168,7 @@ def test_printed_curl_carries_a_key_only_where_the_gateway_has_keys(tmp_path: Pa
         )
         console = Console(width=80)
         with console.capture() as captured:
-            print_ready(console, plan, 1.0)
+            print_ready(console, plan, ["m"], 1.0)
         return captured.get()
 
     assert '-H "authorization: Bearer $CORTEX_API_KEY"' in printed(has_keys=True)

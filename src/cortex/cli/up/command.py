@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,8 +137,8 @@ def supervise(console: Console, plan: UpPlan) -> None:
                 command = [sys.executable, "-P", "-m", f"cortex.{name}", "--config", str(config)]
                 log = None if is_verbose() else plan.folder / f"{name}.log"
                 supervisor.start(name, command, log, plan.environment)
-            if wait_until_loaded(console, plan, supervisor):
-                print_ready(console, plan, time.monotonic() - started)
+            if ready := wait_until_loaded(console, plan, supervisor):
+                print_ready(console, plan, ready, time.monotonic() - started)
                 while supervisor.wait(3600):
                     pass
         except ChildDied as death:
@@ -160,14 +161,15 @@ def ending(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def print_ready(console: Console, plan: UpPlan, seconds: float) -> None:
-    names = ", ".join(model.id for model in plan.models)
+def print_ready(console: Console, plan: UpPlan, ready: Sequence[str], seconds: float) -> None:
     question = [{"role": "user", "content": "What is the capital of Japan?"}]
-    body = {"model": plan.models[0].id, "messages": question, "temperature": 0, "max_tokens": 64}
+    body = {"model": ready[0], "messages": question, "temperature": 0, "max_tokens": 64}
     key = ' -H "authorization: Bearer $CORTEX_API_KEY"' if plan.has_keys else ""
     route = f"{plan.url}/v1/chat/completions"
     curl = f"curl {route}{key} -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
-    console.print(f"[bold green]ready[/bold green] after {seconds:.1f} s: {names} at {plan.url}", soft_wrap=True)
+    console.print(
+        f"[bold green]ready[/bold green] after {seconds:.1f} s: {', '.join(ready)} at {plan.url}", soft_wrap=True
+    )
     console.print(f"\n  {curl}\n", soft_wrap=True, markup=False)
     where = "" if plan.url == DEFAULT_URL else f" --url {plan.url}"
     if plan.has_keys and not os.environ.get("CORTEX_API_KEY"):

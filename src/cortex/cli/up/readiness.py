@@ -23,8 +23,9 @@ RESPONSE_TIMEOUT_S = 60.0
 """Both programs bind their port before any slow work, so no response for this long is a fault."""
 
 
-def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervisor) -> bool:
-    """True once every model is ready or has failed, and at least one is ready; False when a signal ends the wait.
+def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervisor) -> list[str]:
+    """The models that are ready, in the order of the plan, once each is ready or has failed. Empty when a signal ends
+    the wait.
 
     Raises `CommandError` when no model can be loaded or a program does not respond, `ChildDied` when a program ends.
     """
@@ -53,10 +54,10 @@ def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervi
                     f"see the logs in {plan.folder}",
                 )
     if supervisor.stopping:
-        return False
+        return []
     for status in failed:
-        console.print(f"[yellow]{status.id} is not available:[/yellow] {reason_of(status)}")
-    return True
+        console.print(f"[yellow]{status.id} is not available:[/yellow] {reason_of(status)}", soft_wrap=True)
+    return [model.id for model in plan.models if model.id not in {status.id for status in failed}]
 
 
 def statuses_of(neuron: GatewayClient, models: Sequence[ModelSource]) -> list[ModelStatus]:

@@ -9,6 +9,8 @@ import faulty_engine
 import pytest
 from faulty_models import models, running_node, write_model
 
+from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.loading.loader import ModelLoader, Survey
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import (
     InsufficientCapacity,
@@ -153,6 +155,32 @@ async def test_rejection_for_lack_of_memory_says_what_the_model_needs_when_quant
         status = node.model("m")
         assert (status.quant, status.requested_quant) == ("q4_k", "int4")
         assert status.least_bytes == sizes["q4_k"].least_bytes
+
+
+async def test_survey_of_the_library_does_not_replace_that_of_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, is_slow, may_end, ended = ModelLoader.read, asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def slow_for_the_library(loader: ModelLoader, model: KnownModel, path: Path) -> Survey:
+        survey = await read(loader, model, path)
+        if model.quant is None and not is_slow.is_set():
+            is_slow.set()
+            await may_end.wait()
+            asyncio.get_running_loop().call_soon(ended.set)
+        return survey
+
+    monkeypatch.setattr(ModelLoader, "read", slow_for_the_library)
+    card = Device(index=0, kind="cuda", name="card", total_bytes=1 << 30)
+    readings = {0: DeviceReading(1 << 30, 1 << 20)}
+    full_card = {"discover": lambda: Inventory((card,), readings=readings), "read_devices": lambda _: readings}
+    async with running_node(tmp_path, models(tmp_path, m={}), **full_card) as node:
+        await is_slow.wait()
+        with pytest.raises(InsufficientCapacity):
+            await node.load(LoadRequest(model_id="m", quant="int4"), wait=True)
+        may_end.set()
+        await ended.wait()
+        assert node.model("m").quant == "q4_k"
 
 
 async def test_reports_the_memory_that_a_load_leaves_free(tmp_path: Path) -> None:

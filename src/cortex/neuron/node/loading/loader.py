@@ -223,10 +223,12 @@ class ModelLoader:
             if path is None:
                 continue
             try:
-                await self.survey(model, path)
+                survey = await self.read(model, path)
             except CortexError as error:
                 self._unreadable.add(model.id)
                 log.warning("%s", error.message)
+            else:
+                self.surveys.setdefault(model.id, survey)  # unless a load has surveyed the form that it was asked for
 
     def _read_files(self, model: KnownModel, path: Path) -> Survey:
         facts = inspect(path, model.quant, name=model.id, num_ranks=model.tensor_parallel)

@@ -47,7 +47,7 @@ def test_stream_has_the_text_of_the_whole_response(client: openai.OpenAI) -> Non
     chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    assert len(chunks) > 4
+    assert len(chunks) > 2, "text, reason and usage; a busy node sends several tokens at once"
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens

@@ -29,7 +29,7 @@ def lively(stage: Stage) -> DirectedNode:
     stage.call(shared.start())
     started = stage.add(DirectedNode("lively", sizes=models))
     others = [f'[[neurons]]\nname = "node-{n:02d}"\nendpoint = "{shared.endpoint}"' for n in range(1, NUM_NODES)]
-    stage.open_gateway(extra_nodes="\n".join(others), poll_interval_s=2.0)
+    stage.open_gateway(extra_nodes="\n".join(others), poll_interval_s=10.0)  # a busy machine misses no poll
     return started
 
 
@@ -50,7 +50,7 @@ def test_change_of_one_node_redraws_one_card_of_fifty(page: Page, lively: Direct
     page.get_by_label("Node lively").get_by_text("3 in flight").wait_for()
     redrawn = page.evaluate("[...window.redrawn]")
     assert "Node lively" in redrawn
-    assert len(redrawn) < NUM_NODES // 2, "a poll that a busy machine misses redraws a card, too; not so many"
+    assert len(redrawn) < NUM_NODES // 2, "a poll that is missed redraws a card, too; not so many"
     page.get_by_label("Filter nodes and models").fill("lively")
     cards.nth(1).wait_for(state="detached")
 
@@ -58,7 +58,7 @@ def test_change_of_one_node_redraws_one_card_of_fifty(page: Page, lively: Direct
 def test_every_model_is_listed_once(page: Page, lively: DirectedNode) -> None:
     page.goto("#/models")
     rows = page.locator(".catalogue > li")
-    rows.nth(NUM_MODELS - 1).wait_for(timeout=60_000)
+    rows.nth(NUM_MODELS - 1).wait_for(timeout=120_000)
     assert rows.count() == NUM_MODELS
     page.get_by_label("Filter models").fill("model-19")
     rows.nth(10).wait_for(state="detached")

@@ -123,6 +123,16 @@ def test_product_agrees_with_the_dequantised_matrix(layout: Layout, rows: int, o
 
 
 @needs_kernels
+@pytest.mark.parametrize("rows", [3, 70])
+def test_product_adds_to_what_it_overwrites(rows: int) -> None:
+    matrix = random_matrix(layouts.Q4, 40, 160)
+    x, residual = (torch.randn(rows, size, device=DEVICE).to(KIND) for size in (160, 40))
+    expected = packed_product_reference(x, matrix, None, residual)
+    packed_product(x, matrix, residual, None, residual)
+    torch.testing.assert_close(residual.float(), expected.float(), rtol=0.02, atol=0.02 * 160**0.5)
+
+
+@needs_kernels
 @pytest.mark.parametrize(
     ("layout", "outputs", "inputs"),
     [

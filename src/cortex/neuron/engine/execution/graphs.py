@@ -244,7 +244,7 @@ class StepGraphs:
         return self._group.all_reduce(flag).item() == self._group.shard.size
 
     def _step(self, inputs: Tensor) -> Outputs:
-        rows, positions, slots = inputs
+        rows, positions, slots = inputs.unbind()
         count = len(rows)
         numbers = torch.arange(count + 1, dtype=torch.int32, device=rows.device) if self._is_uniform else None
         batch = Batch(

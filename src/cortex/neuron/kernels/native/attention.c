@@ -5,7 +5,9 @@
 enum { AHEAD = 16 };  // tokens whose keys and values are being loaded
 
 // One head, normed and rotated. room: [dim]
-static void rotated(const Attention *a, const void *from, int64_t first, const void *norm, int64_t row, float *out, float *room) {
+static void rotated(
+    const Attention *a, const void *from, int64_t first, const void *norm, int64_t row, float *out, float *room
+) {
     widen(from, first, a->dim, a->is_half, out);
     if (norm) {
         float factor = 1 / __builtin_sqrtf(dot_product(out, out, a->dim) / a->dim + a->eps);
@@ -32,7 +34,9 @@ INLINE void fetch(const Attention *a, const void *pages, int64_t place) {
 }
 
 // The scores of one token. queries: [shared, dim], scores: `stride` apart
-INLINE void score(const Attention *a, const float *queries, int64_t place, float *scores, int64_t stride, const int is_half) {
+INLINE void score(
+    const Attention *a, const float *queries, int64_t place, float *scores, int64_t stride, const int is_half
+) {
     const int64_t dim = a->dim;
     for (int64_t head = 0; head < a->heads / a->kv_heads; head++, queries += dim) {
         Floats sums = {0};
@@ -107,7 +111,8 @@ INLINE int mix(const Attention *a, int64_t row, int64_t kv_head, const int is_ha
 
 void run_attention(const Attention *a, const Member *member) {
     Team *team = member->team;
-    for (int64_t number; (number = take(team, 1)) < team->rows * a->kv_heads;)
-        if (a->is_half ? mix(a, number / a->kv_heads, number % a->kv_heads, 1) : mix(a, number / a->kv_heads, number % a->kv_heads, 0))
-            fail(team, NO_MEMORY);
+    for (int64_t number; (number = take(team, 1)) < team->rows * a->kv_heads;) {
+        const int64_t row = number / a->kv_heads, kv_head = number % a->kv_heads;
+        if (a->is_half ? mix(a, row, kv_head, 1) : mix(a, row, kv_head, 0)) fail(team, NO_MEMORY);
+    }
 }

@@ -12,19 +12,19 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from cortex.neuron.kernels.native.library import NativeMemory, native_library
 
 _Addresses = ctypes.Array[ctypes.c_void_p]
-_ATEN = torch.ops.aten
-_WITHOUT_WORK = frozenset(
-    (_ATEN.empty, _ATEN.view, _ATEN.slice, _ATEN.select, _ATEN.split_with_sizes, _ATEN.unbind, _ATEN.detach)
+_WITHOUT_WORK = frozenset(("__get__", "__len__", "dim", "data_ptr", "stride", "empty"))
+_VIEWS = frozenset(
+    ["view", "flatten", "contiguous", "split_with_sizes", "unbind", "__getitem__", "to", "float", "long"]
 )
-"""They make memory or another view of it."""
-_REPEATED_IN_PLACE = frozenset((_ATEN.index_copy_,))
-_REPEATED = frozenset((_ATEN.index_select, _ATEN.add, _ATEN._to_copy, _ATEN.mul, _ATEN.sigmoid))
+"""No work either, as long as the result has the memory of the input."""
+_REPEATED = frozenset(("index_select", "add", "to", "float", "mul", "sigmoid"))
 """They compute the same shapes from any numbers, so that a recording may compute them again."""
+_REPEATED_IN_PLACE = frozenset(("index_copy_",))
 
 
 class NotRecorded(Exception):
@@ -98,7 +98,7 @@ def compute(made: Operation, rows: int, *, is_small: bool) -> None:
 
     Raises MemoryError or IndexError.
     """
-    mode = _get_current_dispatch_mode()
+    mode = _get_current_function_mode()
     if isinstance(mode, Recording):
         mode.add(made)
         return
@@ -109,12 +109,18 @@ def _addresses(operations: Sequence[Operation]) -> _Addresses:
     return (ctypes.c_void_p * len(operations))(*map(ctypes.addressof, operations))
 
 
-class Recording(TorchDispatchMode):
+def _memory(values: Any) -> set[int]:
+    """Where the tensors among `values` have their memory."""
+    tensors = (values,) if isinstance(values, Tensor) else values
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if isinstance(tensor, Tensor)}
+
+
+class Recording(TorchFunctionMode):
     """While it is entered, operations in C are recorded and not run. Those of torch run, so that there are tensors of
     the right shapes, and are recorded too. Raises NotRecorded where it does not know an operation."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recorded: list[list[Operation] | Callable[[], object]] = []
         """Consecutive operations in C are one list."""
 
@@ -125,22 +131,20 @@ class Recording(TorchDispatchMode):
         assert isinstance(last, list)
         last.append(made)
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
-        with self:
-            out = func.decompose(*args, **(kwargs or {}))
-        if out is not NotImplemented:
-            return out
         compute = partial(func, *args, **(kwargs or {}))
-        out = compute()
-        if func.overloadpacket in _REPEATED:
+        out, name = compute(), func.__name__
+        if name in _WITHOUT_WORK or (name in _VIEWS and _memory(out) <= _memory(args)):
+            return out
+        if name in _REPEATED:
             self._recorded.append(lambda: out.copy_(compute()))
-        elif func.overloadpacket in _REPEATED_IN_PLACE:
+        elif name in _REPEATED_IN_PLACE:
             self._recorded.append(compute)
-        elif func.overloadpacket not in _WITHOUT_WORK:
-            raise NotRecorded(str(func))
+        else:
+            raise NotRecorded(f"{name} is not known to recordings")
         return out
 
     def replay(self, rows: int) -> None:

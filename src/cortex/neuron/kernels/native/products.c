@@ -173,9 +173,8 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
     const uint8_t *table = m->table;
     Floats totals[4][PARTS] = {0};
     for (int64_t t = 0; t < tiles; t++, tile += size) {
-#if FETCHED_AHEAD
-        for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(tile + FETCHED_AHEAD + line);
-#endif
+        if (FETCHED_AHEAD)
+            for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(tile + FETCHED_AHEAD + line);
         const uint8_t *scales = tile + codes_bytes(bits), *minimums = scales + (is_split ? 2 : 1) * ROWS * 2;
         Ints sums[4][PARTS] = {0};
 #pragma GCC unroll 8

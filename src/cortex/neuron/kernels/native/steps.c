@@ -23,7 +23,8 @@ void meet(const Member *member) {
     if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == member->threads) {
         team->next = team->arrived = 0;
         __atomic_store_n(&team->meetings, meetings + 1, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&team->sleepers, __ATOMIC_SEQ_CST)) syscall(SYS_futex, &team->meetings, FUTEX_WAKE_PRIVATE, INT32_MAX);
+        if (__atomic_load_n(&team->sleepers, __ATOMIC_SEQ_CST))
+            syscall(SYS_futex, &team->meetings, FUTEX_WAKE_PRIVATE, INT32_MAX);
         return;
     }
     for (int spins = 0; spins < SPINS; spins++) {
@@ -40,7 +41,7 @@ static void run_likeliest(const Likeliest *likeliest, const Member *member) {
     const int64_t count = likeliest->count;
     for (int64_t row; (row = take(member->team, 1)) < member->team->rows;) {
         const float *logits = likeliest->logits + row * count;
-        float highest = logits[0];
+        float highest = logits[0];  // NaN, if there is one
         Floats most = highest - (Floats){0};
         Ints doubt = {0};
         int64_t i = 0, first = 0;

@@ -126,7 +126,7 @@ class Node:
         self.prompts = Prompts(self._models, self._loader, self._texts, limits.max_prompt_tokens, self._check_open)
         self._feed = EventFeed()
         self._startup_models = StartupModels(
-            [default.model_id for default in config.default_models],
+            [default.id for default in config.default_models],
             lambda model_id: self.load(LoadRequest(model_id=model_id), wait=True),
             lambda: self._feed.publish(self._activation_event()),
             parts.first_retry_s,

@@ -66,6 +66,8 @@ def test_demand_through_a_gateway_adds_a_replica_that_gives_way_to_another_model
     with Clients(gateway, 4) as clients:
         until(lambda: wide()["replicas"] == 2, "no replica was added")
         until(lambda: wide()["load"]["running"] == 2, "only one replica has requests")  # each has one slot
+        devices = gateway.call(f"/v1/models/{WIDE}")[1]["locations"][0]["replica_devices"]
+        assert sorted(devices) == [[0], [1]]
         status, response = gateway.call("/v1/completions", {"model": OTHER, "prompt": "x", "max_tokens": 2}, TIMEOUT_S)
         assert status == 200, response
         assert node.model(WIDE)["replicas"] == 1

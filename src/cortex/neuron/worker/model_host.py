@@ -73,7 +73,8 @@ class ModelHost(Protocol):
     (`replicas.py`). See `WorkerSupervisor`."""
 
     @property
-    def num_replicas(self) -> int: ...
+    def replica_devices(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each replica; extra ones, which `device_indices` does not have, come last."""
 
     @property
     def device_indices(self) -> tuple[int, ...]: ...

@@ -67,7 +67,8 @@ def test_out_of_memory_evicts_nothing_for_background_requests(is_joined: bool) -
     fake.poll()
     fake.dispatcher.load_ended(ModelOnNode("n", "a"), InsufficientCapacity("out of memory"))
     assert fake.unloads == ([("n", "old", "evicted")] if is_joined else [])
-    assert joined == [] and [type(each) for each in got] == ([] if is_joined else [LoadFailed])
+    assert joined == []
+    assert [type(each) for each in got] == ([] if is_joined else [LoadFailed])
 
 
 def test_out_of_memory_of_a_manual_model_that_the_operator_loads_is_retried() -> None:

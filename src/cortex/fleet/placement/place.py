@@ -204,7 +204,7 @@ def _without_memory(
         return Verdict.NOT_LISTED, "does not serve this model, and does not load models on request"
     if held is None and not fleet.catalogue.has(spec.id):
         return Verdict.NOT_LISTED, "does not list this model, and neither does the catalogue"
-    if spec.policy == "manual" and origin != "operator":
+    if spec.policy == "manual" and origin not in ("operator", "pin"):
         return Verdict.MANUAL, "loaded only by the operator: run `cortex load`"
     if spec.only_on and node.name not in spec.only_on:
         return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.only_on)} (`only_on` in models.toml)"

@@ -270,7 +270,7 @@ class ModelController:
         instance = self.instance
         if instance is None:
             raise WorkerLost("the worker that held its weights is gone")
-        await self._loader.wake(instance)
+        await self._loader.wake(self.model, instance)
         return instance
 
     def _progressed(self, attempt: int, stage: str, done_bytes: int, total_bytes: int) -> None:

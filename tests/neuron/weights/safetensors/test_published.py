@@ -340,6 +340,6 @@ def test_float8_numbers_that_are_nan_are_rejected_where_they_stay_as_they_are(tm
     matrix = float8(1, INPUTS, "weight_scale")
     matrix.parts["weight"].view(torch.uint8)[3, 1] = code
     kept = empty_float8_matrix(FLOAT8_ROWS, OUTPUTS, INPUTS, torch.device("cpu"))
+    placement = PackedPlacement(f"{NAME}.weight", kept, 0, OUTPUTS)
     with pytest.raises(Malformed, match=r"up_proj.weight in FP8 has weights that are not numbers"):
-        placement = PackedPlacement(f"{NAME}.weight", kept, 0, OUTPUTS)
         load_into(opened(tmp_path, matrix), [], [placement], progress=lambda *_: None, cancelled=lambda: False)

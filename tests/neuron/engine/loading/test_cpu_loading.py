@@ -182,7 +182,12 @@ def test_recorded_steps_draw_the_tokens_of_others(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     replayed: list[int] = []
     replay = Recording.replay
-    monkeypatch.setattr(Recording, "replay", lambda self, rows: (replayed.append(rows), replay(self, rows))[1])
+
+    def counted(recording: Recording, rows: int) -> None:
+        replayed.append(rows)
+        replay(recording, rows)
+
+    monkeypatch.setattr(Recording, "replay", counted)
     responses: list[dict[str, list[int]]] = []
     for capture in (runner.default_capture, lambda *_, **__: None):
         monkeypatch.setattr(runner, "default_capture", capture)

@@ -275,10 +275,8 @@ class NeuronConfig(Section, frozen=True):
         ):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
                 raise ValueError(f"`{twice[0]}` is listed twice in [[{name}]]; remove one entry")
-        entries: tuple[ModelEntry | DefaultModel, ...] = (
-            *self.models,
-            *self.default_models,
-        )  # one model may be in both
+        # A model may have an entry in both lists.
+        entries: tuple[ModelEntry | DefaultModel, ...] = (*self.models, *self.default_models)
         in_stages = {entry.id for entry in entries if entry.pipeline_parallel > 1}
         for entry in entries:
             if entry.tensor_parallel > 1 and entry.id in in_stages:

@@ -177,10 +177,9 @@ class DeviceRoom:
             chosen = await self._choose(model, facts, self._devices)
         except (InsufficientCapacity, LoadFailed):
             return False
-        can_give = (
-            not chosen.free_bytes or sum(chosen.free_bytes) >= resident.measured_bytes
-        )  # if its layers are divided
-        return can_give and set(chosen.indices) != set(host.device_indices)
+        if chosen.free_bytes and sum(chosen.free_bytes) < resident.measured_bytes:  # its layers are divided
+            return False
+        return set(chosen.indices) != set(host.device_indices)
 
     def _check_ceilings(self, model_id: str, devices: tuple[int, ...], resident: Resident) -> None:
         """Raises InsufficientCapacity where a ceiling has no room for the model, awake."""

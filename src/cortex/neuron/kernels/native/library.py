@@ -74,7 +74,10 @@ def compiler() -> str | None:
 def may_have_library() -> bool:
     """Whether this host has the functions in C, or has a compiler that has not failed on them. Loads nothing."""
     command = compiler()
-    return command is not None and not _failure(_built(command)).exists()
+    try:
+        return command is not None and not _failure(_built(command)).exists()
+    except (OSError, RuntimeError):  # there is no folder for them
+        return False
 
 
 def native_library() -> NativeLibrary:
@@ -96,7 +99,7 @@ def native_library_or_none() -> NativeLibrary | None:
         log.warning("the functions in C are not available, CPUs use slower ones: %s", reason)
         library = None
     if (command := compiler()) is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):
             failure = _failure(_built(command))
             failure.unlink(missing_ok=True) if library is not None else failure.touch()
     return library

@@ -44,7 +44,11 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 @pytest.fixture(scope="module")
 def window(browser: Browser, stage: Stage) -> Iterator[BrowserContext]:
     """The profile of the tests of one file: a new one opens a window, which takes longer than most tests."""
-    context = browser.new_context(base_url=stage.url, viewport={"width": 1280, "height": 800})
+    context = browser.new_context(
+        base_url=stage.url,
+        viewport={"width": 1280, "height": 800},
+        reduced_motion="reduce",  # animations take CPU time while a test waits
+    )
     context.set_default_timeout(60_000)
     context.new_page()  # keeps the window open
     yield context

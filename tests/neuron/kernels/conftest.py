@@ -33,7 +33,7 @@ if INTERPRETED:
     from triton.runtime import interpreter
 
     interpreter._patch_lang(tl.standard.sum.fn)  # noqa: SLF001
-    interpreter.InterpretedFunction.__call__ = _call_device_function
+    interpreter.InterpretedFunction.__call__ = _call_device_function  # type: ignore[method-assign, assignment]
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 

@@ -16,6 +16,7 @@ from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix
 from cortex.neuron.kernels.products.native import NativeMatrix
+from cortex.neuron.kernels.quantised.few_rows import MAX_FEW_ROWS, gated_few_rows_product
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.product import MAX_SMALL_ROWS, packed_product
 from cortex.neuron.layers.norm import RMSNorm
@@ -65,11 +66,16 @@ class PackedProjections:
         return self._rounded(gate_up, bias, residual, gated=True)
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
-        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` in one pass; None if that is not possible: several rows, or two formats."""
-        if len(x) != 1 or len(self.matrices) != 1 or not has_kernels(x):
+        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` without storing gate and up; None if that is not possible: many rows, or two
+        formats."""
+        if len(self.matrices) != 1 or not has_kernels(x):
             return None
-        out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)
         (matrix,) = self.matrices
+        if len(x) > 1:
+            if isinstance(matrix, Float8Matrix) or len(x) > MAX_FEW_ROWS:
+                return None
+            return gated_few_rows_product(norm(x), matrix)
+        out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)
         if isinstance(matrix, Float8Matrix):
             one_row_float8_product(x.contiguous(), matrix, out, None, norm.weight, norm.eps, None, gated=True)
         else:

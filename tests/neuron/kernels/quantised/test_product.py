@@ -9,6 +9,7 @@ import torch
 
 from cortex.neuron.kernels.jit import INTERPRETED
 from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised.few_rows import gated_few_rows_product
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, unpacked
@@ -96,9 +97,10 @@ def test_dequantised_rows_equal_the_reference(layout: Layout, outputs: int, inpu
 @pytest.mark.parametrize(
     ("layout", "rows", "outputs", "inputs"),
     [
-        *((layout, 3, 72, 160) for layout in LAYOUTS),
-        *((layouts.Q4, rows, 72, 160) for rows in (1, 17, 70)),
-        (layouts.Q4, 2, 130, 1024),
+        *((layout, rows, 72, 160) for layout in LAYOUTS for rows in (3, 9)),
+        *((layouts.Q4, rows, 72, 160) for rows in (1, 8, 17, 70)),
+        (layouts.Q4, 2, 40, 1184),
+        (layouts.Q4, 10, 130, 1024),
         (layouts.Q6, 70, 40, 160),
         (layouts.IQ4, 70, 40, 160),
     ],
@@ -171,6 +173,16 @@ def test_gated_row_agrees_with_the_dequantised_matrices(layout: Layout, outputs:
     value = torch.nn.functional.rms_norm(x.float(), (inputs,), norm_weight.float(), 1e-6)
     gate, up = (value @ unpacked(matrix).t()).chunk(2, dim=-1)
     torch.testing.assert_close(out.float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=4e-3 * inputs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", [layouts.Q4, layouts.Q6], ids=layout_name)
+def test_gated_rows_agree_with_the_dequantised_matrices(layout: Layout) -> None:
+    matrix = random_matrix(layout, 2 * 36, 160)
+    x = torch.randn(5, 160, device=DEVICE).to(KIND)
+    gate, up = (x.float() @ unpacked(matrix).t()).chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(gated_few_rows_product(x, matrix).float(), expected, rtol=0.02, atol=4e-3 * 160)
 
 
 @needs_kernels

@@ -8,7 +8,8 @@ from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, laun
 from cortex.neuron.kernels.moe.grouped import find_tile, max_tiles
 from cortex.neuron.kernels.moe.routing import PairLists
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
-from cortex.neuron.kernels.quantised.product import fitting_stages, layout_options, operand, operand_row
+from cortex.neuron.kernels.quantised.product import fitting_stages, operand, operand_row
+from cortex.neuron.kernels.quantised.unpack import layout_options
 from cortex.neuron.kernels.shared_memory import shared_memory
 
 _BLOCK_OUT = 64

@@ -11,9 +11,16 @@ from __future__ import annotations
 import struct
 from functools import cache
 
-from cortex.neuron.kernels.jit import jit, tl
+from cortex.neuron.kernels.jit import INTERPRETED, jit, tl
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.levels import LOOKUP_REGISTERS, level_of, lookup_lines, select_lines, table_words
+from cortex.neuron.kernels.quantised.levels import (
+    LOOKUP_REGISTERS,
+    level_of,
+    levels_option,
+    lookup_lines,
+    select_lines,
+    table_words,
+)
 
 _MAGIC = 0x43004300
 """Twice 128.0 in bfloat16."""
@@ -38,6 +45,19 @@ def unpack_ptx(layout: Layout) -> str:
     lines += [f"mov.b32 {{${2 * j}, ${2 * j + 1}}}, p{j};" for j in range(4)]
     names = f"magic, unit, none, offset, spread, moved, high, s0, s1, m0, m1, p0, p1, p2, p3, {LOOKUP_REGISTERS}"
     return "{\n .reg .b32 " + names + ";\n " + "\n ".join(lines) + "\n}\n"
+
+
+def layout_options(layout: Layout) -> dict[str, object]:
+    """What kernels need to know of a layout when they are compiled."""
+    return {
+        "LOW_BITS": layout.low_bits,
+        "HIGH_BITS": layout.high_bits,
+        "GROUP": layout.group,
+        "ZERO": -1 if layout.zero is None else layout.zero,
+        "LEVELS": levels_option(layout),
+        "SCALE_WORDS": layout.scale_words,
+        "PTX": "" if INTERPRETED else unpack_ptx(layout),
+    }
 
 
 def _low(layout: Layout) -> list[str]:

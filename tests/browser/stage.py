@@ -56,6 +56,8 @@ class DirectedNode(FakeNeuron):
     """The devices of each model; the first one where absent."""
     parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """What a model has on each of them, in bytes; equal parts where absent."""
+    replicas: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """The devices of each replica of a model; one on all its devices where absent."""
     shares: tuple[ModelShare, ...] = ()
     kv: dict[str, int] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
@@ -79,9 +81,11 @@ class DirectedNode(FakeNeuron):
     def status(self, model: str) -> ModelStatus:
         status = super().status(model)
         is_placed = status.state not in (ModelState.COLD, ModelState.FAILED)
+        devices = self.places.get(model, (0,)) if is_placed else ()
         return msgspec.structs.replace(
             status,
-            devices=self.places.get(model, (0,)) if is_placed else (),
+            devices=devices,
+            replica_devices=self.replicas.get(model, (devices,)) if is_placed else (),
             device_bytes=self.parts.get(model, ()),
             kv_bytes=self.kv.get(model) if status.state is ModelState.READY else None,
             quant="Q4_K_M" if "gguf" in model.lower() else "BF16",

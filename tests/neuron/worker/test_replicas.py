@@ -25,11 +25,11 @@ INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=10, kv_bytes=5, pag
 class FakeHost:
     """A device that holds a model and computes nothing."""
 
-    num_replicas = 1
     freed_at_s = 0.0
 
     def __init__(self, index: int) -> None:
         self.device_indices = (index,)
+        self.replica_devices = ((index,),)
         self.requests: list[str] = []
         self.fails = False
         self.is_damaged = False
@@ -102,6 +102,21 @@ async def test_sizes_are_those_of_all_replicas(loaded: Loaded) -> None:
     assert (resident.measured_bytes, resident.info.num_pages, resident.info.context_tokens) == (40, 14, 512)
 
 
+async def test_context_is_the_smallest_of_all_replicas_and_none_with_less_comes_back() -> None:
+    first, second = FakeHost(0), FakeHost(1)
+    second.info = replace(INFO, context_tokens=256)
+    replicas = replicas_of(first, second)
+    resident = await replicas.load(LoadSpec("m"), RecordingSink())
+    assert resident.info.context_tokens == 256
+    first.info = replace(INFO, context_tokens=255)
+    first.sink.on_lost("killed")
+    while not first.unloaded:
+        await asyncio.sleep(0)
+    replicas.submit(resident, request("a"))
+    assert (first.requests, second.requests) == ([], ["a"])
+    replicas.stop_reloads()
+
+
 async def test_request_goes_to_the_replica_with_the_fewest_requests(loaded: Loaded) -> None:
     replicas, resident, (first, second), _ = loaded
     for name in "abcd":
@@ -153,7 +168,7 @@ async def test_extra_replica_serves_and_is_not_among_devices_and_sizes(loaded: L
     third = FakeHost(2)
     extra = await replicas.add(third, LoadSpec("m"))
     assert extra is not None
-    assert (replicas.num_replicas, replicas.device_indices, replicas.taken_devices) == (3, (0, 1), (0, 1, 2))
+    assert (replicas.device_indices, replicas.replica_devices) == ((0, 1), ((0,), (1,), (2,)))
     for name in "abc":
         replicas.submit(resident, request(name))
     assert third.requests == ["c"]
@@ -167,7 +182,7 @@ async def test_extra_replica_serves_and_is_not_among_devices_and_sizes(loaded: L
     assert (first.requests, second.requests, third.unloaded) == (["a", "d"], ["b", "e"], 0)
     third.sink.on_outputs((StepOutput("c", finish="stop"),))
     await removal
-    assert (third.unloaded, replicas.num_replicas, sink.failed) == (1, 2, {})
+    assert (third.unloaded, len(replicas.replica_devices), sink.failed) == (1, 2, {})
     assert (sink.stats.completion_tokens, sink.stats.num_pages) == (5, 0)
 
 
@@ -189,7 +204,7 @@ async def test_extra_replica_with_less_context_is_unloaded_again(loaded: Loaded)
     third.info = replace(INFO, context_tokens=INFO.context_tokens - 1)
     with pytest.raises(LoadRejected, match="511 tokens of context, not 512"):
         await replicas.add(third, LoadSpec("m"))
-    assert (third.unloaded, replicas.num_replicas) == (1, 2)
+    assert (third.unloaded, len(replicas.replica_devices)) == (1, 2)
 
 
 async def test_lost_extra_replica_fails_its_own_requests_and_stays_lost(loaded: Loaded) -> None:
@@ -200,7 +215,7 @@ async def test_lost_extra_replica_fails_its_own_requests_and_stays_lost(loaded: 
         replicas.submit(resident, request(name))
     old = third.sink
     old.on_lost("killed")
-    assert (list(sink.failed), replicas.num_replicas) == (["c"], 2)
+    assert (list(sink.failed), len(replicas.replica_devices)) == (["c"], 2)
     await asyncio.sleep(0.05)
     assert third.sink is old
 
@@ -228,7 +243,7 @@ async def test_extra_replicas_end_with_the_model(loaded: Loaded, ending: str) ->
     late = asyncio.create_task(replicas.add(fourth, LoadSpec("m")))
     await asyncio.sleep(0)
     await (replicas.sleep(resident) if ending == "sleep" else replicas.unload(resident))
-    assert (third.unloaded, await late, replicas.num_replicas) == (1, None, 2)
+    assert (third.unloaded, await late, len(replicas.replica_devices)) == (1, None, 2)
     assert await replicas.add(fourth, LoadSpec("m")) is None
 
 

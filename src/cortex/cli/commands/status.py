@@ -19,6 +19,7 @@ from cortex.cli.fleet_view import FleetView, HeldModel, NodeView
 from cortex.cli.output import bar, console, duration, json_option, print_json, size, state, table
 from cortex.cli.views.load import fraction_done, memory_of, reason_of
 from cortex.wire.node.protocol import ModelState
+from cortex.wire.words import replicas_in_words
 
 
 @click.command(cls=Command)
@@ -144,10 +145,10 @@ def _models(node: NodeView, fleet: FleetView) -> Table:
 
 
 def _state(model: HeldModel) -> Text:
-    """`ready, 2 replicas, pinned`, or `loading ██████▌  64% read, 3 s`."""
+    """`ready, 2 replicas on devices 0, 1, pinned`, or `loading ██████▌  64% read, 3 s`."""
     shown = state(str(model.state))
-    if model.state is ModelState.READY and model.replicas > 1:
-        shown.append(f", {model.replicas} replicas")
+    if model.state is ModelState.READY and (replicas := replicas_in_words(model.replica_devices)):
+        shown.append(f", {replicas}")
     if model.pinned:
         shown.append(", pinned")
     fraction = None if model.state is ModelState.READY else fraction_done(model)

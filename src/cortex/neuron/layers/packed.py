@@ -66,8 +66,8 @@ class PackedProjections:
         return self._rounded(gate_up, bias, residual, gated=True)
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
-        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` without storing gate and up; None if that is not possible: many rows, or two
-        formats."""
+        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` without storing gate and up; None if that is not possible: many rows, or
+        two formats."""
         if len(self.matrices) != 1 or not has_kernels(x):
             return None
         (matrix,) = self.matrices

@@ -94,6 +94,8 @@ class WorkerReplicas:
         self._lost_stats: list[EngineStats] = []
         """The counters of lost replicas."""
         self._sink: ModelSink
+        self._context_tokens = 0
+        """Of the model as reported: the smallest of its replicas."""
         self._is_lost = False
         """The model was reported as lost."""
         self._extras: list[Replica] = []
@@ -104,17 +106,12 @@ class WorkerReplicas:
         """When a replica was last lost."""
 
     @property
-    def num_replicas(self) -> int:
-        return len(self._replicas) + len(self._extras)
+    def replica_devices(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(replica.host.device_indices for replica in (*self._replicas, *self._extras))
 
     @property
     def device_indices(self) -> tuple[int, ...]:
         return tuple(index for replica in self._replicas for index in replica.host.device_indices)
-
-    @property
-    def taken_devices(self) -> tuple[int, ...]:
-        """Those of extra replicas included."""
-        return (*self.device_indices, *(index for extra in self._extras for index in extra.host.device_indices))
 
     @property
     def freed_at_s(self) -> float:
@@ -232,7 +229,9 @@ class WorkerReplicas:
         if not parts:
             raise WorkerLost("all replicas of the model were lost")
         whole = together(parts)
-        return replace(whole, info=replace(whole.info, num_pages=sum(part.info.num_pages for part in parts)))
+        self._context_tokens = min(part.info.context_tokens for part in parts)
+        num_pages = sum(part.info.num_pages for part in parts)
+        return replace(whole, info=replace(whole.info, context_tokens=self._context_tokens, num_pages=num_pages))
 
     # Requests
 
@@ -300,19 +299,24 @@ class WorkerReplicas:
     async def _add(self, host: ModelHost, spec: LoadSpec) -> Replica:
         extra = Replica(lambda: host, host, is_extra=True)
         extra.empty.set()
-        resident = await host.load(spec, _ReplicaSink(self, extra, self._sink))
+        resident = await self._load_with_context(extra, spec, self._sink)
         if extra.is_lost:  # after its weights were loaded, and before this task went on
             raise WorkerLost("the replica was lost as soon as it was loaded")
-        least_tokens = min((part.info.context_tokens for _, part in self._present()), default=0)
-        if resident.info.context_tokens < least_tokens:
-            await host.unload(resident)
-            message = f"the replica has room for {resident.info.context_tokens} tokens of context, not {least_tokens}"
-            raise LoadRejected(FaultKind.OUT_OF_MEMORY, message)
         extra.resident = resident
         self._extras.append(extra)
         extra.idle_since_s = asyncio.get_running_loop().time()
         self._extras_changed()
         return extra
+
+    async def _load_with_context(self, replica: Replica, spec: LoadSpec, sink: ModelSink) -> Resident:
+        """Loads a replica of a model that serves. Raises LoadRejected (also if it has less context than the model was
+        reported to have) or WorkerLost."""
+        resident = await replica.host.load(spec, _ReplicaSink(self, replica, sink))
+        if (num_tokens := resident.info.context_tokens) < self._context_tokens:
+            await replica.host.unload(resident)
+            message = f"the replica has room for {num_tokens} tokens of context, not {self._context_tokens}"
+            raise LoadRejected(FaultKind.OUT_OF_MEMORY, message)
+        return resident
 
     async def remove(self, extra: Replica, drain_s: float) -> None:
         """Unloads an extra replica; returns when its memory is free. Its requests get `drain_s` to end, then a
@@ -421,7 +425,7 @@ class WorkerReplicas:
             try:
                 async with self._lock_devices(replica.host.device_indices):
                     replica.host = replica.new_host()
-                    replica.resident = await replica.host.load(spec, _ReplicaSink(self, replica, sink))
+                    replica.resident = await self._load_with_context(replica, spec, sink)
                 return
             except (LoadRejected, WorkerLost) as error:
                 log.warning("a lost replica cannot be loaded again yet: %s", error)

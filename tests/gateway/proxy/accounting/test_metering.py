@@ -138,6 +138,7 @@ async def test_stream_that_ends_with_an_error_event_counts_as_failed(
     ("error", "code"),
     [
         ({"message": "too long", "type": "x", "code": "context_length_exceeded"}, "context_length_exceeded"),
+        ({"message": "long " * 2000, "type": "x", "code": "context_length_exceeded"}, "context_length_exceeded"),
         ({"message": "odd", "type": "x", "code": "of_a_foreign_server"}, "status_400"),
         ({"message": "none", "type": "x"}, "status_400"),
         ("text", "status_400"),

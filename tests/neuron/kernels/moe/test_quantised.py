@@ -12,7 +12,9 @@ from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import INTERPRETED
 from cortex.neuron.kernels.moe.mixture import mixture, mixture_grouped, mixture_of_rows, mixture_reference
 from cortex.neuron.kernels.moe.quantised import PackedExperts
+from cortex.neuron.kernels.quantised import experts as packed_experts
 from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised.experts import PackedExpertTiles
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.recipes import DeviceLayout
 
@@ -71,6 +73,20 @@ def test_mixture_agrees_with_dense_experts(
     for function in (mixture_of_rows, mixture_grouped) if rows < 9 else (mixture_grouped,):
         tolerance = 0.15 if is_rounded and function is mixture_grouped else 0.03
         torch.testing.assert_close(function(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=tolerance)
+
+
+@needs_kernels
+def test_programs_take_blocks_of_rows_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def two_blocks(*args: int, **_: object) -> PackedExpertTiles:
+        chunks = args[3]
+        return PackedExpertTiles(pairs=16, blocks=2, chunks=2 if chunks % 2 == 0 else 1, stages=3)
+
+    monkeypatch.setattr(packed_experts, "packed_expert_tiles", two_blocks)
+    torch.manual_seed(0)
+    experts = random_experts(layouts.Q4, layouts.Q4, 192, 32)
+    x, norm_weight = torch.randn(3, 192, device=DEVICE).to(KIND), torch.ones(192, device=DEVICE).to(KIND)
+    expected = mixture_reference(x, norm_weight, EPS, experts.dense())
+    torch.testing.assert_close(mixture_grouped(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=0.03)
 
 
 @pytest.mark.parametrize("layout", [layouts.Q5, FLOAT8_BLOCKS])

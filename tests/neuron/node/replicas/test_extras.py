@@ -25,11 +25,11 @@ INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=10, kv_bytes=5, pag
 class Host:
     """A device whose loads end when they may."""
 
-    num_replicas = 1
     freed_at_s = 0.0
 
     def __init__(self, index: int, *, may_load: bool = True) -> None:
         self.device_indices = (index,)
+        self.replica_devices = ((index,),)
         self.may_load = asyncio.Event()
         if may_load:
             self.may_load.set()

@@ -99,6 +99,7 @@ async def nodes(tmp_path: Path, peer_sleep_mb: int) -> AsyncIterator[Nodes]:
         entry("two", tensor_parallel=2, devices=(0,)),
         entry("two too", tensor_parallel=2, devices=(1,)),
         entry("staged too", pipeline_parallel=2, devices=(1,)),
+        entry("anywhere", tensor_parallel=2),
         entry("four", tensor_parallel=4),
         entry("different", tensor_parallel=2),
         entry("staged", pipeline_parallel=2, devices=(0,)),
@@ -216,6 +217,16 @@ async def test_sleeping_part_whose_device_was_taken_is_loaded_on_another_device_
     assert held == {f"{model} too": ("ready", devices[model]), model: ("ready", (1 - devices[model][0],))}
     assert await generate(nodes.first, model) == tokens == await generate(nodes.first, f"{model} too")
     assert [worker_of(node) for node in (nodes.first, nodes.second)] == workers
+
+
+async def test_sleeping_part_of_the_lead_whose_device_was_taken_is_loaded_on_another_one(nodes: Nodes) -> None:
+    (device,) = (await load(nodes.first, "anywhere")).devices
+    tokens = await generate(nodes.first, "anywhere")
+    await nodes.first.unload(UnloadRequest(model_id="anywhere", sleep=True))
+    other = ("two", "two too")[device]
+    assert (await load(nodes.first, other)).devices == (device,)
+    assert (await load(nodes.first, "anywhere")).devices == (1 - device,)
+    assert await generate(nodes.first, "anywhere") == tokens == await generate(nodes.first, other)
 
 
 @pytest.mark.parametrize("peer_sleep_mb", [0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -84,6 +85,12 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
 
 
+def may_have_library() -> bool:
+    """Whether this host has the functions in C, or has a compiler that has not failed on them. Loads nothing."""
+    command = compiler()
+    return command is not None and not _failure(_built(command)).exists()
+
+
 def native_library() -> NativeLibrary:
     """Raises NotImplementedError where the functions cannot be compiled."""
     if (library := native_library_or_none()) is None:
@@ -95,33 +102,28 @@ def native_library() -> NativeLibrary:
 def native_library_or_none() -> NativeLibrary | None:
     """None where the functions cannot be compiled. The reason is logged, and this process does not try again."""
     try:
-        return _load()
+        library = _load()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         output = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
         output = [line for line in output if "error" in line] or output
         reason = "; ".join((str(error), *output[:_LOGGED_LINES]))
         log.warning("the functions in C are not available, CPUs use slower ones: %s", reason)
-        return None
+        library = None
+    if (command := compiler()) is not None:
+        with contextlib.suppress(OSError):
+            failure = _failure(_built(command))
+            failure.unlink(missing_ok=True) if library is not None else failure.touch()
+    return library
 
 
 def _load() -> NativeLibrary:
     """Raises OSError, RuntimeError or SubprocessError."""
     if (command := compiler()) is None:
         raise RuntimeError("the host has no C compiler; install gcc or clang")
-    tune = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
-    # Contracted operations would make a row depend on how many others there are.
-    options = ("-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", tune, "-shared", "-fPIC")
-    # A home folder may be shared by hosts with different processors.
-    features = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat"))]
-    parts = (
-        *(source.read_bytes() for source in _SOURCES),
-        command.encode(),
-        *(text.encode() for text in (*options, *features[:1])),
-    )
-    path = _folder() / f"native-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:24]}.so"
+    path = _built(command)
     library = _opened(path)
     if library is None:
-        _compile(command, options, path)
+        _compile(command, path)
         library = ctypes.CDLL(str(path))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     matrix = ctypes.POINTER(NativeMemory)
@@ -129,6 +131,34 @@ def _load() -> NativeLibrary:
     library.looked_up_rows.argtypes = [matrix, pointer, number, pointer]
     library.decode_attention.argtypes = [ctypes.POINTER(NativeAttention), pointer, ctypes.c_int]
     return NativeLibrary(library.decode_attention, library.product, library.looked_up_rows, _parallel())
+
+
+def _options() -> tuple[str, ...]:
+    tune = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+    # Contracted operations would make a row depend on how many others there are.
+    return ("-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", tune, "-shared", "-fPIC")
+
+
+def _built(command: str) -> Path:
+    """Where the functions are once this compiler has compiled them."""
+    return _folder() / f"native-{_digest(command)}.so"
+
+
+def _failure(path: Path) -> Path:
+    """Exists if they could not be compiled or opened, for `may_have_library`."""
+    return path.with_suffix(".failed")
+
+
+@cache
+def _digest(command: str) -> str:
+    # A home folder may be shared by hosts with different processors.
+    features = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat"))]
+    parts = (
+        *(source.read_bytes() for source in _SOURCES),
+        command.encode(),
+        *(text.encode() for text in (*_options(), *features[:1])),
+    )
+    return hashlib.sha256(b"|".join(parts)).hexdigest()[:24]
 
 
 def _opened(path: Path) -> ctypes.CDLL | None:
@@ -145,14 +175,14 @@ def _folder() -> Path:
     return Path(own or Path(environment.get("XDG_CACHE_HOME", "~/.cache")) / "cortex").expanduser() / "kernels"
 
 
-def _compile(command: str, options: tuple[str, ...], path: Path) -> None:
+def _compile(command: str, path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         log.info("compiling the functions in C for this host, once: %s", command)
         built = Path(folder) / path.name
         arguments = [
             command,
-            *options,
+            *_options(),
             *(str(source) for source in _SOURCES if source.suffix == ".c"),
             "-o",
             str(built),

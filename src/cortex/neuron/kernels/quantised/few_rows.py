@@ -18,7 +18,7 @@ from torch import Tensor
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
-from cortex.neuron.kernels.quantised.unpack import layout_options, unpack_units
+from cortex.neuron.kernels.quantised.unpack import add_product, layout_options, restored, unpack_units
 
 MAX_FEW_ROWS = 8
 """The columns of the smallest product of tensor cores."""
@@ -43,8 +43,13 @@ def few_rows_tiles(layout: Layout) -> FewRowsTiles:
     return FewRowsTiles(8, 4, 3, 168) if layout.low_bits == 8 or layout.high_bits else FewRowsTiles(8, 4, 4, 128)
 
 
-def few_rows_product(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-    """out = x Wᵀ + bias + residual. x: [at most 8, inputs]; out and residual: [rows, outputs], maybe columns of more."""
+def few_rows_product(
+    x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> None:
+    """out = x Wᵀ + bias + residual. x: [at most 8, inputs]; out and residual: [rows, outputs], maybe columns of more.
+
+    `out` may be `residual` itself.
+    """
     parts = _products(x, matrix)
     block = 1024
     _sum_kernel[(len(x), triton.cdiv(matrix.outputs, block))](
@@ -157,10 +162,7 @@ def _few_rows_kernel(
         inside = inside & (column < INPUTS)[:, :, None]
     vectors = tl.load(x + row[None, None, :] * INPUTS + column[:, :, None], mask=inside, other=0.0)
     vectors = tl.reshape(vectors, (PART_CHUNKS, 4, 2, 2, 4, 2, ROWS))  # chunk, v, j1, j0, t, h, row
-    if RUN == 4:
-        vectors = tl.permute(vectors, (0, 1, 2, 4, 3, 5, 6))
-    else:
-        vectors = tl.permute(vectors, (0, 1, 4, 2, 3, 5, 6))
+    vectors = tl.permute(vectors, (0, 1, 2, 4, 3, 5, 6) if RUN == 4 else (0, 1, 4, 2, 3, 5, 6))
     vectors = tl.reshape(vectors, (PART_CHUNKS, 128, ROWS))
     while block < num_blocks:
         following = block + tl.num_programs(0)
@@ -175,12 +177,11 @@ def _few_rows_kernel(
             words[4], words[5], words[6], words[7], LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX
         )  # fmt: skip
         weights = tl.reshape(tl.join(upper, lower), (8, PART_CHUNKS, 4, 4, 2, 2, 2, 2))
-        if RUN == 4:  # row, chunk, t, v, h, j0, j1, half → chunk, half, row, v, j1, t, j0, h
-            weights = tl.permute(weights, (1, 7, 0, 3, 6, 2, 5, 4))
-        else:
-            weights = tl.permute(weights, (1, 7, 0, 3, 2, 6, 5, 4))
+        # row, chunk, t, v, h, j0, j1, half → chunk, half, row, v, j1, t, j0, h, or with t before j1
+        weights = tl.permute(weights, (1, 7, 0, 3, 6, 2, 5, 4) if RUN == 4 else (1, 7, 0, 3, 2, 6, 5, 4))
         weights = tl.reshape(weights, (PART_CHUNKS, TILE_ROWS, 128))
-        total = tl.sum(tl.dot(weights.to(vectors.dtype), vectors), 0)  # [matrix rows, rows]
+        total = add_product(tl.zeros((PART_CHUNKS, TILE_ROWS, ROWS), tl.float32), weights, vectors)
+        total = restored(tl.sum(total, 0), x.dtype.element_ty)  # [matrix rows, rows]
         output = block * TILE_ROWS + tl.arange(0, TILE_ROWS)
         stored = (row < rows)[None, :]
         if not WHOLE:

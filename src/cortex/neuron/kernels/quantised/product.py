@@ -31,7 +31,7 @@ from cortex.neuron.kernels.jit import (
 from cortex.neuron.kernels.quantised.few_rows import MAX_FEW_ROWS, few_rows_product
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS, PackedMatrix, unpacked
-from cortex.neuron.kernels.quantised.unpack import layout_options, unpack_units
+from cortex.neuron.kernels.quantised.unpack import RESTORE, add_product, layout_options, restored, unpack_units
 from cortex.neuron.kernels.shared_memory import MIN_STAGES, SharedMemory, shared_memory
 
 MAX_SMALL_ROWS = 64
@@ -184,7 +184,7 @@ def small_batch_tiles(
     matrix_rows = 2 * COUNTED_ROWS if is_long else COUNTED_ROWS
     warps = 8 if is_long and rows > 32 else 4
     programs, split = -(-outputs // matrix_rows), 1
-    while split < 8 and chunks % (2 * split) == 0 and chunks // split > 4:
+    while split < 8 and chunks % (2 * split) == 0 and chunks // split > (8 if rows > 32 else 4):
         if programs * split >= _programs_wanted(rows, layout.bits, split) * processors:
             break
         split *= 2
@@ -240,7 +240,8 @@ def operand(
     SCALE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Weights of matrix rows `row` in BLOCK_CHUNKS chunks from `start` on. → [BLOCK_OUT, 128 · BLOCK_CHUNKS] bfloat16
+    """Weights / RESTORE of matrix rows `row` in BLOCK_CHUNKS chunks from `start` on.
+    → [BLOCK_OUT, 128 · BLOCK_CHUNKS] bfloat16
 
     The rows come out in another order (`operand_row`): a warp loads eight rows at a time and multiplies sixteen.
     """
@@ -250,17 +251,24 @@ def operand(
     above = word
     if HIGH_BITS > 0 or LOW_BITS == 8:
         above = tl.load(high + where).to(tl.int32)
-    group = (unit // 16) * 4 + unit % 4
+    group = tl.arange(0, BLOCK_CHUNKS * 4)
     scale = scales + (row[:, None] * (CHUNKS * 4) + start * 4 + group[None, :]) * SCALE_WORDS
-    scale_0 = tl.load(scale).to(tl.int32)
+    scale_0 = _by_unit(tl.load(scale).to(tl.int32), BLOCK_OUT, BLOCK_CHUNKS)
     scale_1 = scale_0
     if SCALE_WORDS == 2:
-        scale_1 = tl.load(scale + 1)
+        scale_1 = _by_unit(tl.load(scale + 1), BLOCK_OUT, BLOCK_CHUNKS)
     weights = unpack_units(word, above, scale_0, scale_1, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
     repeats: tl.constexpr = BLOCK_OUT // (8 * WARPS)
     weights = tl.reshape(weights, (repeats, WARPS, 8, BLOCK_CHUNKS, 4, 4, 2, 2, 2))  # …, chunk, t, v, h, j0, j1
     weights = tl.permute(weights, (1, 0, 2, 3, 5, 8, 7, 4, 6))  # …, chunk, v, j1, j0, t, h
     return tl.reshape(weights, (BLOCK_OUT, BLOCK_CHUNKS * 128))
+
+
+@jit
+def _by_unit(words, BLOCK_OUT: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """Unit 4·t + v takes the v-th word of its chunk: [BLOCK_OUT, 4 · BLOCK_CHUNKS] → [BLOCK_OUT, 16 · BLOCK_CHUNKS]"""
+    words = tl.reshape(words, (BLOCK_OUT, BLOCK_CHUNKS, 1, 4))
+    return tl.reshape(tl.broadcast_to(words, (BLOCK_OUT, BLOCK_CHUNKS, 4, 4)), (BLOCK_OUT, BLOCK_CHUNKS * 16))
 
 
 @jit
@@ -328,7 +336,8 @@ def _small_batch_kernel(
         else:
             inside = row_inside[None, :] & (start * 128 + column < INPUTS)[:, None]
         values = tl.load(source + start * 128, mask=inside, other=0.0)  # [in, rows]
-        total = tl.dot(weights.to(values.dtype), values, total)
+        total = add_product(total, weights, values)
+    total = restored(total, x.dtype.element_ty)
     output = block * BLOCK_OUT + operand_row(BLOCK_OUT, WARPS)
     inside = (output < outputs)[:, None] & row_inside[None, :]
     is_last = True
@@ -386,6 +395,5 @@ def _dequantise_kernel(
     output = block + operand_row(BLOCK_OUT, WARPS)
     column = chunk * 128 + tl.arange(0, 128)
     inside = (output < num_rows)[:, None] & (column < INPUTS)[None, :]
-    tl.store(
-        out + output.to(tl.int64)[:, None] * INPUTS + column[None, :], weights.to(out.dtype.element_ty), mask=inside
-    )
+    weights = (weights.to(tl.float32) * RESTORE).to(out.dtype.element_ty)
+    tl.store(out + output.to(tl.int64)[:, None] * INPUTS + column[None, :], weights, mask=inside)

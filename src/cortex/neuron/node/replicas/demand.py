@@ -90,7 +90,7 @@ class ReplicaDemand:
                 self._num_replicas = {key: count for key, count in self._num_replicas.items() if key in ids}
                 for model, instance in growing:
                     if isinstance(instance.host, WorkerReplicas):
-                        self._publish(model, instance.host.num_replicas)
+                        self._publish(model, len(instance.host.replica_devices))
                         if model.id not in self._changes:
                             self._adjust(model, instance, instance.host)
                 await asyncio.sleep(period_s)
@@ -109,7 +109,7 @@ class ReplicaDemand:
         now_s = asyncio.get_running_loop().time()
         idle = replicas.idle_extras()
         demand = Demand(
-            replicas.num_replicas,
+            len(replicas.replica_devices),
             model.max_replicas,
             instance.waited_s,
             idle[0][0] if idle else None,

@@ -120,15 +120,12 @@ class CpuProjections:
 
     def __init__(self, matrices: Sequence[CpuMatrix]) -> None:
         self.matrices = matrices
-        only = matrices[0] if len(matrices) == 1 else None
-        self._native = only if isinstance(only, NativeMatrix) else None
+        self._native = [matrix for matrix in matrices if isinstance(matrix, NativeMatrix)]
 
     def __call__(self, x: Tensor, bias: Tensor | None, norm: RMSNorm | None, residual: Tensor | None) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
-        if self._native is not None:
-            weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-            out = self._native.fused(x, norm=weight, eps=eps, residual=residual)
-            return out if bias is None else out.add_(bias)
+        if self._native:
+            return self._fused(x, bias, residual, norm=norm)
         x, scale = (x, 1.0) if norm is None else norm.in_two(x)
         out = self.matrices[0].product(x, scale)
         if len(self.matrices) > 1:
@@ -139,13 +136,34 @@ class CpuProjections:
 
     def rounds_inputs(self, x: Tensor) -> bool:  # noqa: ARG002
         """Whether `activated` rounds and multiplies in one pass."""
-        return self._native is not None
+        return bool(self._native)
 
     def activated(self, gate_up: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """`(silu(gate) · up) Wᵀ + b + residual`. Requires `rounds_inputs`. gate_up: [tokens, 2 · in] → [tokens, out]"""
-        assert self._native is not None
-        out = self._native.fused(gate_up, is_gated=True, residual=residual)
-        return out if bias is None else out.add_(bias)
+        return self._fused(gate_up, bias, residual, is_gated=True)
+
+    def _fused(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        *,
+        norm: RMSNorm | None = None,
+        is_gated: bool = False,
+    ) -> Tensor:
+        weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+        if len(self._native) == 1:
+            return self._native[0].fused(x, norm=weight, eps=eps, is_gated=is_gated, bias=bias, residual=residual)
+        out = torch.empty(len(x), sum(matrix.outputs for matrix in self._native), dtype=x.dtype)
+        first = 0
+        for matrix in self._native:
+            rows = slice(first, first + matrix.outputs)
+            first += matrix.outputs
+            part_bias, part_residual = (None if part is None else part[..., rows] for part in (bias, residual))
+            matrix.fused(
+                x, norm=weight, eps=eps, is_gated=is_gated, bias=part_bias, residual=part_residual, out=out[:, rows]
+            )
+        return out
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:  # noqa: ARG002
         """None: no library product has the activation in it."""

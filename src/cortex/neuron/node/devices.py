@@ -20,7 +20,7 @@ from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
-from cortex.neuron.worker.replicas import LockDevices, WorkerReplicas
+from cortex.neuron.worker.replicas.host import LockDevices, WorkerReplicas
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.node.protocol import Device, DeviceHealth
 

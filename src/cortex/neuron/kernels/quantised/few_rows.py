@@ -5,7 +5,9 @@ so the vectors' numbers for them stay in registers from the first row to the las
 registers, without a barrier between them and the tensor cores. The words of the next sixteen rows are on their way
 while these are multiplied.
 
-The sums over each stretch are written as they are. What comes after the product adds them, in a fixed order.
+The sums over each stretch are written as they are. What comes after the product adds them, in a fixed order. So does
+the norm before it: the vectors are multiplied by its weights, and the sums by its factor, which the squares of all
+stretches make up.
 """
 
 from __future__ import annotations
@@ -43,63 +45,91 @@ def few_rows_tiles(layout: Layout) -> FewRowsTiles:
     return FewRowsTiles(8, 4, 3, 168) if layout.low_bits == 8 or layout.high_bits else FewRowsTiles(8, 4, 4, 128)
 
 
+class Parts(NamedTuple):
+    """The sums over each stretch of columns."""
+
+    products: Tensor
+    """[stretches, rows, outputs] float32"""
+    squares: Tensor | None
+    """Of the inputs, [stretches, rows] float32; None: there is no norm."""
+
+    def launch_options(self, inputs: int, eps: float) -> dict[str, object]:
+        return {
+            "squares": self.squares,
+            "eps": eps,
+            "INPUTS": inputs,
+            "PARTS": len(self.products),
+            "NORM": self.squares is not None,
+            **launch_options(self.products.device),
+        }
+
+
 def few_rows_product(
-    x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None
+    x: Tensor,
+    matrix: PackedMatrix,
+    out: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
 ) -> None:
-    """out = x Wᵀ + bias + residual. x: [at most 8, inputs]; out and residual: [rows, outputs], maybe columns of more.
+    """out = norm(x) Wᵀ + bias + residual. x: [at most 8, inputs]; out and residual: [rows, outputs], maybe columns of
+    more.
 
     `out` may be `residual` itself.
     """
-    parts = _products(x, matrix)
+    parts = _products(x, matrix, norm_weight)
     block = 1024
     _sum_kernel[(len(x), triton.cdiv(matrix.outputs, block))](
-        parts,
-        bias,
-        residual,
-        out,
-        matrix.outputs,
-        out.stride(0),
-        0 if residual is None else residual.stride(0),
-        PARTS=len(parts),
+        parts.products,
+        bias=bias,
+        residual=residual,
+        out=out,
+        outputs=matrix.outputs,
+        out_stride=out.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0),
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=4,
-        **launch_options(x.device),
+        **parts.launch_options(matrix.inputs, eps),
     )
 
 
-def gated_few_rows_product(x: Tensor, gate_up: PackedMatrix) -> Tensor:
-    """silu(x Gᵀ) · x Uᵀ. x: [at most 8, inputs]; gate_up: [2 · outputs, inputs] → [rows, outputs]"""
-    parts = _products(x, gate_up)
+def gated_few_rows_product(x: Tensor, gate_up: PackedMatrix, norm_weight: Tensor, eps: float) -> Tensor:
+    """silu(norm(x) Gᵀ) · norm(x) Uᵀ. x: [at most 8, inputs]; gate_up: [2 · outputs, inputs] → [rows, outputs]"""
+    parts = _products(x, gate_up, norm_weight)
     outputs, block = gate_up.outputs // 2, 512
     out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
     _gated_sum_kernel[(len(x), triton.cdiv(outputs, block))](
-        parts, out, outputs, PARTS=len(parts), BLOCK=block, num_warps=4, **launch_options(x.device)
+        parts.products, out=out, outputs=outputs, BLOCK=block, num_warps=4, **parts.launch_options(gate_up.inputs, eps)
     )
     return out
 
 
-def _products(x: Tensor, matrix: PackedMatrix) -> Tensor:
-    """The sums over each stretch of columns. → [stretches, rows, outputs] float32"""
+def _products(x: Tensor, matrix: PackedMatrix, norm_weight: Tensor | None) -> Parts:
     rows, layout = len(x), matrix.layout
     tiles = few_rows_tiles(layout)
     chunks = matrix.low.shape[1] // 16
     num_parts, num_blocks = triton.cdiv(chunks, tiles.chunks), triton.cdiv(matrix.outputs, _TILE_ROWS)
-    parts = torch.empty(num_parts, rows, matrix.outputs, dtype=torch.float32, device=x.device)
+    products = torch.empty(num_parts, rows, matrix.outputs, dtype=torch.float32, device=x.device)
+    squares = None if norm_weight is None else products.new_empty(num_parts, rows)
     programs = min(num_blocks, max(1, tiles.programs * num_processors(x.device) // num_parts))
     _few_rows_kernel[(programs, num_parts)](
         x,
         matrix.low,
         matrix.high,
         matrix.scales,
-        parts,
+        norm_weight,
+        products,
+        squares,
         rows,
         matrix.outputs,
         num_blocks,
         INPUTS=matrix.inputs,
         CHUNKS=chunks,
         PART_CHUNKS=tiles.chunks,
+        NORM=norm_weight is not None,
         WHOLE=matrix.outputs % _TILE_ROWS == 0,
         TILE_ROWS=_TILE_ROWS,
         ROWS=MAX_FEW_ROWS,
@@ -109,7 +139,7 @@ def _products(x: Tensor, matrix: PackedMatrix) -> Tensor:
         **layout_options(layout),
         **launch_options(x.device),
     )
-    return parts
+    return Parts(products, squares)
 
 
 @jit(do_not_specialize=["rows", "num_blocks"])
@@ -118,13 +148,16 @@ def _few_rows_kernel(
     low,
     high,
     scales,
-    parts,
+    norm_weight,
+    products,
+    squares,
     rows,
     outputs,
     num_blocks,
     INPUTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     PART_CHUNKS: tl.constexpr,
+    NORM: tl.constexpr,
     WHOLE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -161,6 +194,12 @@ def _few_rows_kernel(
     if INPUTS % (PART_CHUNKS * 128) != 0:
         inside = inside & (column < INPUTS)[:, :, None]
     vectors = tl.load(x + row[None, None, :] * INPUTS + column[:, :, None], mask=inside, other=0.0)
+    if NORM:
+        if block == 0:
+            exact = tl.reshape(vectors.to(tl.float32), (PART_CHUNKS * 128, ROWS))
+            tl.store(squares + part * rows + row, tl.sum(exact * exact, 0), mask=row < rows)
+        gain = tl.load(norm_weight + column, mask=column < INPUTS, other=0.0).to(tl.float32)
+        vectors = (vectors.to(tl.float32) * gain[:, :, None]).to(x.dtype.element_ty)
     vectors = tl.reshape(vectors, (PART_CHUNKS, 4, 2, 2, 4, 2, ROWS))  # chunk, v, j1, j0, t, h, row
     vectors = tl.permute(vectors, (0, 1, 2, 4, 3, 5, 6) if RUN == 4 else (0, 1, 4, 2, 3, 5, 6))
     vectors = tl.reshape(vectors, (PART_CHUNKS, 128, ROWS))
@@ -186,7 +225,7 @@ def _few_rows_kernel(
         stored = (row < rows)[None, :]
         if not WHOLE:
             stored = stored & (output < outputs)[:, None]
-        tl.store(parts + (part * rows + row)[None, :] * outputs + output[:, None], total, mask=stored)
+        tl.store(products + (part * rows + row)[None, :] * outputs + output[:, None], total, mask=stored)
         block = following
         words = next_words
 
@@ -263,14 +302,18 @@ def _half(
 
 @jit
 def _sum_kernel(
-    parts,
+    products,
+    squares,
     bias,
     residual,
     out,
     outputs,
     out_stride,
     residual_stride,
+    eps,
+    INPUTS: tl.constexpr,
     PARTS: tl.constexpr,
+    NORM: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -279,12 +322,13 @@ def _sum_kernel(
     """One program per row and BLOCK outputs."""
     if OVERLAP:
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = output < outputs
-    if OVERLAP:
-        gdc_wait()
-    total = _sum(parts, row, output, inside, outputs, PARTS, BLOCK)
+    total = _sum(products, row, output, inside, outputs, PARTS, BLOCK)
+    if NORM:
+        total *= _norm_factor(squares, row, eps, INPUTS, PARTS)
     if BIAS:
         total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
@@ -293,7 +337,18 @@ def _sum_kernel(
 
 
 @jit
-def _gated_sum_kernel(parts, out, outputs, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _gated_sum_kernel(
+    products,
+    squares,
+    out,
+    outputs,
+    eps,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """One program per row and BLOCK outputs."""
     if OVERLAP:
         gdc_launch_dependents()
@@ -301,16 +356,28 @@ def _gated_sum_kernel(parts, out, outputs, PARTS: tl.constexpr, BLOCK: tl.conste
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = output < outputs
-    gate = _sum(parts, row, output, inside, 2 * outputs, PARTS, BLOCK)
-    up = _sum(parts, row, outputs + output, inside, 2 * outputs, PARTS, BLOCK)
+    gate = _sum(products, row, output, inside, 2 * outputs, PARTS, BLOCK)
+    up = _sum(products, row, outputs + output, inside, 2 * outputs, PARTS, BLOCK)
+    if NORM:
+        factor = _norm_factor(squares, row, eps, INPUTS, PARTS)
+        gate *= factor
+        up *= factor
     tl.store(out + row * outputs + output, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
 @jit
-def _sum(parts, row, column, inside, columns, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum(products, row, column, inside, columns, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Of all parts of a row in these columns, in order."""
     rows = tl.num_programs(0)
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(parts + (part * rows + row) * columns + column, mask=inside, other=0.0)
+        total += tl.load(products + (part * rows + row) * columns + column, mask=inside, other=0.0)
     return total
+
+
+@jit
+def _norm_factor(squares, row, eps, INPUTS: tl.constexpr, PARTS: tl.constexpr):
+    total = 0.0
+    for part in tl.static_range(PARTS):
+        total += tl.load(squares + part * tl.num_programs(0) + row)
+    return tl.rsqrt(total / INPUTS + eps)

@@ -66,7 +66,7 @@ def packed_product(
     if not has_kernels(x):
         out.copy_(packed_product_reference(x, matrix, bias, residual))
     elif len(x) <= MAX_FEW_ROWS:
-        few_rows_product(x, matrix, out, bias, residual)
+        few_rows_product(x, matrix, out, bias, None, 0.0, residual)
     elif len(x) <= MAX_SMALL_ROWS:
         small_batch_product(x, matrix, out, bias, residual)
     else:

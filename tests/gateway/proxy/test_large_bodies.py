@@ -10,10 +10,12 @@ import msgspec
 from cortex.parsing.cost import is_read_elsewhere
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, until
+from ..fake_neuron import GB
+from ..started_gateway import until
 
 if TYPE_CHECKING:
-    from ..fake_neuron import StartGateway, StartNeuron
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import StartGateway
 
 BODY = {"model": "a", "messages": [{"role": "user", "content": "x"}] * 40_000}
 

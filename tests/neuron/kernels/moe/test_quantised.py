@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 
@@ -24,15 +26,19 @@ needs_kernels = pytest.mark.skipif(
     not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a GPU or TRITON_INTERPRET=1"
 )
 EPS = 1e-6
+Mixture = Callable[..., torch.Tensor]
 
 
 def random_matrix(layout: DeviceLayout, outputs: int, inputs: int) -> DeviceMatrix:
     matrix = empty_device_matrix(layout, outputs, inputs, DEVICE)
-    if isinstance(matrix, PackedMatrix) and matrix.layout.levels:
-        zero, levels = matrix.layout.zero or 0, torch.tensor(matrix.layout.levels, device=DEVICE)
-        level = levels[torch.randint(0, 16, (outputs, inputs), device=DEVICE)]
-        scale = torch.rand(outputs, inputs // matrix.layout.group, device=DEVICE) * (inputs**-0.5 / 64)
-        matrix.put(0, (level + zero).to(torch.uint8), scale, scale * -zero)
+    if isinstance(matrix, PackedMatrix):
+        bits, group, levels = matrix.layout.bits, matrix.layout.group, matrix.layout.levels
+        zero = 1 << bits - 1 if matrix.layout.zero is None else matrix.layout.zero
+        code = torch.randint(0, 1 << bits, (outputs, inputs), device=DEVICE)
+        if levels:
+            code = torch.tensor(levels, device=DEVICE)[code] + zero
+        scale = torch.rand(outputs, inputs // group, device=DEVICE) * (2 * inputs**-0.5 / zero)
+        matrix.put(0, code.to(torch.uint8), scale, scale * -zero)
     else:
         matrix.put_numbers(0, torch.randn(outputs, inputs, device=DEVICE) * inputs**-0.5)
     return matrix
@@ -49,28 +55,32 @@ def random_experts(gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner
     )
 
 
+GROUPED = ((mixture_grouped, 2), (mixture_grouped, 9))
+BOTH = ((mixture_of_rows, 2), *GROUPED)
+
+
 @needs_kernels
 @pytest.mark.parametrize(
-    ("gate_up", "down", "hidden", "inner", "rows"),
+    ("gate_up", "down", "hidden", "inner", "runs"),
     [
-        *((layouts.Q4, layouts.Q6, 160, 32, rows) for rows in (2, 9)),
-        *((layouts.Q8, layouts.Q4, 160, 32, rows) for rows in (2, 9)),
-        *((layouts.IQ4, layouts.IQ4, 160, 32, rows) for rows in (2, 9)),
-        *((FLOAT8_BLOCKS, FLOAT8_BLOCKS, 128, 128, rows) for rows in (2, 9)),
-        *((FLOAT8_ROWS, FLOAT8_ROWS, 128, 128, rows) for rows in (2, 9)),
-        (FLOAT8_ROWS, layouts.Q8, 128, 32, 9),
+        (layouts.Q4, layouts.Q6, 160, 32, BOTH),
+        (layouts.Q8, layouts.Q4, 160, 32, BOTH),
+        (layouts.IQ4, layouts.IQ4, 160, 32, BOTH),
+        (FLOAT8_BLOCKS, FLOAT8_BLOCKS, 128, 128, BOTH),
+        (FLOAT8_ROWS, FLOAT8_ROWS, 128, 128, BOTH),
+        (FLOAT8_ROWS, layouts.Q8, 128, 32, GROUPED),
     ],
 )
 def test_mixture_agrees_with_dense_experts(
-    gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner: int, rows: int
+    gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner: int, runs: Sequence[tuple[Mixture, int]]
 ) -> None:
     torch.manual_seed(0)
     experts = random_experts(gate_up, down, hidden, inner)
-    x = torch.randn(rows, hidden, device=DEVICE).to(KIND)
     norm_weight = torch.rand(hidden, device=DEVICE).to(KIND) + 0.5
-    expected = mixture_reference(x, norm_weight, EPS, experts.dense())
     is_rounded = isinstance(experts.gate_up, Float8Matrix) and has_float8_products(DEVICE)
-    for function in (mixture_of_rows, mixture_grouped) if rows < 9 else (mixture_grouped,):
+    for function, rows in runs:
+        x = torch.randn(rows, hidden, device=DEVICE).to(KIND)
+        expected = mixture_reference(x, norm_weight, EPS, experts.dense())
         tolerance = 0.15 if is_rounded and function is mixture_grouped else 0.03
         torch.testing.assert_close(function(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=tolerance)
 

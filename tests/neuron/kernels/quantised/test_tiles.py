@@ -4,6 +4,7 @@ import pytest
 
 from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.kernels.quantised.experts import PackedExpertTiles, packed_expert_tiles
+from cortex.neuron.kernels.quantised.few_rows import few_rows_tiles
 from cortex.neuron.kernels.quantised.layout import Q2, Q4, Q6, Q8, Layout
 from cortex.neuron.kernels.quantised.product import fitting_stages, small_batch_tiles
 from cortex.neuron.kernels.shared_memory import SMALLEST, SharedMemory
@@ -58,3 +59,11 @@ def test_few_pairs_of_an_expert_read_whole_lines_in_long_programs(
 @pytest.mark.parametrize(("chunks", "outputs", "split"), [(16, 5120, 2), (32, 2048, 4), (32, 4096, 4), (96, 4096, 4)])
 def test_parts_of_many_rows_are_long(chunks: int, outputs: int, split: int) -> None:
     assert small_batch_tiles(64, chunks, outputs, Q4, 132, HOPPER).split == split
+
+
+@pytest.mark.parametrize("layout", [Q4, Q6, Q8])
+@pytest.mark.parametrize("outputs", [64, 151_936])
+def test_programs_of_a_few_rows_fit_on_a_processor_together(layout: Layout, outputs: int) -> None:
+    tiles = few_rows_tiles(layout, outputs)
+    assert tiles.programs * tiles.warps * 32 * tiles.registers <= 65_536
+    assert tiles.chunks % tiles.warps == 0

@@ -1,5 +1,7 @@
 """Products with packed matrices.
 
+At most eight rows: `few_rows.py`.
+
 Small batches: one program reads BLOCK_OUT rows of the matrix once, unpacks them in registers into the left operand of a
 tensor-core product, and multiplies all rows of x. Matrices with few rows are cut along their columns as well (SPLIT),
 so that every processor has work: the program that finishes last adds the parts in a fixed order.
@@ -17,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import (
-    INTERPRETED,
     gdc_launch_dependents,
     gdc_wait,
     has_kernels,
@@ -27,10 +28,10 @@ from cortex.neuron.kernels.jit import (
     tl,
     triton,
 )
+from cortex.neuron.kernels.quantised.few_rows import MAX_FEW_ROWS, few_rows_product
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.levels import levels_option
 from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS, PackedMatrix, unpacked
-from cortex.neuron.kernels.quantised.unpack import RESTORE, unpack_ptx, unpack_units
+from cortex.neuron.kernels.quantised.unpack import RESTORE, add_product, layout_options, restored, unpack_units
 from cortex.neuron.kernels.shared_memory import MIN_STAGES, SharedMemory, shared_memory
 
 MAX_SMALL_ROWS = 64
@@ -64,6 +65,8 @@ def packed_product(
     """
     if not has_kernels(x):
         out.copy_(packed_product_reference(x, matrix, bias, residual))
+    elif len(x) <= MAX_FEW_ROWS:
+        few_rows_product(x, matrix, out, bias, None, 0.0, residual)
     elif len(x) <= MAX_SMALL_ROWS:
         small_batch_product(x, matrix, out, bias, residual)
     else:
@@ -130,7 +133,7 @@ def _large_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
 def small_batch_product(
     x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> None:
-    """`packed_product` for at most MAX_SMALL_ROWS rows."""
+    """`packed_product` for at most MAX_SMALL_ROWS rows, and more than a few."""
     rows, inputs = x.shape
     shared = shared_memory(x.device)
     chunks = matrix.low.shape[1] // 16
@@ -218,18 +221,6 @@ def fitting_stages(matrix_rows: int, columns: int, stages: int, shared: SharedMe
     return stages
 
 
-def layout_options(layout: Layout) -> dict[str, object]:
-    return {
-        "LOW_BITS": layout.low_bits,
-        "HIGH_BITS": layout.high_bits,
-        "GROUP": layout.group,
-        "ZERO": -1 if layout.zero is None else layout.zero,
-        "LEVELS": levels_option(layout),
-        "SCALE_WORDS": layout.scale_words,
-        "PTX": "" if INTERPRETED else unpack_ptx(layout),
-    }
-
-
 @jit
 def operand(
     low,
@@ -278,20 +269,6 @@ def _by_unit(words, BLOCK_OUT: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
     """Unit 4·t + v takes the v-th word of its chunk: [BLOCK_OUT, 4 · BLOCK_CHUNKS] → [BLOCK_OUT, 16 · BLOCK_CHUNKS]"""
     words = tl.reshape(words, (BLOCK_OUT, BLOCK_CHUNKS, 1, 4))
     return tl.reshape(tl.broadcast_to(words, (BLOCK_OUT, BLOCK_CHUNKS, 4, 4)), (BLOCK_OUT, BLOCK_CHUNKS * 16))
-
-
-@jit
-def add_product(total, weights, values):
-    """total + weights · values, of an operand. The total is RESTORE times too small until `restored`."""
-    if values.dtype != tl.bfloat16:  # no other type holds such small numbers
-        weights = weights.to(tl.float32) * RESTORE
-    return tl.dot(weights.to(values.dtype), values, total)
-
-
-@jit
-def restored(total, DTYPE: tl.constexpr):
-    """What `add_product` of values of this type adds up to."""
-    return total * RESTORE if tl.bfloat16 == DTYPE else total
 
 
 @jit

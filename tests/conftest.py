@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 BUDGET_S = 20.0
 """Time limit of one phase of a test on a machine with two slow cores. Slower tests are reported at the end."""
 
-SHARED_UP = "tests/e2e"
-"""The tests of the files right in this folder share one `cortex up`."""
+SHARED_UP, SHARED_BROWSER = "tests/e2e", "tests/browser"
+"""The tests of the files right in these folders share one `cortex up`, or one chromium."""
 
 NEURON = "tests/neuron/"
 KERNELS = NEURON + "kernels/"
@@ -127,7 +127,8 @@ def _group(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
     if file.startswith(KERNELS):
         return nodeid.partition("[")[0]
-    return SHARED_UP if file.rpartition("/")[0] == SHARED_UP else file
+    folder = file.rpartition("/")[0]
+    return folder if folder in (SHARED_UP, SHARED_BROWSER) else file
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import time
 import urllib.request
@@ -179,30 +178,11 @@ def test_an_unreadable_model_file_is_named(start: Start, tmp_path: Path) -> None
     assert_one_line_fault(start(str(path)), "secret.gguf", code=2)
 
 
-def test_a_truncated_model_file_is_explained(start: Start, tmp_path: Path, demo_model: Path) -> None:
+def test_a_model_file_that_the_neuron_rejects_is_explained(start: Start, tmp_path: Path, demo_model: Path) -> None:
     path = tmp_path / "truncated.gguf"
     with demo_model.open("rb") as whole, path.open("wb") as part:
         part.write(whole.read(20_000_000))
     assert_one_line_fault(start(str(path)), "truncated", code=1)
-
-
-def test_a_file_that_is_no_gguf_is_explained(start: Start, tmp_path: Path) -> None:
-    path = tmp_path / "letter.gguf"
-    path.write_text("Dear reader, " * 100)
-    assert_one_line_fault(start(str(path)), "letter", code=1)
-
-
-def test_an_unsupported_architecture_is_named(start: Start, tmp_path: Path, demo_model: Path) -> None:
-    path = tmp_path / "strange.gguf"
-    shutil.copyfile(demo_model, path)
-    content = path.read_bytes()[:1_000_000]
-    key = b"general.architecture"
-    at = content.index(key) + len(key) + 4
-    length = struct.unpack("<Q", content[at : at + 8])[0]
-    with path.open("r+b") as file:
-        file.seek(at + 8)
-        file.write(b"zebra"[:length].ljust(length, b"x"))
-    assert_one_line_fault(start(str(path)), "zebra", code=1)
 
 
 def test_no_network_for_the_demo_model_is_explained(start: Start, tmp_path: Path) -> None:

@@ -15,9 +15,16 @@ from __future__ import annotations
 import struct
 from functools import cache
 
-from cortex.neuron.kernels.jit import constant, jit, tl
+from cortex.neuron.kernels.jit import INTERPRETED, constant, jit, tl
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.levels import LOOKUP_REGISTERS, level_of, lookup_lines, select_lines, table_words
+from cortex.neuron.kernels.quantised.levels import (
+    LOOKUP_REGISTERS,
+    level_of,
+    levels_option,
+    lookup_lines,
+    select_lines,
+    table_words,
+)
 
 _RESTORE_BITS = 23
 _SCALE_BITS = 133 - _RESTORE_BITS
@@ -51,6 +58,19 @@ def unpack_ptx(layout: Layout) -> str:
         + "\n ".join(["mov.b32 none, 0x80008000;", *lines])
         + "\n}\n"
     )
+
+
+def layout_options(layout: Layout) -> dict[str, object]:
+    """What kernels need to know of a layout when they are compiled."""
+    return {
+        "LOW_BITS": layout.low_bits,
+        "HIGH_BITS": layout.high_bits,
+        "GROUP": layout.group,
+        "ZERO": -1 if layout.zero is None else layout.zero,
+        "LEVELS": levels_option(layout),
+        "SCALE_WORDS": layout.scale_words,
+        "PTX": "" if INTERPRETED else unpack_ptx(layout),
+    }
 
 
 def _codes(layout: Layout) -> tuple[list[int], list[str]]:
@@ -159,6 +179,20 @@ def unpack_units(
     first = tl.join(tl.join(a0, b0), tl.join(a1, b1))
     second = tl.join(tl.join(a2, b2), tl.join(a3, b3))
     return tl.join(first, second)
+
+
+@jit
+def add_product(total, weights, values):
+    """total + weights · values, of an operand. The total is RESTORE times too small until `restored`."""
+    if values.dtype != tl.bfloat16:  # no other type holds such small numbers
+        weights = weights.to(tl.float32) * RESTORE
+    return tl.dot(weights.to(values.dtype), values, total)
+
+
+@jit
+def restored(total, DTYPE: tl.constexpr):
+    """What `add_product` of values of this type adds up to."""
+    return total * RESTORE if tl.bfloat16 == DTYPE else total
 
 
 @jit

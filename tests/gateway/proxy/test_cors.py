@@ -15,7 +15,8 @@ from cortex.wire.node.protocol import ModelState
 from ..fake_neuron import GB
 
 if TYPE_CHECKING:
-    from ..fake_neuron import Client, StartGateway, StartNeuron
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import Client, StartGateway
 
 
 CHAT = "/v1/chat/completions"

@@ -110,13 +110,13 @@ def _devices(node: NodeView) -> Table:
     for device in node.devices:
         used_bytes = device.total_bytes - device.free_bytes
         notes = [
-            f"{size(device.foreign_bytes)} of other programs" if device.foreign_bytes > 1 << 30 else "",
+            f"{size(device.foreign_bytes)} other programs" if device.foreign_bytes > 1 << 30 else "",
             f"models take at most {size(device.ceiling_bytes)}" if device.ceiling_bytes is not None else "",
         ]
         rows.add_row(
             str(device.index),
             device.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
-            bar(used_bytes / device.total_bytes) if device.total_bytes else "",
+            bar(used_bytes / device.total_bytes, 16) if device.total_bytes else "",
             f"{size(used_bytes)} of {size(device.total_bytes)}",
             Text(", ".join(filter(None, notes)), style="dim"),
         )

@@ -16,7 +16,9 @@ from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix
 from cortex.neuron.kernels.products.native import NativeMatrix
+from cortex.neuron.kernels.quantised.few_rows import MAX_FEW_ROWS, few_rows_product, gated_few_rows_product
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
+from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.product import MAX_SMALL_ROWS, packed_product
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import QuantisedMatrix
@@ -30,6 +32,8 @@ class PackedProjections:
         self.outputs = sum(matrix.outputs for matrix in matrices)
         only = matrices[0] if len(matrices) == 1 else None
         self._float8 = only if isinstance(only, Float8Matrix) else None
+        is_packed = all(isinstance(matrix, PackedMatrix) for matrix in matrices)
+        self._max_normed_rows = MAX_FEW_ROWS if is_packed else 1
 
     def rounds_inputs(self, x: Tensor) -> bool:
         """Whether the rows of x are rounded to eight bits: `activated` does that together with the activation."""
@@ -39,7 +43,7 @@ class PackedProjections:
         """x: [tokens, in] → [tokens, out]"""
         if self.rounds_inputs(x):
             return self._rounded(x, bias, residual, norm=norm)
-        fuses_norm = len(x) == 1 and has_kernels(x)
+        fuses_norm = len(x) <= self._max_normed_rows and has_kernels(x)
         if norm is not None and not fuses_norm:
             x = norm(x)
         x = x.contiguous()
@@ -55,7 +59,8 @@ class PackedProjections:
                 else:
                     widened_product(x, matrix, part, part_bias, part_residual)
             elif fuses_norm:
-                one_row_product(x, matrix, part, part_bias, weight, eps, part_residual)
+                product = one_row_product if len(x) == 1 else few_rows_product
+                product(x, matrix, part, part_bias, weight, eps, part_residual)
             else:
                 packed_product(x, matrix, part, part_bias, part_residual)
         return out
@@ -65,11 +70,16 @@ class PackedProjections:
         return self._rounded(gate_up, bias, residual, gated=True)
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
-        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` in one pass; None if that is not possible: several rows, or two formats."""
-        if len(x) != 1 or len(self.matrices) != 1 or not has_kernels(x):
+        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` without storing gate and up; None if that is not possible: many rows, or
+        two formats."""
+        if len(self.matrices) != 1 or not has_kernels(x):
             return None
-        out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)
         (matrix,) = self.matrices
+        if len(x) > 1:
+            if isinstance(matrix, Float8Matrix) or len(x) > MAX_FEW_ROWS:
+                return None
+            return gated_few_rows_product(x.contiguous(), matrix, norm.weight, norm.eps)
+        out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)
         if isinstance(matrix, Float8Matrix):
             one_row_float8_product(x.contiguous(), matrix, out, None, norm.weight, norm.eps, None, gated=True)
         else:

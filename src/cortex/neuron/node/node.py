@@ -43,7 +43,7 @@ from cortex.neuron.text.model import TextSurvey, survey_text
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices
-from cortex.neuron.worker.factory import ENGINE
+from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.quant_names import is_same_quant
 from cortex.tasks import SupervisedTask, Supervisor, run_once
@@ -60,7 +60,7 @@ _SCAN_EVERY_SAMPLES = 30
 class Parts:
     """The parts of a node that tests replace, to inject faults."""
 
-    engine: str = ENGINE
+    make_workers: Callable[[], WorkerFactory] = WorkerFactory
     discover: Callable[[], Inventory] = discover
     read_devices: ReadDevices = read_devices
     fetch: Fetch = fetch
@@ -83,7 +83,9 @@ class Node:
         forecast = Forecast(config)
         ceilings = Ceilings.of(config)
         self.discovery = describe_node(inventory, limits.sleep_mb, HARNESSES)
-        self.devices = NodeDevices(inventory, parts.engine, timeouts, parts.read_devices, forecast.reserve, ceilings)
+        self.devices = NodeDevices(
+            inventory, parts.make_workers(), timeouts, parts.read_devices, forecast.reserve, ceilings
+        )
         self._config = config
         self._started_s = time.monotonic()
         self._library = Library(config)

@@ -70,7 +70,7 @@ class ModelSink(Protocol):
 
 class ModelHost(Protocol):
     """Where one model is loaded: the worker of a device, those of a group (`group.py`), or several of either
-    (`replicas.py`). See `WorkerSupervisor`."""
+    (`replicas/`). See `WorkerSupervisor`."""
 
     @property
     def replica_devices(self) -> tuple[tuple[int, ...], ...]:

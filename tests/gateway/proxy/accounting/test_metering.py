@@ -10,10 +10,12 @@ from aiohttp import web
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import ModelState
 
-from ...fake_neuron import GB, REPORTED, USAGE, begin_stream, chunk, until, usage_chunk
+from ...fake_neuron import GB, REPORTED, USAGE, begin_stream, chunk, usage_chunk
+from ...started_gateway import until
 
 if TYPE_CHECKING:
-    from ...fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
+    from ...fake_neuron import FakeNeuron, StartNeuron
+    from ...started_gateway import Client, StartGateway
 
 
 READY = ModelState.READY

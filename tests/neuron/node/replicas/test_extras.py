@@ -14,7 +14,7 @@ from cortex.neuron.node.replicas.extras import ExtraReplicas
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import ModelHost, ModelSink, Resident
-from cortex.neuron.worker.replicas import WorkerReplicas
+from cortex.neuron.worker.replicas.host import WorkerReplicas
 from cortex.wire.node.protocol import Device
 
 from ...worker.recording_sink import RecordingSink

@@ -132,6 +132,7 @@ def _products(x: Tensor, matrix: PackedMatrix, norm_weight: Tensor | None) -> Pa
         INPUTS=matrix.inputs,
         CHUNKS=chunks,
         PART_CHUNKS=tiles.chunks,
+        WARPS=tiles.warps,
         NORM=norm_weight is not None,
         WHOLE=matrix.outputs % _TILE_ROWS == 0,
         TILE_ROWS=_TILE_ROWS,
@@ -160,6 +161,7 @@ def _few_rows_kernel(
     INPUTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     PART_CHUNKS: tl.constexpr,
+    WARPS: tl.constexpr,
     NORM: tl.constexpr,
     WHOLE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -183,7 +185,8 @@ def _few_rows_kernel(
     if OVERLAP:
         gdc_launch_dependents()
     part = tl.program_id(1)
-    chunk = part * PART_CHUNKS + tl.arange(0, PART_CHUNKS)
+    turn = tl.arange(0, PART_CHUNKS)  # warps take turns; so that each reads whole lines of the cache, theirs are adjacent
+    chunk = part * PART_CHUNKS + turn % WARPS * (PART_CHUNKS // WARPS) + turn // WARPS
     block = tl.program_id(0)
     words = _words(
         low, high, scales, block, chunk, outputs, num_blocks,

@@ -10,7 +10,8 @@ from torch import Tensor
 from cortex.neuron.kernels.device_matrix import DeviceMatrix
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.float8.one_row import one_row_float8_product
-from cortex.neuron.kernels.float8.product import float8_product, widened_product
+from cortex.neuron.kernels.float8.product import MAX_SMALL_ROWS as MAX_SMALL_FLOAT8_ROWS
+from cortex.neuron.kernels.float8.product import float8_product, gated_float8_product, widened_product
 from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import has_kernels
@@ -65,7 +66,14 @@ class PackedProjections:
         return self._rounded(gate_up, bias, residual, gated=True)
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
-        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` in one pass; None if that is not possible: several rows, or two formats."""
+        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)`; None if no product has the activation in it: several rows unless rounded
+        with a scale for each row of the matrix, or two formats."""
+        if self._float8 is not None and self.rounds_inputs(x):
+            if len(x) > MAX_SMALL_FLOAT8_ROWS or self._float8.layout.block:
+                return None
+            return gated_float8_product(
+                float8_rows(x, grouped=False, norm_weight=norm.weight, eps=norm.eps), self._float8
+            )
         if len(x) != 1 or len(self.matrices) != 1 or not has_kernels(x):
             return None
         out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)

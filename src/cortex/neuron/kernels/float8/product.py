@@ -303,7 +303,9 @@ def _small_batch_kernel(
             total += before.to(tl.float32)
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(total, (2, height, ROWS)), (1, 2, 0)))
-            total = gate * tl.sigmoid(gate) * up
-            output = block * height + tl.arange(0, height)
-            inside = (output < outputs)[:, None] & row_inside[None, :]
-        tl.store(out + row[None, :] * out_stride + output[:, None], total.to(out.dtype.element_ty), mask=inside)
+            gated = block * height + tl.arange(0, height)
+            where = out + row[None, :] * out_stride + gated[:, None]
+            is_output = (gated < outputs)[:, None] & row_inside[None, :]
+            tl.store(where, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=is_output)
+        else:
+            tl.store(out + row[None, :] * out_stride + output[:, None], total.to(out.dtype.element_ty), mask=inside)

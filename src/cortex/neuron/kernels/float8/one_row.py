@@ -46,13 +46,13 @@ class OneRowTiles(NamedTuple):
         return 65536 // (self.programs * self.warps * 32) if self.programs else None
 
 
-def one_row_tiles(outputs: int, inputs: int, *, is_blocked: bool) -> OneRowTiles:
-    """The fastest of a sweep on Hopper. Longer rows go by in pieces. Scales of blocks take registers."""
+def one_row_tiles(inputs: int) -> OneRowTiles:
+    """The fastest of a sweep on Hopper. Longer rows go by in pieces."""
     words = triton.next_power_of_2(inputs // 4)
     if words > 2048:
         return OneRowTiles(2, min(words, 4096), 8, 2 if words <= 4096 else 0)
     warps = max(1, words // 256)
-    return OneRowTiles(8 if outputs > 4096 and not is_blocked else 4, words, warps, 16 // warps)
+    return OneRowTiles(4, words, warps, 16 // warps)
 
 
 def one_row_float8_product(
@@ -112,7 +112,7 @@ def _launch(
     if norm_weight is not None and norm_weight.dtype != x.dtype:  # zero-centred norms are kept in float32
         x, norm_weight = rms_norm(x, norm_weight, eps), None
     outputs, num_pairs = out.shape[1], len(out)
-    tiles = one_row_tiles(outputs, matrix.inputs, is_blocked=matrix.layout.block > 0)
+    tiles = one_row_tiles(matrix.inputs)
     rows = tiles.outputs // 2 if gated else tiles.outputs
     num_blocks = programs = triton.cdiv(outputs, rows)
     if tiles.programs:
@@ -272,24 +272,23 @@ def _words(
     BLOCK_OUT: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """The words of a block of rows from column `start` on and their scales: [rows], or one for sixteen columns.
+    """The words of a block of rows from column `start` on, and a scale for each sixteen columns.
 
-    Undefined beyond the last block. Beyond the last column the row's numbers are 0.
+    Undefined beyond the last block. Beyond the last column the row's numbers are 0. Scales of rows are repeated: the
+    sums take the layout of what they are multiplied with, and in this one few threads exchange them to add them up.
     """
-    row = _matrix_rows(block, outputs, GATED, WHOLE, BLOCK_OUT)
-    exists = tl.full((1,), 0, tl.int32) + block < num_blocks
+    row = _matrix_rows(block, outputs, GATED, WHOLE, BLOCK_OUT)[:, None]
+    exists = tl.full((1, 1), 0, tl.int32) + block < num_blocks
     word = start // 4 + tl.arange(0, WORDS)[None, :]
-    inside = exists[None, :] if INPUTS % (4 * WORDS) == 0 else exists[None, :] & (word < INPUTS // 4)
+    inside = exists if INPUTS % (4 * WORDS) == 0 else exists & (word < INPUTS // 4)
     other: tl.constexpr = None if INPUTS % (4 * WORDS) == 0 else 0
-    where = weight + row.to(tl.int64)[:, None] * (INPUTS // 4) + word
+    where = weight + row.to(tl.int64) * (INPUTS // 4) + word
     words = tl.load(where, mask=inside, other=other, eviction_policy="evict_first")
-    if BLOCK > 0:
-        part = start // 16 + tl.arange(0, WORDS // 4)[None, :]
-        scale = scales + (row // BLOCK)[:, None] * (INPUTS // BLOCK) + part // (BLOCK // 16)
-        scale = tl.load(scale, mask=exists[None, :] & (part * 16 < INPUTS), other=0.0)
-    else:
-        scale = tl.load(scales + row, mask=exists, other=0.0)
-    return words, scale
+    down: tl.constexpr = BLOCK if BLOCK > 0 else 1
+    across: tl.constexpr = BLOCK if BLOCK > 0 else INPUTS
+    part = start // 16 + tl.arange(0, WORDS // 4)[None, :]
+    scale = scales + row // down * (INPUTS // across) + part // (across // 16)
+    return words, tl.load(scale, mask=exists & (part * 16 < INPUTS), other=0.0)
 
 
 @jit
@@ -382,8 +381,7 @@ def _one_row_kernel(
             next_words, next_scale = _words(
                 weight, scales, following, num_blocks, outputs, 0, INPUTS, BLOCK, GATED, WHOLE, BLOCK_OUT, WORDS
             )  # fmt: skip
-            sums = _dot(words, first, second, NATIVE)
-            y = (tl.sum(sums * scale, 1) if BLOCK > 0 else tl.sum(sums, 1) * scale) * factor
+            y = tl.sum(_dot(words, first, second, NATIVE) * scale, 1) * factor
             _store(y, added, out, block, outputs, GATED, BLOCK_OUT)
             block = following
             words, scale = next_words, next_scale
@@ -400,11 +398,9 @@ def _one_row_kernel(
                 gain = _gain(norm_weight, start, INPUTS, NORM, WORDS)
                 first, second, unit, more = _prepared(x, gain, start, INPUTS, NORM, WORDS)
                 squares += more
-            sums = _dot(words, first, second, NATIVE)
-            total += sums * (scale * unit if BLOCK > 0 else unit)
+            total += _dot(words, first, second, NATIVE) * (scale * unit)
             if start + 4 * WORDS < INPUTS:
                 words, scale = next_words, next_scale
         if NORM:
             factor *= tl.rsqrt(squares / INPUTS + eps)
-        y = tl.sum(total, 1) * (factor if BLOCK > 0 else scale * factor)
-        _store(y, added, out, block, outputs, GATED, BLOCK_OUT)
+        _store(tl.sum(total, 1) * factor, added, out, block, outputs, GATED, BLOCK_OUT)

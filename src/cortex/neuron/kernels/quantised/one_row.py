@@ -240,13 +240,11 @@ def _one_row_kernel(
                 low, high, scales, following, num_blocks, outputs, 0,
                 CHUNKS, LOW_BITS, HIGH_BITS, SCALE_WORDS, GATED, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
             )  # fmt: skip
-            added = _added(bias, residual, block, outputs, BIAS, RESIDUAL, GATED, BLOCK_OUT)
             total = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
-            _store(tl.sum(total, 1) * factor, added, out, block, outputs, GATED, BLOCK_OUT)
+            _store(tl.sum(total, 1) * factor, bias, residual, out, block, outputs, BIAS, RESIDUAL, GATED, BLOCK_OUT)
             block = following
             words = next_words
     else:
-        added = _added(bias, residual, block, outputs, BIAS, RESIDUAL, GATED, BLOCK_OUT)
         total = tl.zeros((BLOCK_OUT, BLOCK_CHUNKS * 16), tl.float32)
         for start in tl.static_range(0, CHUNKS, BLOCK_CHUNKS):
             if start + BLOCK_CHUNKS < CHUNKS:
@@ -264,13 +262,15 @@ def _one_row_kernel(
                 words = next_words
         if NORM:
             factor = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
-        _store(tl.sum(total, 1) * factor, added, out, block, outputs, GATED, BLOCK_OUT)
+        _store(tl.sum(total, 1) * factor, bias, residual, out, block, outputs, BIAS, RESIDUAL, GATED, BLOCK_OUT)
 
 
 @jit
-def _added(
+def _store(
+    y,
     bias,
     residual,
+    out,
     block,
     outputs,
     BIAS: tl.constexpr,
@@ -278,27 +278,18 @@ def _added(
     GATED: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """What is added to the products of a block. Loaded before they are computed, so that its latency is hidden."""
-    rows: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
-    row = block * rows + tl.arange(0, rows)
-    inside = row < outputs
-    added = tl.zeros((rows,), tl.float32)
-    if BIAS:
-        added += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        added += tl.load(residual + row, mask=inside, other=0.0).to(tl.float32)
-    return added
-
-
-@jit
-def _store(y, added, out, block, outputs, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr):
     """What comes after the product of a block of rows. y: [BLOCK_OUT]"""
     rows: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, rows)), (1, 0)))
         y = gate * tl.sigmoid(gate) * up
     row = block * rows + tl.arange(0, rows)
-    tl.store(out + row, (y + added).to(out.dtype.element_ty), mask=row < outputs)
+    inside = row < outputs
+    if BIAS:
+        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        y += tl.load(residual + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
 
 
 @jit

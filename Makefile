@@ -28,7 +28,8 @@ setup: $(TESTABLE) ## Create .venv with cortex, the engine and the development t
 up: $(RUNNABLE) ## Bring the demo model, start gateway and neuron; Ctrl-C ends both (ARGS="--port 8000 MODEL")
 	@exec $(BIN)/cortex up $(ARGS)
 
-test: lint types suite kernels ## Lint, format check, types, import rules and the whole test suite
+test: lint ## Lint, format check, types, import rules and the whole test suite
+	@$(MAKE) --no-print-directory -j2 types suite kernels # side by side, so that no core idles while one of them ends
 
 lint: $(TESTABLE) ## Check style and formatting
 	$(BIN)/ruff check $(SOURCES)

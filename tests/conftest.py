@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 BUDGET_S = 20.0
 """Time limit of one phase of a test on a machine with two slow cores. Slower tests are reported at the end."""
 
-SHARED_UP = "tests/e2e"
-"""The tests of the files right in this folder share one `cortex up`."""
+SHARED_UP, SHARED_BROWSER = "tests/e2e", "tests/browser"
+"""The tests of the files right in these folders share one `cortex up`, or one chromium."""
 
-KERNELS = "tests/neuron/kernels/"
+NEURON = "tests/neuron/"
+KERNELS = NEURON + "kernels/"
 """Tests of these files share nothing."""
 
 hypothesis.settings.register_profile(
@@ -90,12 +91,12 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests, and skip `gpu` tests without a CUDA device.
 
-    One process runs the fast tests first. Several processes begin with `e2e`, whose files take longest.
+    One process runs the fast tests first. Several begin at both ends, and end with short files: no core idles for long.
     """
-    is_parallel = bool(config.getoption("processes"))
-    items.sort(key=lambda item: (item.get_closest_marker("e2e") is None) == is_parallel)
-    if is_parallel:
-        items.sort(key=lambda item: _group(item.nodeid) != SHARED_UP)
+    if config.getoption("processes"):
+        items.sort(key=_place)
+    else:
+        items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
     if not Path("/dev/nvidiactl").exists():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -114,12 +115,20 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+def _place(item: pytest.Item) -> int:
+    """Where a test is in the queue: first the longest group and programs, last the engine, and short files between."""
+    if item.get_closest_marker("e2e"):
+        return 0 if _group(item.nodeid) == SHARED_UP else 1
+    return 3 if item.nodeid.startswith(NEURON) else 2
+
+
 def _group(nodeid: str) -> str:
     """Tests of the same group run in the same process."""
     file = nodeid.partition("::")[0]
     if file.startswith(KERNELS):
         return nodeid.partition("[")[0]
-    return SHARED_UP if file.rpartition("/")[0] == SHARED_UP else file
+    folder = file.rpartition("/")[0]
+    return folder if folder in (SHARED_UP, SHARED_BROWSER) else file
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -36,6 +36,8 @@ def start(folder: Path, *options: str, **files: str) -> subprocess.Popen[str]:
         cwd=folder,
         env=environment,
         start_new_session=True,
+        # A suite that runs in the background ignores Ctrl-C, and would hand that down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,11 @@ def module_name(source: Path, path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
 def imports_in(
     tree: ast.Module, module: str, *, is_package: bool, modules: set[str], for_types: bool = False
 ) -> Iterator[Import]:
@@ -148,8 +154,8 @@ def imports_in(
                 for alias in child.names:
                     member = f"{base}.{alias.name}"
                     yield Import(member if member in modules else base, child.lineno, lazy)
-            else:
-                inside_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            elif not isinstance(child, ast.expr):  # which has no imports
+                inside_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 yield from walk(child, lazy=lazy or inside_function)
 
     yield from walk(tree, lazy=False)
@@ -181,7 +187,7 @@ def violations(source: Path) -> list[str]:
         if package not in RULES:
             found.append(f"{module}: package {package!r} is not in the import rules; add it to RULES")
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        tree = parsed(path)
         for entry in imports_in(tree, module, is_package=path.stem == "__init__", modules=modules):
             if reason := violation(package, entry):
                 found.append(f"{path.relative_to(source)}:{entry.line}: {reason}")
@@ -227,7 +233,7 @@ def import_cycles(source: Path) -> list[str]:
     imported: dict[str, set[str]] = {}
     for path in paths:
         module = module_name(source, path)
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        tree = parsed(path)
         found = imports_in(tree, module, is_package=path.stem == "__init__", modules=modules, for_types=True)
         imported[module] = {entry.module for entry in found if entry.module in modules} - {module}
     while True:

@@ -11,16 +11,16 @@ import pytest
 from . import chromium
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, BrowserContext, Page
 
     from .stage import Stage
 
 HOW = "apt-get install chromium, or set CHROMIUM to the path of one, and pip install -e '.[dev]'"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Chromium for the tests of one file: while its driver runs, no other event loop can run on this thread."""
+    """Chromium for the tests of this folder: while its driver runs, no other event loop can run on this thread."""
     playwright = pytest.importorskip("playwright.sync_api", reason=f"needs playwright: {HOW}")
     path = chromium.executable()
     if path is None:
@@ -41,15 +41,31 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     started.close()
 
 
-@pytest.fixture
-def page(browser: Browser, stage: Stage) -> Iterator[Page]:
-    """A new profile on the stage's page. Errors of scripts, and what the policy blocks, fail the test."""
-    context = browser.new_context(base_url=stage.url, viewport={"width": 1280, "height": 800})
+@pytest.fixture(scope="module")
+def window(browser: Browser, stage: Stage) -> Iterator[BrowserContext]:
+    """The profile of the tests of one file: a new one opens a window, which takes longer than most tests."""
+    context = browser.new_context(
+        base_url=stage.url,
+        viewport={"width": 1280, "height": 800},
+        reduced_motion="reduce",  # animations take CPU time while a test waits
+    )
     context.set_default_timeout(60_000)
-    opened = context.new_page()
+    context.new_page()  # keeps the window open
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def page(window: BrowserContext, stage: Stage) -> Iterator[Page]:
+    """A tab of a profile that has stored nothing. Errors of scripts, and what the policy blocks, fail the test."""
+    opened = window.new_page()
     problems: list[str] = []
     opened.on("pageerror", lambda error: problems.append(str(error)))
     opened.on("console", lambda message: problems.extend(re.findall(".*Content Security Policy.*", message.text)))
     yield opened
-    context.close()
+    opened.close()
+    window.clear_cookies()
+    devtools = window.new_cdp_session(window.pages[0])
+    devtools.send("Storage.clearDataForOrigin", {"origin": stage.url.rstrip("/"), "storageTypes": "all"})
+    devtools.detach()
     assert not problems

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import ClientSession, web
@@ -34,6 +35,7 @@ from cortex.wire.node.protocol import (
 )
 
 from ..gateway.fake_neuron import GB, REPORTED, FakeNeuron, begin_stream, chunk
+from ..ports import free_port
 
 T = TypeVar("T")
 _HOP_HEADERS = ("connection", "transfer-encoding", "date")
@@ -56,6 +58,8 @@ class DirectedNode(FakeNeuron):
     """The devices of each model; the first one where absent."""
     parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """What a model has on each of them, in bytes; equal parts where absent."""
+    replicas: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """The devices of each replica of a model; one on all its devices where absent."""
     shares: tuple[ModelShare, ...] = ()
     kv: dict[str, int] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
@@ -79,9 +83,11 @@ class DirectedNode(FakeNeuron):
     def status(self, model: str) -> ModelStatus:
         status = super().status(model)
         is_placed = status.state not in (ModelState.COLD, ModelState.FAILED)
+        devices = self.places.get(model, (0,)) if is_placed else ()
         return msgspec.structs.replace(
             status,
-            devices=self.places.get(model, (0,)) if is_placed else (),
+            devices=devices,
+            replica_devices=self.replicas.get(model, (devices,)) if is_placed else (),
             device_bytes=self.parts.get(model, ()),
             kv_bytes=self.kv.get(model) if status.state is ModelState.READY else None,
             quant="Q4_K_M" if "gguf" in model.lower() else "BF16",
@@ -152,11 +158,7 @@ class Stage:
         self._thread.start()
         self._nodes: list[DirectedNode] = []
         self._gateway: Gateway | None = None
-        self.port = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/"
+        self.url = f"http://127.0.0.1:{free_port()}/"
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the stage's loop."""
@@ -191,19 +193,18 @@ class Stage:
         self.start_gateway()
 
     def start_gateway(self) -> None:
-        """Start the gateway, on the port that it had before if it had one."""
+        """Start the gateway on the stage's port, also after it was stopped."""
 
-        async def start() -> int:
+        async def start() -> None:
             files = ConfigurationFiles(self._directory / "cortex.toml", {})
             config, catalogue = files.read()
-            listen = Listen(f"127.0.0.1:{self.port}")
+            listen = Listen(urlsplit(self.url).netloc)
             section = msgspec.structs.replace(config.gateway, listen=listen, metrics_listen=None)
             config = msgspec.structs.replace(config, gateway=section)
             self._gateway = Gateway(config, catalogue, self._directory, files)
-            _, port = await self._gateway.start()
-            return port
+            await self._gateway.start()
 
-        self.port = self.call(start())
+        self.call(start())
 
     def stop_gateway(self) -> None:
         if self._gateway is not None:

@@ -10,7 +10,7 @@ MODELS = {
         {
             "id": "small",
             "loaded": True,
-            "locations": [{"node": "beast", "status": "ready", "vram_mb": 900}],
+            "locations": [{"node": "beast", "status": "ready", "vram_mb": 900, "replica_devices": [[0], [1]]}],
             "feasible_on": ["beast"],
             "limit": {"context": 8192},
             "capabilities": {"chat": True, "tools": False},

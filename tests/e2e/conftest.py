@@ -108,10 +108,13 @@ def demo_model() -> Path:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
-    """A cache folder that holds the demo model and nothing else."""
+    """A cache folder that holds the demo model and the compiled functions of the user's own cache, and nothing else."""
     folder = tmp_path_factory.mktemp("cache")
     (folder / "models").mkdir()
     (folder / "models" / SMOLLM2.file_name).symlink_to(demo_model)
+    compiled = demo_model.parents[1] / "kernels"
+    compiled.mkdir(mode=0o700, exist_ok=True)
+    (folder / "kernels").symlink_to(compiled)
     return folder
 
 

@@ -33,7 +33,7 @@ def ask(client: anthropic.Anthropic, **options: Any) -> Any:
 
 def prompt_tokens(response: anthropic.types.Message) -> int:
     """All of the prompt: what this dialect calls input leaves out what came from the cache."""
-    return response.usage.input_tokens + (response.usage.cache_read_input_tokens or 0)
+    return int(response.usage.input_tokens + (response.usage.cache_read_input_tokens or 0))
 
 
 def test_the_model_knows_the_capital_of_france(client: anthropic.Anthropic) -> None:

@@ -33,7 +33,7 @@ def count(url: str, *system: anthropic.types.TextBlockParam) -> int:
     counted = client.messages.count_tokens(model=SMOLLM2.id, messages=messages, system=system).input_tokens
     response = client.messages.create(model=SMOLLM2.id, messages=messages, system=system, max_tokens=1)
     assert response.usage.input_tokens + (response.usage.cache_read_input_tokens or 0) == counted
-    return counted
+    return int(counted)
 
 
 def test_billing_line_does_not_reach_the_model_by_default(up: Run) -> None:

@@ -33,12 +33,12 @@ def keyed(start_second_gateway: StartSecondGateway) -> Gateway:
 
 def ask_openai(gateway: Gateway, key: str) -> openai.types.chat.ChatCompletion:
     client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=60)
-    return client.chat.completions.create(model=SMOLLM2.id, messages=QUESTION, max_tokens=4)  # type: ignore[arg-type]
+    return client.chat.completions.create(model=SMOLLM2.id, messages=QUESTION, max_tokens=4)
 
 
 def ask_anthropic(gateway: Gateway, key: str) -> anthropic.types.Message:
     client = anthropic.Anthropic(base_url=gateway.url, api_key=key, max_retries=0, timeout=60)
-    return client.messages.create(model=SMOLLM2.id, messages=QUESTION, max_tokens=4)  # type: ignore[arg-type]
+    return client.messages.create(model=SMOLLM2.id, messages=QUESTION, max_tokens=4)
 
 
 WRONG_KEYS = {
@@ -57,7 +57,7 @@ def test_malformed_key_is_an_authentication_error_for_both_clients(keyed: Gatewa
     assert rejection.value.code == "invalid_api_key"
     with pytest.raises(anthropic.AuthenticationError) as rejected:
         ask_anthropic(keyed, key)
-    assert rejected.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+    assert rejected.value.body["error"]["type"] == "authentication_error"
 
 
 def test_request_with_the_right_key_is_served_and_recorded(keyed: Gateway) -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.e2e
 LOAD_TIMEOUT_MS = 120_000
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[dev]'")
     path = chromium.executable()
@@ -40,8 +40,10 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(up: Run, browser: Browser) -> Page:
-    return browser.new_page(base_url=up.url, viewport={"width": 1280, "height": 800})
+def page(up: Run, browser: Browser) -> Iterator[Page]:
+    opened = open_page(browser, up.url)
+    yield opened
+    opened.close()
 
 
 def test_model_is_unloaded_loaded_by_a_message_and_responds(page: Page) -> None:
@@ -136,8 +138,13 @@ def test_both_kinds_of_keys_over_a_real_and_a_second_node(
     assert page.get_by_text("larger").count() == 0
 
 
+def open_page(browser: Browser, url: str) -> Page:
+    """A window without animations, which take CPU time while a test waits."""
+    return browser.new_page(base_url=url, viewport={"width": 1280, "height": 800}, reduced_motion="reduce")
+
+
 def signed_in(browser: Browser, url: str, key: str) -> Page:
-    page = browser.new_context(base_url=url, viewport={"width": 1280, "height": 800}).new_page()
+    page = open_page(browser, url)
     page.set_default_timeout(LOAD_TIMEOUT_MS)
     page.goto("/")
     page.get_by_label("API key").fill(key)

@@ -21,8 +21,9 @@ from cortex.settings import Listen
 from cortex.telemetry import TelemetrySection
 
 from ..ports import free_port
-from .fake_neuron import JSON, Client, FakeNeuron, Process, SpawnGateway, StartGateway, StartNeuron, until
+from .fake_neuron import JSON, FakeNeuron, StartNeuron
 from .postgres_server import postgres_url
+from .started_gateway import Client, Process, SpawnGateway, StartGateway, until
 
 __all__ = ["postgres_url"]
 

@@ -15,7 +15,7 @@ from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
 
 if TYPE_CHECKING:
-    from .fake_neuron import StartGateway
+    from .started_gateway import StartGateway
 
 
 def bearer(key: NewKey) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Keys of `cortex.toml` that earlier versions had, and variables that hold keys of nodes."""
+"""Keys of `cortex.toml` that earlier versions had, variables that hold keys of nodes, and locations of databases."""
 
 from pathlib import Path
 
@@ -35,6 +35,15 @@ def test_variables_that_hold_keys_of_nodes_are_no_unknown_keys(tmp_path: Path) -
     load(path, {"CORTEX_BEAST_KEY": "x", "CORTEX_URL": "http://elsewhere"})
     with pytest.raises(SettingsError, match="unknown environment variable CORTEX_ATTIC_KEY"):
         load(path, {"CORTEX_ATTIC_KEY": "x"})
+
+
+@pytest.mark.parametrize("section", ["ledger", "responses"])
+def test_database_of_another_kind_is_rejected_without_its_password(tmp_path: Path, section: str) -> None:
+    path = tmp_path / "cortex.toml"
+    path.write_text(f"[{section}]\ndatabase = 'mysql://cortex:secret@db/cortex'")
+    with pytest.raises(SettingsError, match=rf"{section}.*cortex.toml line .*got `mysql://…`") as rejected:
+        load(path, {})
+    assert "secret" not in str(rejected.value)
 
 
 @pytest.mark.parametrize("key", ["nk-one\nnk-two", "nk-one\r\nnk-two", "nk one", "nk-schlüssel", "nk\x00"])

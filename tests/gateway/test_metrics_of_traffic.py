@@ -24,10 +24,12 @@ from cortex.parsing.relayed import RelayedBody
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import DeviceHealth, ModelLoad, ModelState
 
-from .fake_neuron import GB, REPORTED, begin_stream, chunk, plain_response, until
+from .fake_neuron import GB, REPORTED, begin_stream, chunk, plain_response
+from .started_gateway import until
 
 if TYPE_CHECKING:
-    from .fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
+    from .fake_neuron import FakeNeuron, StartNeuron
+    from .started_gateway import Client, StartGateway
 
 
 READY = ModelState.READY

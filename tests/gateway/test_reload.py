@@ -17,10 +17,12 @@ from cortex.gateway.ledger.keys import NewKey, as_toml, generate
 from cortex.gateway.server import Gateway
 from cortex.wire.node.protocol import ModelState
 
-from .fake_neuron import GB, Client, until
+from .fake_neuron import GB
+from .started_gateway import Client, until
 
 if TYPE_CHECKING:
-    from .fake_neuron import Process, SpawnGateway, StartNeuron
+    from .fake_neuron import StartNeuron
+    from .started_gateway import Process, SpawnGateway
 
 
 GATEWAY = '[gateway]\nlisten = "127.0.0.1:0"\nmetrics_listen = "127.0.0.1:0"\npoll_interval_s = 0.05\n'

@@ -23,10 +23,12 @@ from cortex.settings import Listen
 from cortex.wire.node.protocol import ModelState
 
 from ..ports import free_port
-from .fake_neuron import GB, WAIT_S, begin_stream, chunk, until
+from .fake_neuron import GB, begin_stream, chunk
+from .started_gateway import WAIT_S, until
 
 if TYPE_CHECKING:
-    from .fake_neuron import FakeNeuron, SpawnGateway, StartGateway, StartNeuron
+    from .fake_neuron import FakeNeuron, StartNeuron
+    from .started_gateway import SpawnGateway, StartGateway
 
 
 async def test_serves_reloads_and_drains_on_sigterm(neurons: StartNeuron, spawn: SpawnGateway, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from .fake_neuron import GB
 
 if TYPE_CHECKING:
     from ..certificates import Authority
-    from .fake_neuron import SpawnGateway, StartGateway, StartNeuron
+    from .fake_neuron import StartNeuron
+    from .started_gateway import SpawnGateway, StartGateway
 
 
 async def test_https_from_client_to_node(

@@ -17,10 +17,12 @@ from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.gateway.ledger.store import open_store
 from cortex.wire.node.protocol import ModelState
 
-from ..gateway.fake_neuron import GB, REPORTED, FakeNeuron, Process, begin_stream, chunk, until
+from ..gateway.fake_neuron import GB, REPORTED, FakeNeuron, begin_stream, chunk
+from ..gateway.started_gateway import Process, until
 
 if TYPE_CHECKING:
-    from ..gateway.fake_neuron import FakeNeuron, SpawnGateway, StartGateway, StartNeuron
+    from ..gateway.fake_neuron import FakeNeuron, StartNeuron
+    from ..gateway.started_gateway import SpawnGateway, StartGateway
 
 
 READY = ModelState.READY

@@ -12,7 +12,8 @@ from cortex.wire.node.protocol import ModelState
 from ..gateway.fake_neuron import GB
 
 if TYPE_CHECKING:
-    from ..gateway.fake_neuron import Client, StartGateway, StartNeuron
+    from ..gateway.fake_neuron import StartNeuron
+    from ..gateway.started_gateway import Client, StartGateway
 
 
 READY = {"a": ModelState.READY}

@@ -19,7 +19,8 @@ from .target import MEBIBYTE, WAIT_S, Target, write_until_blocked
 
 if TYPE_CHECKING:
     from ..certificates import Authority
-    from ..gateway.fake_neuron import SpawnGateway, StartNeuron
+    from ..gateway.fake_neuron import StartNeuron
+    from ..gateway.started_gateway import SpawnGateway
 
 
 CHAT_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -17,7 +17,8 @@ from cortex.wire.node.protocol import ModelState
 from ..gateway.fake_neuron import GB, Seen, plain_response
 
 if TYPE_CHECKING:
-    from ..gateway.fake_neuron import Client, StartGateway, StartNeuron
+    from ..gateway.fake_neuron import StartNeuron
+    from ..gateway.started_gateway import Client, StartGateway
 
 
 INFERENCE = [path.decode() for path in ROUTES]

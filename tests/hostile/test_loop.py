@@ -21,7 +21,7 @@ from ..gateway.fake_neuron import GB, FakeNeuron
 from .loop_watch import unit_s, watched
 
 if TYPE_CHECKING:
-    from ..gateway.fake_neuron import StartGateway
+    from ..gateway.started_gateway import StartGateway
 
 
 MAX_UNITS = 12

@@ -13,7 +13,7 @@ import pytest
 from .target import WAIT_S
 
 if TYPE_CHECKING:
-    from ..gateway.fake_neuron import StartGateway
+    from ..gateway.started_gateway import StartGateway
     from ..neuron.api.conftest import Api
 
 

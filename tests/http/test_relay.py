@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cortex.http.observer import Outcome
-from cortex.http.passthrough import TAIL_BYTES
+from cortex.http.passthrough import ERROR_TAIL_BYTES
 
 from .streams import END, POST, STREAM_HEAD, chunk
 
@@ -39,7 +39,7 @@ async def test_relays_status_headers_length_and_body_unchanged(harness: Harness)
     assert node.num_connections == 1
     assert server.num_exchanges == 0
     assert [observer.outcome for observer in harness.observers] == [Outcome.COMPLETE] * 3
-    assert harness.observers[0].tail == body[-TAIL_BYTES:]
+    assert harness.observers[0].tail == body[-ERROR_TAIL_BYTES:]
     assert node.requests[0][1] == b"hello"
     assert b"accept-encoding" not in node.requests[0][0]
 

@@ -18,7 +18,7 @@ max_queue = 7
 id = "little"
 source = "/models/little.gguf"
 [[default_models]]
-model_id = "Qwen/Qwen3-0.6B"
+id = "Qwen/Qwen3-0.6B"
 harness = "torch"
 quant = "q8_0"
 tensor_parallel = 2
@@ -63,11 +63,11 @@ def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
             "`a` has tensor_parallel and pipeline_parallel; choose one of them",
         ),
         (
-            "[[models]]\nid = 'a'\ntensor_parallel = 2\n[[default_models]]\nmodel_id = 'a'\npipeline_parallel = 2",
+            "[[models]]\nid = 'a'\ntensor_parallel = 2\n[[default_models]]\nid = 'a'\npipeline_parallel = 2",
             "`a` has tensor_parallel and pipeline_parallel; choose one of them",
         ),
         ("[[models]]\nid = 'a'\n[[models]]\nid = 'a'", "twice"),
-        ("[[default_models]]\nmodel_id = 'a'\nharness = 'vllm'", "harness"),
+        ("[[default_models]]\nid = 'a'\nharness = 'vllm'", "harness"),
         ("[[harnesses]]\nname = 'vllm'", "name"),
         (
             "[[models]]\nid = 'a'\nnodes = ['x', 'y']",
@@ -75,7 +75,7 @@ def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
             r"add it under \[\[peers\]\]",
         ),
         (
-            "[[default_models]]\nmodel_id = 'a'\nnodes = ['x', 'y']\n[[peers]]\nname = 'z'\nendpoint = 'http://z'",
+            "[[default_models]]\nid = 'a'\nnodes = ['x', 'y']\n[[peers]]\nname = 'z'\nendpoint = 'http://z'",
             r"`nodes` of `a` in \[\[default_models\]\] names y, .*\(peers: z\)",
         ),
         ("[[models]]\nid = 'a'\nnodes = ['x']", "two or more nodes, each once"),
@@ -101,7 +101,8 @@ def test_accepts_the_former_name_of_sleep_mb_with_a_warning(tmp_path: Path, capl
 
 def test_former_names_work_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "neuron.toml"
-    path.write_text("[harness.candle]\nhf_cache = '/srv/hub'\n[[harnesses]]\nname = 'candle'\n")
+    models = "[[default_models]]\nmodel_id = 'a'\n"
+    path.write_text(f"[harness.candle]\nhf_cache = '/srv/hub'\n[[harnesses]]\nname = 'candle'\n{models}")
     former = {
         "NEURON_PREFILL_CHUNK_TOKENS": "256",
         "NEURON_MAX_PROMPT_TOKENS": "4096",
@@ -111,7 +112,8 @@ def test_former_names_work_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptu
     assert config.harness.torch.hf_cache == Path("/srv/hub")
     limits = config.limits
     assert (limits.prefill_chunk_tokens, limits.max_prompt_tokens, limits.min_free_vram_mb) == (256, 4096, 1024)
-    assert all(name in caplog.text for name in ("harness.candle", *former))
+    assert config.default_models[0].id == "a"
+    assert all(name in caplog.text for name in ("harness.candle", "default_models[0].model_id", *former))
 
 
 def test_rejects_unknown_environment_variable() -> None:

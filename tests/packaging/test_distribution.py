@@ -92,7 +92,7 @@ def test_wheel_without_extras_is_the_gateway_without_torch(built: Path, tmp_path
     venv = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     python = venv / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel)
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", "--no-compile", wheel)
     (packages,) = venv.glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(f"cortex_fleet-{__version__}.dist-info/METADATA").decode()

@@ -33,7 +33,7 @@ class CommandError(Exception):
     """A command failed. `message` says what happened, `remedy` what to do; together they are one line."""
 
     def __init__(self, message: str, remedy: str, exit_code: ExitCode = ExitCode.FAILED) -> None:
-        super().__init__(f"{message}; {remedy}")
+        super().__init__(f"{message}{'' if message.endswith('?') else ';'} {remedy}")
         self.message = message
         self.remedy = remedy
         self.exit_code = exit_code
@@ -136,6 +136,10 @@ def explanation(error: BaseException) -> str:
         case OSError(errno=errno.ENOSPC):
             where = f" for {error.filename}" if error.filename else ""
             return f"no space left on the disk{where}; free some, or put the cache elsewhere with CORTEX_CACHE=/path"
+        case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS, filename=str()):
+            return f"{error.filename}: {error.strerror}; run it as a user who may do that, or change the permissions"
+        case OSError(errno=errno.ENOENT | errno.ENOTDIR | errno.EISDIR | errno.EEXIST, filename=str()):
+            return f"{error.filename}: {error.strerror}; check the path"
         case OSError():
             return f"{error}; run again with --verbose to see where it happened"
         case _:

@@ -16,6 +16,8 @@ from rich.text import Text
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 
 _PADDING = re.compile(r" +\n")
+_PIPE_WIDTH = 10_000
+"""Of lines that are not for a terminal: nothing is wrapped or cut. Its spaces are removed."""
 
 STATE_STYLES = {
     "ready": "green",
@@ -48,7 +50,7 @@ def console() -> Console:
     out = Console(highlight=False)
     if out.is_terminal:
         return out
-    return Console(file=cast("IO[str]", _WithoutPadding(sys.stdout)), highlight=False, width=200)
+    return Console(file=cast("IO[str]", _WithoutPadding(sys.stdout)), highlight=False, width=_PIPE_WIDTH)
 
 
 def file_here(name: str) -> Path | None:

@@ -18,7 +18,7 @@ from cortex import settings
 from cortex.fleet.catalogue import MEBIBYTE
 from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.topology import Ceilings
-from cortex.gateway.database import is_url
+from cortex.gateway.database import check_location, is_url
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.store import LedgerSection
 from cortex.settings import Listen, Section
@@ -145,6 +145,9 @@ class ResponsesSection(Section, frozen=True):
     """Size of all stored responses. Beyond it the oldest ones of the key that takes the most are deleted."""
     max_background: Count = 64
     """Background responses that run at once on this gateway; a further one is rejected with 503."""
+
+    def __post_init__(self) -> None:
+        check_location(self.database)
 
 
 class ActivitySection(Section, frozen=True):

@@ -101,6 +101,13 @@ def is_url(database: str) -> bool:
     return database.startswith(("postgresql://", "postgres://"))
 
 
+def check_location(database: str | None) -> None:
+    """Raises ValueError for the URL of anything but PostgreSQL. The rest of a URL may be a secret and is not shown."""
+    if database is not None and "://" in database and not is_url(database):
+        scheme = database.partition("://")[0]
+        raise ValueError(f"database must be a file or look like `postgresql://user@host/name`, got `{scheme}://…`")
+
+
 class Database:
     """One connection, opened by the first `run`. After a failed `run` the next one connects again."""
 

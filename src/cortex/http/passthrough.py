@@ -8,8 +8,8 @@ from cortex.http.chunks import SIZE_LINES, payload
 from cortex.http.event_boundary import BLANK_LINES
 
 TAIL_BYTES = 2048
-_TRIM_BYTES = 4 * TAIL_BYTES
-"""The tail is cut to `TAIL_BYTES` only when it has grown to this, not at every push."""
+ERROR_TAIL_BYTES = 64 * 1024
+"""An error is read as a whole: its code may be anywhere in its body."""
 _NUM_TAIL_CHUNKS = 8
 """Chunks that are kept for the tail: the last ones of a stream, where its usage is."""
 _MAX_HELD_CHUNKS = 4 * _NUM_TAIL_CHUNKS
@@ -22,18 +22,19 @@ _WHOLE_EVENTS = tuple(blank + b"\r\n" for blank in BLANK_LINES)
 class BodyTail:
     """The end of a response body, where usage is reported, and the body's length. Chunk framing is not part of it."""
 
-    __slots__ = ("_kept", "num_bytes")
+    __slots__ = ("_kept", "max_bytes", "num_bytes")
 
     def __init__(self) -> None:
         self._kept = bytearray()
+        self.max_bytes = TAIL_BYTES
         self.num_bytes = 0
         """Length of the body so far. Inexact by a byte for each small or large chunk that was passed through."""
 
     def push(self, data: bytes) -> None:
         self.num_bytes += len(data)
-        self._kept += data[-TAIL_BYTES:]
-        if len(self._kept) > _TRIM_BYTES:
-            del self._kept[:-TAIL_BYTES]
+        self._kept += data[-self.max_bytes :]
+        if len(self._kept) > 4 * self.max_bytes:  # seldom, not at every push
+            del self._kept[: -self.max_bytes]
 
     def skip(self, num_bytes: int) -> None:
         """Count bytes that are not kept: more of the body has already followed them."""
@@ -41,8 +42,8 @@ class BodyTail:
         self._kept.clear()
 
     def __bytes__(self) -> bytes:
-        """The last bytes of the body, at most `TAIL_BYTES`."""
-        return bytes(self._kept[-TAIL_BYTES:])
+        """The last bytes of the body, at most `max_bytes`."""
+        return bytes(self._kept[-self.max_bytes :])
 
 
 class ChunkPassthrough:

@@ -7,7 +7,7 @@ from enum import Enum
 
 from cortex.http.event_boundary import after_keepalives
 from cortex.http.observer import Keepalive, Observer, Outcome, Translation
-from cortex.http.passthrough import BodyTail
+from cortex.http.passthrough import ERROR_TAIL_BYTES, BodyTail
 from cortex.http.request import Headers
 from cortex.http.response_body import ResponseBody
 from cortex.http.response_head import STREAM_HEADERS, ResponseHead, for_client
@@ -169,6 +169,8 @@ class Relay:
                 call.abort()
             return
         self._call = call
+        if status >= 400:
+            self._body.tail.max_bytes = ERROR_TAIL_BYTES
         translation = self._body.translation
         if translation is not None:
             status, headers = translation.head(status, headers)

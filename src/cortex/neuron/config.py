@@ -172,7 +172,9 @@ class DefaultModel(ModelOptions, frozen=True, kw_only=True):
     """A model that is loaded at start, in the background, in the order of the file. What it leaves out is as in its
     entry under `models`, except for `harness`, `devices`, `context_tokens` and `memory_mb`."""
 
-    model_id: str
+    renamed: ClassVar = {"model_id": "id"}
+
+    id: str
     """The model's name in requests."""
 
 
@@ -268,21 +270,21 @@ class NeuronConfig(Section, frozen=True):
             check_key(key)
         for name, ids in (
             ("models", [entry.id for entry in self.models]),
-            ("default_models", [entry.model_id for entry in self.default_models]),
+            ("default_models", [entry.id for entry in self.default_models]),
             ("peers", [entry.name for entry in self.peers]),
         ):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
                 raise ValueError(f"`{twice[0]}` is listed twice in [[{name}]]; remove one entry")
-        entries = [(entry.id, entry.tensor_parallel, entry.pipeline_parallel) for entry in self.models]
-        entries += [(each.model_id, each.tensor_parallel, each.pipeline_parallel) for each in self.default_models]
-        in_stages = {model_id for model_id, _, num_stages in entries if num_stages > 1}
-        for model_id, num_shares, _ in entries:  # a model may have an entry in both lists
-            if num_shares > 1 and model_id in in_stages:
-                raise ValueError(f"`{model_id}` has tensor_parallel and pipeline_parallel; choose one of them")
+        # A model may have an entry in both lists.
+        entries: tuple[ModelEntry | DefaultModel, ...] = (*self.models, *self.default_models)
+        in_stages = {entry.id for entry in entries if entry.pipeline_parallel > 1}
+        for entry in entries:
+            if entry.tensor_parallel > 1 and entry.id in in_stages:
+                raise ValueError(f"`{entry.id}` has tensor_parallel and pipeline_parallel; choose one of them")
         for entry in self.models:
             self._check_nodes("models", entry.id, entry)
         for default in self.default_models:
-            self._check_nodes("default_models", default.model_id, default)
+            self._check_nodes("default_models", default.id, default)
         indices = [device.index for device in self.devices]
         if len(set(indices)) < len(indices):
             raise ValueError("a device is listed twice in [[devices]]; remove one entry")

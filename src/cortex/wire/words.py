@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def plural(count: float, noun: str, several: str | None = None) -> str:
     """`1 node`, `2 nodes`, `1,200 requests`, `0.5 days`; `several` where an `s` is not enough."""
     number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
     return f"{number} {noun if count == 1 else several or f'{noun}s'}"
+
+
+def replicas_in_words(replica_devices: Sequence[Sequence[int]]) -> str:
+    """`2 replicas on devices 0, 1`, or `0+1, 2+3` where each is divided; empty if there are not several."""
+    if len(replica_devices) < 2:
+        return ""
+    return (
+        f"{len(replica_devices)} replicas on devices {', '.join('+'.join(map(str, each)) for each in replica_devices)}"
+    )

@@ -197,6 +197,16 @@ def test_rejection_has_one_remedy(
     assert error.count(";") == 1
 
 
+def test_piped_jobs_have_whole_lines_and_the_reasons_below(gateway: CannedGateway, invoke: Invoke) -> None:
+    job = {"id": "job_1", "kind": "load", "model": "m", "nodes": ["n"], "by": "x", "started_at": 0, "state": "failed"}
+    reason = f"the path {'x' * 300} is outside the model roots of this node"
+    gateway.responses["GET", "/fleet/jobs"] = {"jobs": [{**job, "error": {"code": "load_failed", "message": reason}}]}
+    header, row, below = invoke("jobs").stdout.splitlines()
+    assert header.split() == ["ID", "KIND", "MODEL", "NODE", "STATE", "AGE", "BY"]
+    assert row.startswith("job_1  load  m      n     failed")
+    assert below == f"job_1: {reason}"
+
+
 def test_unknown_job_is_not_found(gateway: CannedGateway, invoke: Invoke) -> None:
     missing = {"error": {"message": "There is no job x; GET /fleet/jobs lists the latest.", "code": "route_not_found"}}
     gateway.responses["DELETE", "/fleet/jobs/x"] = (404, missing)

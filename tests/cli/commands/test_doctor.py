@@ -98,6 +98,7 @@ def test_doctor_uses_the_gateway_address_of_the_config(invoke: Invoke, tmp_path:
     config.write_text('[gateway]\nlisten = "0.0.0.0:9"\nmetrics_listen = "127.0.0.1:7"\n')
     outcome = invoke("doctor", "--config", str(config), env={"CORTEX_URL": DEFAULT_URL})
     assert "no gateway at http://127.0.0.1:9" in outcome.stdout
+    assert f"start it with `cortex serve --config {config}`" in outcome.stdout
     assert "127.0.0.1:7" in outcome.stdout
     assert "31313" not in outcome.stdout
 

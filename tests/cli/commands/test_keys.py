@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from cortex.cli.failures import ExitCode
 from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.tables import Counts, Slot
@@ -48,6 +50,15 @@ def test_key_is_not_added_to_an_invalid_config(invoke: Invoke, tmp_path: Path) -
     config.write_text("[gatewy]\n")
     assert invoke("keys", "add", "anna", "--config", str(config)).code is ExitCode.CONFIG
     assert config.read_text() == "[gatewy]\n"
+
+
+@pytest.mark.parametrize("command", ["add", "remove"])
+def test_keys_of_a_file_in_a_missing_directory_are_an_invalid_configuration(
+    invoke: Invoke, tmp_path: Path, command: str
+) -> None:
+    result = invoke("keys", command, "anna", "--config", str(tmp_path / "missing" / "cortex.toml"))
+    assert result.code is ExitCode.CONFIG
+    assert "no config file at" in result.error
 
 
 KEYED = """# mine

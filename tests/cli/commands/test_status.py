@@ -20,6 +20,7 @@ def test_models_shows_nodes_that_hold_or_could_hold_each_model(gateway: CannedGa
     shown = invoke("models").stdout
     assert "fast → small" in shown
     assert "8,192" in shown
+    assert "beast (2 replicas" in shown
     assert "(beast, attic)" in shown
     assert "fits nowhere" in shown
 

@@ -49,7 +49,7 @@ def test_written_neuron_config_loads_the_models_at_start(tmp_path: Path) -> None
     config = reload(tmp_path, run_files.neuron_config(PORTS, [SPECIAL]), NeuronConfig)
     assert config.address == "127.0.0.1:1003"
     model = config.default_models[0]
-    assert ModelSource(model.model_id, model.source or "", model.quant, model.sampling.temperature) == SPECIAL
+    assert ModelSource(model.id, model.source or "", model.quant, model.sampling.temperature) == SPECIAL
 
 
 OWN = """

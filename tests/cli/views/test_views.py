@@ -42,7 +42,8 @@ def loading(done: int) -> ModelStatus:
 def test_describes_state_and_progress() -> None:
     assert describe(loading(42)) == "loading: read 42%, 3 s left"
     assert describe(ModelStatus(id="m", state=ModelState.READY)) == "ready"
-    assert describe(ModelStatus(id="m", state=ModelState.READY, replicas=2)) == "ready: 2 replicas"
+    replicated = ModelStatus(id="m", state=ModelState.READY, replica_devices=((0, 1), (2, 3)))
+    assert describe(replicated) == "ready: 2 replicas on devices 0+1, 2+3"
 
 
 def test_model_asleep_is_shown_with_its_host_memory() -> None:

@@ -186,7 +186,7 @@ def start_daemon(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tin
         ]
         if loads_demo:
             config.append(
-                f'[[default_models]]\nmodel_id = "{DEMO}"\nsource = "{demo_model}"\ncontext_tokens = 2048\n'
+                f'[[default_models]]\nid = "{DEMO}"\nsource = "{demo_model}"\ncontext_tokens = 2048\n'
                 f"memory_mb = {MEMORY_MB}"
             )
         (folder / "neuron.toml").write_text("\n".join(config))

@@ -45,6 +45,15 @@ def unreadable_format(raw: bytearray, _: int) -> None:
     struct.pack_into("<I", raw, TensorRow(raw, TENSOR).format, gguf.GGMLQuantizationType.MXFP4)
 
 
+def not_gguf(raw: bytearray, _: int) -> None:
+    raw[:] = b"Dear reader, " * 100
+
+
+def unknown_architecture(raw: bytearray, _: int) -> None:
+    at = raw.index(b"llama", raw.index(b"general.architecture"))
+    raw[at : at + 5] = b"zebra"
+
+
 def truncated(raw: bytearray, _: int) -> None:
     del raw[-100:]
 
@@ -90,6 +99,8 @@ def scale_of(number: float) -> Damage:
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
+    "no GGUF": (not_gguf, "m.gguf is not a GGUF file"),
+    "unknown architecture": (unknown_architecture, "zebra"),
     "unknown format": (unknown_format, f"'{TENSOR}' has the unknown number format 77"),
     "unreadable format": (unreadable_format, f"{TENSOR} is in MXFP4, which is not supported; choose a file in one of"),
     "truncated data": (truncated, "ends at byte"),

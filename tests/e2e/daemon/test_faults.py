@@ -30,7 +30,7 @@ MEBIBYTE = 1 << 20
 @pytest.fixture(scope="module")
 def daemon(start_daemon: StartDaemon, wide_model: Path) -> Daemon:
     """It has loaded a model that is reloaded quickly, and whose long responses take seconds."""
-    entry = f'[[default_models]]\nmodel_id = "{WIDE}"\nsource = "{wide_model}"'
+    entry = f'[[default_models]]\nid = "{WIDE}"\nsource = "{wide_model}"'
     daemon = start_daemon("drain_s = 1.0", entry, loads_demo=False)
     daemon.wait_ready(WIDE)
     return daemon

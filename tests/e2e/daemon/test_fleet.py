@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from click.testing import CliRunner
 
+from cortex.cli.cortex import cortex
 from cortex.gateway.ledger.keys import as_toml, generate
 
 from ...ports import free_port
@@ -97,15 +99,7 @@ class Fleet:
 
     def usage(self) -> dict[str, int]:
         """The usage records, as `cortex usage` prints them."""
-        command = [sys.executable, "-m", "cortex.cli.cortex", "usage", "--json"]
-        shown = subprocess.run(
-            [*command, "--config", str(self.folder / "cortex.toml")],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT_S,
-            env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        )
+        shown = CliRunner().invoke(cortex, ["usage", "--json", "--config", str(self.folder / "cortex.toml")])
         rows = json.loads(shown.stdout or "[]")
         return rows[0] if rows else {"requests": 0, "prompt_tokens": 0, "completion_tokens": 0}
 
@@ -179,6 +173,7 @@ def fleet(
     port = free_port()
     lines = [
         f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:0"\nkeepalive_s = 0.2',
+        "poll_interval_s = 0.2",  # while a test waits for what a poll finds, the engines compute
         'log_format = "json"\naccess_log = true',
         "[ledger]\nflush_s = 0.2",
         f'[telemetry]\nendpoint = "{collector.endpoint}"',
@@ -243,7 +238,7 @@ def test_one_trace_and_one_id_from_the_client_to_the_engine(fleet: Fleet, collec
 
 
 def test_turns_of_an_agent_stay_on_their_node_until_it_is_saturated(fleet: Fleet) -> None:
-    messages = [{"role": "system", "content": "You are an agent. " + WORDS * 60}]
+    messages = [{"role": "system", "content": "You are an agent. " + WORDS * 25}]
 
     def turn(number: int) -> tuple[str, float]:
         """The node that served the next turn, and the fraction of the prompt that it had cached."""
@@ -257,7 +252,7 @@ def test_turns_of_an_agent_stay_on_their_node_until_it_is_saturated(fleet: Fleet
 
     (first, _), *later = [turn(number) for number in range(4)]
     assert [node for node, _ in later] == [first] * 3
-    assert all(cached > 0.9 for _, cached in later), later
+    assert all(cached > 0.8 for _, cached in later), later
 
     node = fleet.nodes[first]
     body = {"model": DEMO, "prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -320,7 +315,7 @@ def test_request_moves_if_its_node_is_killed_before_the_first_token_and_fails_wi
     fleet: Fleet,
 ) -> None:
     until(lambda: busy(fleet) == 0)
-    asked = fleet.ask("/v1/completions", prompt=LONG_PROMPT + "!", max_tokens=2, stream=True)
+    asked = fleet.ask("/v1/completions", prompt=WORDS * 40, max_tokens=2, stream=True)
 
     def working() -> list[Daemon]:
         alive = [node for node in fleet.nodes.values() if node.process.poll() is None]

@@ -18,23 +18,27 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-DEMO, TINY = "demo", "tiny"
+WIDE, TINY = "wide", "tiny"
 CYCLES = 6
 MEBIBYTE = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def daemon(start_daemon: StartDaemon) -> Daemon:
-    return start_daemon("drain_s = 5.0", "[limits]\nsleep_mb = 4096\nmax_num_seqs = 16")
+def daemon(start_daemon: StartDaemon, wide_model: Path) -> Daemon:
+    limits = "[limits]\nsleep_mb = 4096\nmax_num_seqs = 16"
+    entry = f'[[default_models]]\nmodel_id = "{WIDE}"\nsource = "{wide_model}"'
+    daemon = start_daemon("drain_s = 5.0", limits, entry, loads_demo=False)
+    daemon.wait_ready(WIDE)
+    return daemon
 
 
-def put_to_sleep(daemon: Daemon, model_id: str = DEMO) -> dict[str, Any]:
+def put_to_sleep(daemon: Daemon, model_id: str = WIDE) -> dict[str, Any]:
     status, model = daemon.call("/models/unload", {"model_id": model_id, "sleep": True})
     assert status == 200, model
     return dict(model)
 
 
-def ask(daemon: Daemon, model_id: str = DEMO) -> Any:
+def ask(daemon: Daemon, model_id: str = WIDE) -> Any:
     status, response = daemon.complete(model_id)
     assert status == 200, response
     return response["choices"]
@@ -49,19 +53,19 @@ def wait_until(condition: Callable[[], bool], daemon: Daemon) -> None:
 
 def test_sleeping_model_is_woken_by_a_request_and_responds_as_before(daemon: Daemon) -> None:
     expected = ask(daemon)
-    loaded = daemon.model(DEMO)
+    loaded = daemon.model(WIDE)
     asleep = put_to_sleep(daemon)
     assert asleep["state"] == "asleep"
-    assert asleep["host_bytes"] > 50 * MEBIBYTE
+    assert asleep["host_bytes"] > 20 * MEBIBYTE
     assert put_to_sleep(daemon)["state"] == "asleep"
     _, health = daemon.call("/health")
-    (held,) = [model for model in health["models"] if model["id"] == DEMO]
+    (held,) = [model for model in health["models"] if model["id"] == WIDE]
     assert (held["state"], held["context_tokens"]) == ("asleep", loaded["context_tokens"])
     with ThreadPoolExecutor(4) as clients:
         responses = list(clients.map(lambda _: ask(daemon), range(4)))
     assert responses == [expected] * 4
-    assert daemon.model(DEMO)["state"] == "ready"
-    assert daemon.model(DEMO).get("host_bytes", 0) == 0
+    assert daemon.model(WIDE)["state"] == "ready"
+    assert daemon.model(WIDE).get("host_bytes", 0) == 0
 
 
 def test_memory_is_the_same_after_cycles_of_sleep_and_wake(daemon: Daemon) -> None:
@@ -78,9 +82,9 @@ def test_model_is_cold_after_its_worker_was_killed_in_its_sleep_and_a_request_lo
     expected = ask(daemon)
     put_to_sleep(daemon)
     os.kill(daemon.process_called("neuron-worker"), signal.SIGKILL)
-    wait_until(lambda: daemon.model(DEMO)["state"] == "cold", daemon)
-    assert "lost while it slept" in daemon.model(DEMO)["reason"]
-    assert "demo: asleep → cold: its weights were lost while it slept" in daemon.log.read_text()
+    wait_until(lambda: daemon.model(WIDE)["state"] == "cold", daemon)
+    assert "lost while it slept" in daemon.model(WIDE)["reason"]
+    assert f"{WIDE}: asleep → cold: its weights were lost while it slept" in daemon.log.read_text()
     assert ask(daemon) == expected
 
 
@@ -88,8 +92,8 @@ def test_least_recently_used_sleeping_model_is_unloaded_over_the_budget(
     start_daemon: StartDaemon, wide_model: Path
 ) -> None:
     daemon = start_daemon("drain_s = 5.0", "[limits]\nsleep_mb = 1", loads_demo=False)
-    assert daemon.call("/models/load", {"model_id": "wide", "source": str(wide_model)})[0] == 200
-    assert put_to_sleep(daemon, "wide")["state"] == "cold", "far too large for what there is"
+    assert daemon.call("/models/load", {"model_id": WIDE, "source": str(wide_model)})[0] == 200
+    assert put_to_sleep(daemon)["state"] == "cold", "far too large for what there is"
     source = daemon.model(TINY)["source"]
     names = [f"copy-{number}" for number in range(6)]
     for name in names:

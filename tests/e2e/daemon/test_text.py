@@ -69,7 +69,8 @@ def large_models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> 
 @pytest.fixture(scope="module")
 def daemon(start_daemon: StartDaemon, large_models: list[Path]) -> Daemon:
     return start_daemon(
-        *(f'[[models]]\nid = "large-{number}"\nsource = "{path}"' for number, path in enumerate(large_models))
+        *(f'[[models]]\nid = "large-{number}"\nsource = "{path}"' for number, path in enumerate(large_models)),
+        loads_demo=False,
     )
 
 

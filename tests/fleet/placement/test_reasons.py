@@ -205,9 +205,9 @@ def test_cache_use_does_not_count_as_a_request(model: Make, node: Make, fleet: M
 
 def test_replicas_of_a_ready_model_are_named(model: Make, node: Make, fleet: Make) -> None:
     held = model("m")
-    held = msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, replicas=2))
+    held = msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, replica_devices=((0,), (1,))))
     (assessment,) = place("m", fleet(node("n", [24], held)), NOW).assessments
-    assert assessment.reason == "ready, requests in progress: 0, replicas: 2"
+    assert assessment.reason == "ready, requests in progress: 0, 2 replicas on devices 0, 1"
 
 
 def test_background_request_for_a_model_that_is_too_large_does_not_wait(

@@ -13,10 +13,12 @@ from cortex.gateway.config import ActivitySection
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, hang, until
+from ..fake_neuron import GB, hang
+from ..started_gateway import until
 
 if TYPE_CHECKING:
-    from ..fake_neuron import FakeNeuron, StartGateway, StartNeuron
+    from ..fake_neuron import FakeNeuron, StartNeuron
+    from ..started_gateway import StartGateway
 
 
 READY = ModelState.READY

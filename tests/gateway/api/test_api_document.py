@@ -14,7 +14,8 @@ from cortex.wire.node.protocol import ModelState
 from ..fake_neuron import GB
 
 if TYPE_CHECKING:
-    from ..fake_neuron import Client, StartGateway, StartNeuron
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import Client, StartGateway
 
 
 TEXT = (Path(__file__).parents[3] / "docs" / "api.md").read_text()

@@ -15,10 +15,12 @@ from cortex.fleet.catalogue import Alias, Catalogue, Cost, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, until
+from ..fake_neuron import GB
+from ..started_gateway import until
 
 if TYPE_CHECKING:
-    from ..fake_neuron import StartGateway, StartNeuron
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import StartGateway
 
 
 READY = ModelState.READY

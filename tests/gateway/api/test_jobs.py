@@ -13,10 +13,12 @@ from cortex.gateway.ledger.keys import generate
 from cortex.settings import SamplingSection
 from cortex.wire.node.protocol import HubRepository, HubVariant, ModelState, PullStatus, SamplingDefaults
 
-from ..fake_neuron import GB, Client, until
+from ..fake_neuron import GB
+from ..started_gateway import Client, until
 
 if TYPE_CHECKING:
-    from ..fake_neuron import StartGateway, StartNeuron
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import StartGateway
 
 
 READY = ModelState.READY

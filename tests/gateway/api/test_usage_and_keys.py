@@ -19,10 +19,12 @@ from cortex.gateway.ledger.keys import NewKey, as_toml, generate
 from cortex.gateway.server import Gateway
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, JSON, Client, FakeNeuron
+from ..fake_neuron import GB, JSON, FakeNeuron
+from ..started_gateway import Client
 
 if TYPE_CHECKING:
-    from ..fake_neuron import StartGateway, StartNeuron
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import StartGateway
 
 
 PRICES = '[[models]]\nid = "a"\ncost = { input = 10.0, cached_input = 1.0, output = 100.0 }\n[[models]]\nid = "=b"\n'

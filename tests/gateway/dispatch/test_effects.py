@@ -9,7 +9,8 @@ from cortex.wire.node.protocol import ModelState
 from ..fake_neuron import GB
 
 if TYPE_CHECKING:
-    from ..fake_neuron import StartGateway, StartNeuron
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import StartGateway
 
 
 async def test_failed_load_is_not_out_of_memory_because_of_the_words_in_its_message(

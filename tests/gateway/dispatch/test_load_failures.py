@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.leases import Lease
@@ -53,6 +53,31 @@ def test_out_of_memory_is_retried_once_with_more_room() -> None:
     fake.dispatcher.load_ended(ModelOnNode("n", "a"), InsufficientCapacity("out of memory"))
     assert len(fake.loads) == 2
     assert isinstance(got[0], LoadFailed)
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_out_of_memory_evicts_nothing_for_background_requests(is_joined: bool) -> None:
+    catalogue = Catalogue(models=(ModelSpec(id="a"),), aliases={"bg": Alias("a", background=True)})
+    fake = FakeFleet({"n": {"old": 4 * GB, "a": GB}}, catalogue=catalogue)
+    fake.ready["n"]["old"] = 900.0
+    fake.poll()
+    got = fake.ask("bg")
+    joined = fake.ask("a") if is_joined else []
+    fake.failed.add(("n", "a"))
+    fake.poll()
+    fake.dispatcher.load_ended(ModelOnNode("n", "a"), InsufficientCapacity("out of memory"))
+    assert fake.unloads == ([("n", "old", "evicted")] if is_joined else [])
+    assert joined == []
+    assert [type(each) for each in got] == ([] if is_joined else [LoadFailed])
+
+
+def test_out_of_memory_of_a_manual_model_that_the_operator_loads_is_retried() -> None:
+    fake = FakeFleet({"n": {"old": 4 * GB, "a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a", load="manual"),)))
+    fake.ready["n"]["old"] = 900.0
+    fake.poll()
+    fake.dispatcher.start_load(fake.dispatcher.explain("a", "operator"))
+    fake.dispatcher.load_ended(ModelOnNode("n", "a"), InsufficientCapacity("out of memory"))
+    assert fake.unloads == [("n", "old", "evicted")]
 
 
 def test_out_of_memory_waits_for_a_busy_victim() -> None:

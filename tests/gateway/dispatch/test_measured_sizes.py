@@ -11,10 +11,12 @@ import pytest
 from cortex.gateway.dispatch.measured_sizes import FILE_NAME, MeasuredSizes
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, until
+from ..fake_neuron import GB
+from ..started_gateway import until
 
 if TYPE_CHECKING:
-    from ..fake_neuron import StartGateway, StartNeuron
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import StartGateway
 
 
 MEASURED = {("a", None, None): 3 * GB, ("a", "q8_0", 4096): GB, ("b", None, 1024): 5}

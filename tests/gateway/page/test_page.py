@@ -16,7 +16,8 @@ from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.sessions import LIFETIME_S, SECRET_FILE, Sessions
 
 if TYPE_CHECKING:
-    from ..fake_neuron import Client, StartGateway, StartNeuron
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import Client, StartGateway
 
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

@@ -11,10 +11,12 @@ from aiohttp import web
 from cortex.fleet.rules import EvictionRules
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, plain_response, until
+from ..fake_neuron import GB, plain_response
+from ..started_gateway import until
 
 if TYPE_CHECKING:
-    from ..fake_neuron import FakeNeuron, StartGateway, StartNeuron
+    from ..fake_neuron import FakeNeuron, StartNeuron
+    from ..started_gateway import StartGateway
 
 
 READY = ModelState.READY

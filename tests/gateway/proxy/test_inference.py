@@ -12,10 +12,12 @@ from aiohttp import web
 
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, begin_stream, chunk, hang, until, usage_chunk
+from ..fake_neuron import GB, begin_stream, chunk, hang, usage_chunk
+from ..started_gateway import until
 
 if TYPE_CHECKING:
-    from ..fake_neuron import FakeNeuron, StartGateway, StartNeuron
+    from ..fake_neuron import FakeNeuron, StartNeuron
+    from ..started_gateway import StartGateway
 
 
 READY = ModelState.READY

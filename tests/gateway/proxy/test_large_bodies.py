@@ -10,10 +10,12 @@ import msgspec
 from cortex.parsing.cost import is_read_elsewhere
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, until
+from ..fake_neuron import GB
+from ..started_gateway import until
 
 if TYPE_CHECKING:
-    from ..fake_neuron import StartGateway, StartNeuron
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import StartGateway
 
 BODY = {"model": "a", "messages": [{"role": "user", "content": "x"}] * 40_000}
 
@@ -35,7 +37,7 @@ async def test_disconnect_and_burst_of_large_requests_leave_nothing_behind(
         await asyncio.sleep(pause_s)
         writer.transport.abort()
     await until(lambda: client.gateway.server.num_exchanges == 0)
-    assert client.gateway.server.buffered.num_bytes == 0
+    await until(lambda: client.gateway.server.buffered.num_bytes == 0)
     burst = await asyncio.gather(*(client.post("/v1/chat/completions", BODY) for _ in range(24)))
     assert [status for status, _ in burst] == [200] * len(burst)
     assert client.gateway.dispatcher.in_flight == {}

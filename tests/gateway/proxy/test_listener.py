@@ -14,10 +14,12 @@ from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.listener import client_limits
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, Client
+from ..fake_neuron import GB
+from ..started_gateway import Client
 
 if TYPE_CHECKING:
-    from ..fake_neuron import StartGateway, StartNeuron
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import StartGateway
 
 
 CHAT = "/v1/chat/completions"

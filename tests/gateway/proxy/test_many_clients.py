@@ -18,10 +18,12 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.call import UpstreamCall
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, JSON, WAIT_S, begin_stream, chunk, until
+from ..fake_neuron import GB, JSON, begin_stream, chunk
+from ..started_gateway import WAIT_S, until
 
 if TYPE_CHECKING:
-    from ..fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
+    from ..fake_neuron import FakeNeuron, StartNeuron
+    from ..started_gateway import Client, StartGateway
 
 
 READY = ModelState.READY

@@ -10,10 +10,12 @@ from aiohttp import web
 
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, begin_stream, chunk, hang, reset_connection, until
+from ..fake_neuron import GB, begin_stream, chunk, hang, reset_connection
+from ..started_gateway import until
 
 if TYPE_CHECKING:
-    from ..fake_neuron import FakeNeuron, StartGateway, StartNeuron
+    from ..fake_neuron import FakeNeuron, StartNeuron
+    from ..started_gateway import StartGateway
 
 
 READY = ModelState.READY

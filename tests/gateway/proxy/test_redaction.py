@@ -19,7 +19,8 @@ from cortex.wire.node.protocol import ModelState
 from ..fake_neuron import GB
 
 if TYPE_CHECKING:
-    from ..fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
+    from ..fake_neuron import FakeNeuron, StartNeuron
+    from ..started_gateway import Client, StartGateway
 
 
 READY = ModelState.READY

@@ -14,7 +14,8 @@ from ..fake_neuron import GB, plain_response
 
 if TYPE_CHECKING:
     from ...telemetry.otlp_collector import Collector
-    from ..fake_neuron import FakeNeuron, StartGateway, StartNeuron
+    from ..fake_neuron import FakeNeuron, StartNeuron
+    from ..started_gateway import StartGateway
 
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -13,10 +13,12 @@ from openai.types.responses import FunctionToolParam, Response
 
 from cortex.ipc.pool import WorkerPool
 
-from ..fake_neuron import GB, USAGE, begin_stream, chunk, reset_connection, stream_chat, until
+from ..fake_neuron import GB, USAGE, begin_stream, chunk, reset_connection, stream_chat
+from ..started_gateway import until
 
 if TYPE_CHECKING:
-    from ..fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
+    from ..fake_neuron import FakeNeuron, StartNeuron
+    from ..started_gateway import Client, StartGateway
 
 
 TOOL_DELTAS: list[dict[str, Any]] = [

@@ -16,7 +16,8 @@ from cortex.wire.events import AnyEvent, Finish, Start, TextDelta, ToolCallDelta
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, REPORTED, Client, FakeNeuron, begin_stream
+from ..fake_neuron import GB, REPORTED, FakeNeuron, begin_stream
+from ..started_gateway import Client
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron

@@ -14,11 +14,12 @@ from cortex.gateway.responses.background import LOST_AFTER_S, current_body
 from cortex.gateway.responses.response_object import head_of
 from cortex.gateway.responses.tables import StoredResponse
 
-from ..fake_neuron import FakeNeuron, until
+from ..fake_neuron import FakeNeuron
+from ..started_gateway import until
 from .responding_node import create, found, stream_events
 
 if TYPE_CHECKING:
-    from ..fake_neuron import StartGateway
+    from ..started_gateway import StartGateway
 
 
 async def test_background_responses_are_queued_run_and_complete(node: FakeNeuron, start_gateway: StartGateway) -> None:

@@ -27,11 +27,13 @@ from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.events import TextDelta
 from cortex.wire.fields.tables.openai_responses import ITEMS_OF_GATEWAYS, OF_GATEWAYS
 
-from ..fake_neuron import GB, FakeNeuron, begin_stream, until
+from ..fake_neuron import GB, FakeNeuron, begin_stream
+from ..started_gateway import until
 from .responding_node import CALL, create, events_of, found, send, stream_events
 
 if TYPE_CHECKING:
-    from ..fake_neuron import StartGateway, StartNeuron
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import StartGateway
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -121,7 +121,7 @@ def test_every_example_file_is_valid() -> None:
     names = {node.name for node in config.neurons}
     for spec in catalogue().models:
         assert set(spec.pinned_on) <= names
-    assert {entry.model_id for entry in neuron.default_models} <= {spec.id for spec in catalogue().models}
+    assert {entry.id for entry in neuron.default_models} <= {spec.id for spec in catalogue().models}
 
 
 @pytest.mark.parametrize("model_id", [spec.id for spec in catalogue().models])

@@ -6,6 +6,7 @@ import contextlib
 import json
 import struct
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from cortex.neuron.node.node import Node, Parts
 from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.node.protocol import Capabilities
 
 CONFIG = {
@@ -81,7 +83,7 @@ def parts(**changes: Any) -> Parts:
     """The real node but for the engine and the tokenizer, and impatient."""
     return Parts(
         **{
-            "engine": "faulty_engine:load",
+            "make_workers": partial(WorkerFactory, "faulty_engine:load"),
             "open_text": PlainText,
             "survey_text": survey_text,
             "policy": BackoffPolicy(first_delay_s=0.05, max_streak=3),

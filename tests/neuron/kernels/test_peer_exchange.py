@@ -37,7 +37,7 @@ def run_rank(rank: int, buffers: Sequence[Tensor], shapes: Sequence[Shape], resu
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_processes_exchange_their_parts() -> None:
     num_ranks = 3
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("fork")  # imports nothing again
     buffers = [torch.zeros(BUFFER_BYTES, dtype=torch.uint8).share_memory_() for _ in range(num_ranks)]
     results = [
         [

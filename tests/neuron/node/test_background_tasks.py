@@ -34,7 +34,7 @@ async def test_bug_in_one_load_leaves_the_other_default_models(tmp_path: Path) -
     def fetch(*arguments: Any) -> Any:
         raise RuntimeError("a bug")
 
-    config = {"default_models": [{"model_id": "org/one"}, {"model_id": "org/two"}]}
+    config = {"default_models": [{"id": "org/one"}, {"id": "org/two"}]}
     async with running_node(tmp_path, config, fetch=fetch) as node, asyncio.timeout(30):
         while node.health().activation.state != "done":
             await asyncio.sleep(0.01)

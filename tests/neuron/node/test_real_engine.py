@@ -13,27 +13,29 @@ from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.factory import ENGINE
+from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.errors import InvalidValue, Recovering
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
 from .node_calls import generate, load, worker_bytes, worker_of, write_source
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # as long as the workers
+
 MEBIBYTE = 1 << 20
 
 
-async def start(tmp_path: Path, **limits: int) -> Node:
+async def start(tmp_path: Path, workers: WorkerFactory, **limits: int) -> Node:
     # The models differ in size, so that one cannot reuse exactly the memory of the other.
     models = (
         ModelEntry(id="a", source=write_source(tmp_path / "a", seed=1), context_tokens=512),
         ModelEntry(id="b", source=write_source(tmp_path / "b", seed=2, vocab_size=40_000), context_tokens=512),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, **limits), drain_s=1.0)
-    return await Node.start(config, parts(engine=ENGINE, timeouts=None, policy=BackoffPolicy()))
+    return await Node.start(config, parts(make_workers=lambda: workers, timeouts=None, policy=BackoffPolicy()))
 
 
-async def test_killed_worker_recovers_and_the_model_generates_the_same(tmp_path: Path) -> None:
-    node = await start(tmp_path)
+async def test_killed_worker_recovers_and_the_model_generates_the_same(tmp_path: Path, workers: WorkerFactory) -> None:
+    node = await start(tmp_path, workers)
     try:
         await load(node, "a")
         first = await generate(node, "a")
@@ -50,9 +52,9 @@ async def test_killed_worker_recovers_and_the_model_generates_the_same(tmp_path:
         await node.close()
 
 
-async def test_invalid_parameters_end_only_their_own_requests(tmp_path: Path) -> None:
+async def test_invalid_parameters_end_only_their_own_requests(tmp_path: Path, workers: WorkerFactory) -> None:
     """Sent to the node directly: the API would reject them."""
-    node = await start(tmp_path)
+    node = await start(tmp_path, workers)
     invalid = [
         SamplingParams(temperature=math.nan),
         SamplingParams(temperature=1e39),
@@ -93,8 +95,8 @@ async def cycle(node: Node, times: int, held_bytes: Callable[[], int]) -> list[i
     return held
 
 
-async def test_load_cycles_of_two_models_do_not_leak_host_memory(tmp_path: Path) -> None:
-    node = await start(tmp_path)
+async def test_load_cycles_of_two_models_do_not_leak_host_memory(tmp_path: Path, workers: WorkerFactory) -> None:
+    node = await start(tmp_path, workers)
     try:
         held = await cycle(node, 6, lambda: worker_bytes(node))
         assert held[-1] - held[2] < 40 * MEBIBYTE
@@ -120,8 +122,8 @@ async def sleep_and_wake(node: Node, times: int, held_bytes: Callable[[], int]) 
     return held
 
 
-async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path: Path) -> None:
-    node = await start(tmp_path, sleep_mb=256)
+async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path: Path, workers: WorkerFactory) -> None:
+    node = await start(tmp_path, workers, sleep_mb=256)
     try:
         held = await sleep_and_wake(node, 6, lambda: worker_bytes(node))
         assert held[-1] - held[2] < 40 * MEBIBYTE
@@ -130,10 +132,10 @@ async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path
 
 
 @pytest.mark.gpu
-async def test_sleeping_models_free_the_device(tmp_path: Path) -> None:
+async def test_sleeping_models_free_the_device(tmp_path: Path, workers: WorkerFactory) -> None:
     from cortex.neuron.worker.discovery import read_devices
 
-    node = await start(tmp_path)  # with the default budget of a node with a GPU
+    node = await start(tmp_path, workers)  # with the default budget of a node with a GPU
     try:
         devices = node.discovery.devices
         held = await sleep_and_wake(node, 20, lambda: devices[0].total_bytes - read_devices(devices)[0].free_bytes)
@@ -144,10 +146,10 @@ async def test_sleeping_models_free_the_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-async def test_load_cycles_of_two_models_do_not_leak_device_memory(tmp_path: Path) -> None:
+async def test_load_cycles_of_two_models_do_not_leak_device_memory(tmp_path: Path, workers: WorkerFactory) -> None:
     from cortex.neuron.worker.discovery import read_devices
 
-    node = await start(tmp_path)
+    node = await start(tmp_path, workers)
     try:
         devices = node.discovery.devices
         held = await cycle(node, 50, lambda: devices[0].total_bytes - read_devices(devices)[0].free_bytes)

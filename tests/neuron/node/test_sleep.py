@@ -202,3 +202,22 @@ async def test_sleeping_model_is_loaded_in_one_of_two_quantisations_that_are_ord
         orders = [LoadRequest(model_id="m", quant=quant) for quant in ("q4", "q8")]
         ended = await asyncio.gather(*(node.load(order, wait=False) for order in orders), return_exceptions=True)
         assert [type(each) for each in ended if isinstance(each, BaseException)] == [ModelInUse]
+
+
+@pytest.mark.parametrize("to_sleep", [True, False])
+async def test_load_ordered_during_an_unload_keeps_its_quantisation(tmp_path: Path, to_sleep: bool) -> None:
+    async with running_node(tmp_path, config(tmp_path, m={"step_s": 0.02})) as node:
+        await load(node)
+        generation = node.submit("m", request(max_tokens=100_000))
+        await anext(generation)
+        unload = asyncio.create_task(node.unload(UnloadRequest(model_id="m", sleep=to_sleep, drain_s=600.0)))
+        await until(lambda: node.model("m").state is ModelState.UNLOADING)
+        orders = [LoadRequest(model_id="m", quant=quant) for quant in ("q4", "q8", "q4_k", None)]
+        ended = await asyncio.gather(*(node.load(order, wait=False) for order in orders), return_exceptions=True)
+        assert [isinstance(each, ModelInUse) for each in ended] == [False, True, False, False]
+        assert "m is about to be loaded as q4, not as q8" in str(ended[1])
+        assert node.model("m").state is ModelState.UNLOADING, "its requests may end"
+        generation.cancel()
+        await unload
+        await until(lambda: node.model("m").state is ModelState.READY)
+        assert node.model("m").requested_quant == "q4"

@@ -13,9 +13,9 @@ from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats,
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, ModelSink, Resident, SleepRejected
-from cortex.neuron.worker.prefix_memory import BLOCK_TOKENS, PrefixMemory
 from cortex.neuron.worker.process import WorkerLost
-from cortex.neuron.worker.replicas import WorkerReplicas
+from cortex.neuron.worker.replicas.host import WorkerReplicas
+from cortex.neuron.worker.replicas.prefix_memory import BLOCK_TOKENS, PrefixMemory
 
 from .recording_sink import RecordingSink
 
@@ -25,11 +25,11 @@ INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=10, kv_bytes=5, pag
 class FakeHost:
     """A device that holds a model and computes nothing."""
 
-    num_replicas = 1
     freed_at_s = 0.0
 
     def __init__(self, index: int) -> None:
         self.device_indices = (index,)
+        self.replica_devices = ((index,),)
         self.requests: list[str] = []
         self.fails = False
         self.is_damaged = False
@@ -102,6 +102,21 @@ async def test_sizes_are_those_of_all_replicas(loaded: Loaded) -> None:
     assert (resident.measured_bytes, resident.info.num_pages, resident.info.context_tokens) == (40, 14, 512)
 
 
+async def test_context_is_the_smallest_of_all_replicas_and_none_with_less_comes_back() -> None:
+    first, second = FakeHost(0), FakeHost(1)
+    second.info = replace(INFO, context_tokens=256)
+    replicas = replicas_of(first, second)
+    resident = await replicas.load(LoadSpec("m"), RecordingSink())
+    assert resident.info.context_tokens == 256
+    first.info = replace(INFO, context_tokens=255)
+    first.sink.on_lost("killed")
+    while not first.unloaded:
+        await asyncio.sleep(0)
+    replicas.submit(resident, request("a"))
+    assert (first.requests, second.requests) == ([], ["a"])
+    replicas.stop_reloads()
+
+
 async def test_request_goes_to_the_replica_with_the_fewest_requests(loaded: Loaded) -> None:
     replicas, resident, (first, second), _ = loaded
     for name in "abcd":
@@ -151,34 +166,34 @@ async def test_lost_replica_fails_its_own_requests_and_comes_back(loaded: Loaded
 async def test_extra_replica_serves_and_is_not_among_devices_and_sizes(loaded: Loaded) -> None:
     replicas, resident, (first, second), sink = loaded
     third = FakeHost(2)
-    extra = await replicas.add(third, LoadSpec("m"))
+    extra = await replicas.extras.add(third, LoadSpec("m"))
     assert extra is not None
-    assert (replicas.num_replicas, replicas.device_indices, replicas.taken_devices) == (3, (0, 1), (0, 1, 2))
+    assert (replicas.device_indices, replicas.replica_devices) == ((0, 1), ((0,), (1,), (2,)))
     for name in "abc":
         replicas.submit(resident, request(name))
     assert third.requests == ["c"]
-    assert replicas.idle_extras() == []
+    assert replicas.extras.idle() == []
     third.sink.on_stats(EngineStats(completion_tokens=5, num_pages=7))
     assert sink.stats.completion_tokens == 5
-    removal = asyncio.create_task(replicas.remove(extra, 60.0))
+    removal = asyncio.create_task(replicas.extras.remove(extra, 60.0))
     await asyncio.sleep(0)
     for name in "de":
         replicas.submit(resident, request(name))
     assert (first.requests, second.requests, third.unloaded) == (["a", "d"], ["b", "e"], 0)
     third.sink.on_outputs((StepOutput("c", finish="stop"),))
     await removal
-    assert (third.unloaded, replicas.num_replicas, sink.failed) == (1, 2, {})
+    assert (third.unloaded, len(replicas.replica_devices), sink.failed) == (1, 2, {})
     assert (sink.stats.completion_tokens, sink.stats.num_pages) == (5, 0)
 
 
 async def test_requests_that_outlast_the_drain_of_an_extra_replica_fail(loaded: Loaded) -> None:
     replicas, resident, _, sink = loaded
     third = FakeHost(2)
-    extra = await replicas.add(third, LoadSpec("m"))
+    extra = await replicas.extras.add(third, LoadSpec("m"))
     assert extra is not None
     for name in "abc":
         replicas.submit(resident, request(name))
-    await replicas.remove(extra, 0.0)
+    await replicas.extras.remove(extra, 0.0)
     assert {name: kind for name, (kind, _) in sink.failed.items()} == {"c": FaultKind.DEVICE}
     assert (third.requests, third.unloaded) == ([], 1)
 
@@ -188,19 +203,19 @@ async def test_extra_replica_with_less_context_is_unloaded_again(loaded: Loaded)
     third = FakeHost(2)
     third.info = replace(INFO, context_tokens=INFO.context_tokens - 1)
     with pytest.raises(LoadRejected, match="511 tokens of context, not 512"):
-        await replicas.add(third, LoadSpec("m"))
-    assert (third.unloaded, replicas.num_replicas) == (1, 2)
+        await replicas.extras.add(third, LoadSpec("m"))
+    assert (third.unloaded, len(replicas.replica_devices)) == (1, 2)
 
 
 async def test_lost_extra_replica_fails_its_own_requests_and_stays_lost(loaded: Loaded) -> None:
     replicas, resident, _, sink = loaded
     third = FakeHost(2)
-    await replicas.add(third, LoadSpec("m"))
+    await replicas.extras.add(third, LoadSpec("m"))
     for name in "abc":
         replicas.submit(resident, request(name))
     old = third.sink
     old.on_lost("killed")
-    assert (list(sink.failed), replicas.num_replicas) == (["c"], 2)
+    assert (list(sink.failed), len(replicas.replica_devices)) == (["c"], 2)
     await asyncio.sleep(0.05)
     assert third.sink is old
 
@@ -208,13 +223,13 @@ async def test_lost_extra_replica_fails_its_own_requests_and_stays_lost(loaded: 
 async def test_model_is_lost_once_when_its_extra_replica_goes_after_all_others(loaded: Loaded) -> None:
     replicas, _, (first, second), sink = loaded
     third = FakeHost(2)
-    extra = await replicas.add(third, LoadSpec("m"))
+    extra = await replicas.extras.add(third, LoadSpec("m"))
     assert extra is not None
     first.fails = second.fails = True
     first.sink.on_lost("one")
     second.sink.on_lost("two")
     assert sink.lost == []
-    await replicas.remove(extra, 0.0)
+    await replicas.extras.remove(extra, 0.0)
     third.sink.on_lost("three")
     assert (sink.lost, third.unloaded) == (["its last replica was unloaded"], 1)
 
@@ -223,13 +238,13 @@ async def test_model_is_lost_once_when_its_extra_replica_goes_after_all_others(l
 async def test_extra_replicas_end_with_the_model(loaded: Loaded, ending: str) -> None:
     replicas, resident, _, _ = loaded
     third, fourth = FakeHost(2), FakeHost(3)
-    await replicas.add(third, LoadSpec("m"))
+    await replicas.extras.add(third, LoadSpec("m"))
     fourth.never_loads = True
-    late = asyncio.create_task(replicas.add(fourth, LoadSpec("m")))
+    late = asyncio.create_task(replicas.extras.add(fourth, LoadSpec("m")))
     await asyncio.sleep(0)
     await (replicas.sleep(resident) if ending == "sleep" else replicas.unload(resident))
-    assert (third.unloaded, await late, replicas.num_replicas) == (1, None, 2)
-    assert await replicas.add(fourth, LoadSpec("m")) is None
+    assert (third.unloaded, await late, len(replicas.replica_devices)) == (1, None, 2)
+    assert await replicas.extras.add(fourth, LoadSpec("m")) is None
 
 
 async def test_replica_lost_in_its_sleep_comes_back_when_the_model_wakes(loaded: Loaded) -> None:
@@ -267,7 +282,7 @@ async def test_failed_load_of_one_replica_leaves_none() -> None:
 
 
 def test_prefix_memory_forgets_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.worker.prefix_memory.MAX_BLOCKS", 2)
+    monkeypatch.setattr("cortex.neuron.worker.replicas.prefix_memory.MAX_BLOCKS", 2)
     memory = PrefixMemory()
     prompts = [[number] * BLOCK_TOKENS for number in range(3)]
     for prompt in prompts:

@@ -160,7 +160,7 @@ def test_openai_sdk_reads_a_whole_chat_like_the_streamed_one() -> None:
         stream.until_done()
         again = stream.get_final_completion()
     assert again.choices[0].message.content == completion.choices[0].message.content
-    assert again.choices[0].logprobs.model_dump() == completion.choices[0].logprobs.model_dump()  # type: ignore[union-attr]
+    assert again.choices[0].logprobs.model_dump() == completion.choices[0].logprobs.model_dump()
     assert again.usage == completion.usage
 
 

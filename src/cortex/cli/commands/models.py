@@ -9,6 +9,7 @@ import click
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command
 from cortex.cli.output import console, json_option, print_json, size, state, table
+from cortex.wire.words import replicas_in_words
 
 
 @click.command(cls=Command)
@@ -17,8 +18,8 @@ from cortex.cli.output import console, json_option, print_json, size, state, tab
 def models(gateway: GatewayClient, as_json: bool) -> None:
     """List the models that clients can use.
 
-    Shows models and aliases with state, nodes (in parentheses: where it fits), memory and quantisation, context length
-    and capabilities.
+    Shows models and aliases with state, nodes (in parentheses: where it fits) and replicas there, memory and
+    quantisation, context length and capabilities.
     """
     listed = gateway.get("/v1/models")["data"]
     if as_json:
@@ -48,10 +49,15 @@ def _state(entry: dict[str, Any]) -> str:
 
 def _places(entry: dict[str, Any]) -> str:
     """The nodes that hold it, else, in parentheses, the nodes where it fits."""
-    if here := [location["node"] for location in entry.get("locations", ())]:
+    if here := [_place(location) for location in entry.get("locations", ())]:
         return ", ".join(here)
     possible = entry.get("feasible_on", ())
     return f"({', '.join(possible)})" if possible else "fits nowhere"
+
+
+def _place(location: dict[str, Any]) -> str:
+    replicas = replicas_in_words(location.get("replica_devices", ()))
+    return f"{location['node']} ({replicas})" if replicas else str(location["node"])
 
 
 def _sizes(entry: dict[str, Any]) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.output import console, duration, json_option, print_json, size, state, table
-from cortex.cli.views.jobs import JobView, parse
+from cortex.cli.views.jobs import parse
 from cortex.cli.views.load import describe, memory_of
 from cortex.wire.node.protocol import ModelState
 
@@ -76,11 +76,16 @@ def jobs(cancel: str | None, gateway: GatewayClient, as_json: bool) -> None:
         console().print("no jobs")
         return
     rows = table("ID", "KIND", "MODEL", "NODE", "STATE", ">AGE", "BY")
+    reasons = []
     for job in map(parse, found):
         what = job.describe() if job.state == "running" else job.state
         age = duration(max(0.0, time.time() - job.started_at))
-        rows.add_row(job.id, job.kind, job.model, ", ".join(job.nodes), _with_reason(job, what), age, job.by)
-    console().print(rows)
+        rows.add_row(job.id, job.kind, job.model, ", ".join(job.nodes), what, age, job.by)
+        if job.error is not None and job.state != "cancelled":
+            reasons.append(Text(f"{job.id}: {job.error.message}", style="red"))
+    out = console()
+    for part in (rows, *reasons):
+        out.print(part)
 
 
 def _cancelled(gateway: GatewayClient, job_id: str) -> Any:
@@ -90,10 +95,6 @@ def _cancelled(gateway: GatewayClient, job_id: str) -> Any:
         if rejected.status != 404:
             raise
         raise CommandError(rejected.message, "list them with `cortex jobs`", ExitCode.NOT_FOUND) from rejected
-
-
-def _with_reason(job: JobView, what: str) -> str:
-    return what if job.error is None or job.state == "cancelled" else f"{what}: {job.error.message}"
 
 
 @click.command(cls=Command)

@@ -19,6 +19,7 @@ from cortex.cli.fleet_view import FleetView, HeldModel, NodeView
 from cortex.cli.output import bar, console, duration, json_option, print_json, size, state, table
 from cortex.cli.views.load import fraction_done, memory_of, reason_of
 from cortex.wire.node.protocol import ModelState
+from cortex.wire.words import replicas_in_words
 
 
 @click.command(cls=Command)
@@ -109,13 +110,13 @@ def _devices(node: NodeView) -> Table:
     for device in node.devices:
         used_bytes = device.total_bytes - device.free_bytes
         notes = [
-            f"{size(device.foreign_bytes)} of other programs" if device.foreign_bytes > 1 << 30 else "",
+            f"{size(device.foreign_bytes)} other programs" if device.foreign_bytes > 1 << 30 else "",
             f"models take at most {size(device.ceiling_bytes)}" if device.ceiling_bytes is not None else "",
         ]
         rows.add_row(
             str(device.index),
             device.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
-            bar(used_bytes / device.total_bytes) if device.total_bytes else "",
+            bar(used_bytes / device.total_bytes, 16) if device.total_bytes else "",
             f"{size(used_bytes)} of {size(device.total_bytes)}",
             Text(", ".join(filter(None, notes)), style="dim"),
         )
@@ -144,10 +145,10 @@ def _models(node: NodeView, fleet: FleetView) -> Table:
 
 
 def _state(model: HeldModel) -> Text:
-    """`ready, 2 replicas, pinned`, or `loading ██████▌  64% read, 3 s`."""
+    """`ready, 2 replicas on devices 0, 1, pinned`, or `loading ██████▌  64% read, 3 s`."""
     shown = state(str(model.state))
-    if model.state is ModelState.READY and model.replicas > 1:
-        shown.append(f", {model.replicas} replicas")
+    if model.state is ModelState.READY and (replicas := replicas_in_words(model.replica_devices)):
+        shown.append(f", {replicas}")
     if model.pinned:
         shown.append(", pinned")
     fraction = None if model.state is ModelState.READY else fraction_done(model)

@@ -57,7 +57,7 @@ def catalogue(models: Sequence[ModelSource]) -> str:
 
 def neuron_config(ports: Ports, models: Sequence[ModelSource]) -> str:
     """`neuron.toml`: loopback only, with the models of the command line loaded at start."""
-    entries = [f"[[default_models]]\nmodel_id = {_text(model.id)}\n{_files_of(model)}" for model in models]
+    entries = [f"[[default_models]]\nid = {_text(model.id)}\n{_files_of(model)}" for model in models]
     head = f"{_HEADER}\nlisten = {_text(address('127.0.0.1', ports.neuron))}\ndrain_s = {DRAIN_S}\n"
     return "\n".join([head, *entries])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cortex.cli.output import size
 from cortex.cli.views.progress import ProgressView
 from cortex.wire.node.protocol import ModelState, ModelStatus
+from cortex.wire.words import replicas_in_words
 
 
 def fraction_done(status: ModelStatus) -> float | None:
@@ -16,10 +17,10 @@ def fraction_done(status: ModelStatus) -> float | None:
 
 
 def describe(status: ModelStatus) -> str:
-    """State and progress: `loading: read 42%, 3 s left`, or `ready: 2 replicas`."""
+    """State and progress: `loading: read 42%, 3 s left`, or `ready: 2 replicas on devices 0, 1`."""
     text = str(status.state)
-    if status.state is ModelState.READY and status.replicas > 1:
-        text += f": {status.replicas} replicas"
+    if status.state is ModelState.READY and (replicas := replicas_in_words(status.replica_devices)):
+        text += f": {replicas}"
     if status.progress is not None and status.state in (ModelState.LOADING, ModelState.DOWNLOADING):
         text += f": {status.progress.stage}"
         if (fraction := fraction_done(status)) is not None:

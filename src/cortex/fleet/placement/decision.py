@@ -12,8 +12,8 @@ from cortex.wire.node.protocol import DeviceKind
 
 from .eviction import Occupant, Protection
 
-Origin = Literal["request", "background", "operator"]
-"""A client, a client through a background alias (never evicts), or the operator (may load `manual` models)."""
+Origin = Literal["request", "background", "operator", "pin"]
+"""A client, a client through a background alias (never evicts), the operator, or a pin (both load `manual` models)."""
 
 Action = Literal["route", "join", "wake", "load", "wait", "reject"]
 """`route`: ready there. `join`: starting there, wait for it. `wake`, `load`: start it there, victims first.

@@ -12,6 +12,7 @@ from cortex.fleet.memory import Need, need_of
 from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import STARTING, Fleet, Node, Residency
 from cortex.wire.node.protocol import ModelShare, ModelState, ModelStatus
+from cortex.wire.words import replicas_in_words
 
 from .decision import Action, Assessment, Decision, Origin, Verdict
 from .eviction import occupies
@@ -190,9 +191,9 @@ def _without_memory(
     if held is not None and (part := fleet.draining_part(node, held)) is not None:
         return Verdict.DRAINING, f"{part.name} has a part of it, and is {part.why_draining}"
     if held is not None and held.state is ModelState.READY:
-        replicas = f", replicas: {held.status.replicas}" if held.status.replicas > 1 else ""
-        layers = _layers(node, held, fleet)
-        return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}{replicas}{layers}"
+        replicas = replicas_in_words(held.status.replica_devices)
+        facts = [f"ready, requests in progress: {int(_load(held))}", *([replicas] if replicas else ())]
+        return Verdict.RESIDENT, ", ".join(facts) + _layers(node, held, fleet)
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
     if any(reservation.model_id == spec.id for reservation in node.reservations):
@@ -203,7 +204,7 @@ def _without_memory(
         return Verdict.NOT_LISTED, "does not serve this model, and does not load models on request"
     if held is None and not fleet.catalogue.has(spec.id):
         return Verdict.NOT_LISTED, "does not list this model, and neither does the catalogue"
-    if spec.policy == "manual" and origin != "operator":
+    if spec.policy == "manual" and origin not in ("operator", "pin"):
         return Verdict.MANUAL, "loaded only by the operator: run `cortex load`"
     if spec.only_on and node.name not in spec.only_on:
         return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.only_on)} (`only_on` in models.toml)"

@@ -194,7 +194,7 @@ class Dispatcher(StateMachine):
     @event
     def _load_pinned(self, pin: UnmetPin) -> None:
         """Decided and started in one event, so that the next pin sees the memory that this one takes."""
-        decision = place(pin.model, self.fleet, self._clock(), only_on=pin.node)
+        decision = place(pin.model, self.fleet, self._clock(), origin="pin", only_on=pin.node)
         if decision.action in ("load", "wake"):
             self._event_log.decided(decision)
             self._jobs.start(decision)
@@ -271,7 +271,9 @@ class Dispatcher(StateMachine):
     def _retry_load(self, job: LoadJob, error: CortexError) -> None:
         """Load again at once if other models can be evicted for it. If they are busy, queued requests wait for that."""
         node, model = job.target
-        decision = place(model, self.fleet, self._clock(), only_on=node)
+        # A request that arrived since may evict what the load was not started to evict.
+        origin = self._queues.origin(model) if job.origin == "background" else job.origin
+        decision = place(model, self.fleet, self._clock(), origin=origin, only_on=node)
         is_blocked = any(assessment.verdict is Verdict.BLOCKED for assessment in decision.assessments)
         if decision.action in ("load", "wake"):
             self.start_load(decision)

@@ -49,8 +49,8 @@ class EventLog:
         self._last.pop(model, None)
 
     def happened(self, kind: str, **fields: Any) -> None:
-        """Log and publish an event of the fleet."""
-        log.info(kind.replace("_", " "), extra=fields)
+        """Log and publish an event of the fleet. One with a `why` is a problem."""
+        log.log(logging.WARNING if "why" in fields else logging.INFO, kind.replace("_", " "), extra=fields)
         self._publish({"kind": kind, "at": self._wall_clock(), **fields})
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:

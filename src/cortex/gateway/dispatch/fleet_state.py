@@ -13,6 +13,7 @@ import msgspec
 
 from cortex.fleet import memory, topology
 from cortex.fleet.catalogue import Catalogue, Resolution
+from cortex.fleet.placement.decision import Origin
 from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.topology import Fleet, MemoryReservation, ModelOnNode, Node, Residency
 from cortex.gateway.config import Config, NeuronSection
@@ -58,6 +59,7 @@ class LoadJob:
     need_bytes: int
     """What the decision found free, or freed by the victims, over all its nodes."""
     begun_at: float
+    origin: Origin
     max_bytes: tuple[int | None, ...] = ()
     """What memory ceilings let it take of each of its nodes."""
     victims: frozenset[ModelOnNode] = frozenset()

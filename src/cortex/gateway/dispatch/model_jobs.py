@@ -79,6 +79,7 @@ class ModelJobs:
             decision.chosen.reservation(target.model),
             sum(place.need_bytes or 0 for place in (decision.chosen, *decision.parts)),
             self._clock(),
+            decision.origin,
             max_bytes=decision.max_bytes,
             victims=frozenset(decision.evictions),
             parts=tuple((part.node, part.reservation(target.model)) for part in decision.parts),

@@ -74,12 +74,14 @@ class Queues:
         """Remove and return every request that waits for `model`."""
         return self._pending.pop(model, ())
 
+    def origin(self, model: str) -> Origin:
+        """On whose behalf a decision for `model` is made; background where no request waits for it."""
+        origins = {pending.origin for pending in self._pending.get(model, ())}
+        return "operator" if "operator" in origins else "request" if "request" in origins else "background"
+
     def waiting(self) -> list[Waiting]:
         """The queues as input of a decision."""
-        return [_waiting(model, queue) for model, queue in self._pending.items()]
-
-
-def _waiting(model: str, queue: deque[PendingRequest]) -> Waiting:
-    origins: set[Origin] = {pending.origin for pending in queue}
-    origin: Origin = "operator" if "operator" in origins else "request" if "request" in origins else "background"
-    return Waiting(model_id=model, since=queue[0].since, count=len(queue), origin=origin)
+        return [
+            Waiting(model_id=model, since=queue[0].since, count=len(queue), origin=self.origin(model))
+            for model, queue in self._pending.items()
+        ]

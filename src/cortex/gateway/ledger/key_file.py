@@ -80,6 +80,7 @@ class KeyFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        self._read()  # with a clear error where there is no such file, or no such directory
         directory = os.open(self.path.resolve().parent, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(directory, fcntl.LOCK_EX)

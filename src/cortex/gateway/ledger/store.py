@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from cortex.gateway.database import Database, Driver, Execute, driver_of
+from cortex.gateway.database import Database, Driver, Execute, check_location, driver_of
 from cortex.gateway.ledger import tables
 from cortex.gateway.ledger.limits import MINUTE_S, Spent
 from cortex.gateway.ledger.tables import Claim, Counts, GroupBy, Slot
@@ -29,6 +29,9 @@ class LedgerSection(Section, frozen=True):
     flush_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """How often usage and reservations are written. A gateway that is killed loses at most what it admitted or finished
     within this time; requests that had been running for longer stay charged."""
+
+    def __post_init__(self) -> None:
+        check_location(self.database)
 
 
 def open_store(database: str) -> Store:

@@ -13,7 +13,7 @@ ANY_ORIGIN = b"*"
 _READABLE = ("x-request-id", ANTHROPIC_REQUEST_ID, NODE, "retry-after", DROPPED_TOOLS, IGNORED_FIELDS, UNENFORCED)
 _EXPOSED = (b"access-control-expose-headers", ", ".join(_READABLE).encode())
 _DEFAULT_HEADERS = b"authorization, content-type, x-api-key, anthropic-version"
-_METHODS = (b"access-control-allow-methods", b"GET, HEAD, POST, DELETE")
+_METHODS = (b"access-control-allow-methods", b"GET, HEAD, POST, PATCH, DELETE")
 _MAX_AGE = (b"access-control-max-age", b"86400")
 
 

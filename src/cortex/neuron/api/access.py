@@ -7,14 +7,16 @@ import hmac
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-
-from aiohttp import web
+from typing import TYPE_CHECKING
 
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.neuron.config import NeuronConfig, check_key
 from cortex.settings import SettingsError
 from cortex.wire.errors import CortexError, InvalidAPIKey
 from cortex.wire.fields.body import check_content_type
+
+if TYPE_CHECKING:
+    from aiohttp import web  # `cortex up`, which reads the keys, needs no server
 
 log = logging.getLogger(__name__)
 

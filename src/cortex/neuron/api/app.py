@@ -19,7 +19,7 @@ from cortex.neuron.api.connections.client import end_of_head
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.usage import UsageRecords
-from cortex.neuron.api.log_context import request_id
+from cortex.neuron.api.log_context import request_id, stream_failure
 from cortex.neuron.api.routes.control import Control
 from cortex.neuron.api.routes.metrics import Metrics
 from cortex.neuron.api.routes.models import ModelRoutes
@@ -80,6 +80,7 @@ async def _handle(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Sets the request's id, turns exceptions of the handler into error responses, and logs the outcome."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
     request_id.set(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
+    stream_failure.set("")
     began_s = time.monotonic()
     try:
         if request.version not in _VERSIONS:
@@ -93,7 +94,7 @@ async def _handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = responses.error(error, request)
         _log(request, f"{response.status} {error.code}: {error.message}", began_s)
         return response
-    _log(request, str(response.status), began_s)
+    _log(request, f"{response.status}{stream_failure.get()}", began_s)
     return response
 
 

@@ -1,4 +1,4 @@
-"""The request id of log lines."""
+"""What log lines say about the request of the current task."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from contextvars import ContextVar
 
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 """The id of the request that the current task serves."""
+
+stream_failure: ContextVar[str] = ContextVar("stream_failure", default="")
+"""Why its response ended early although the status, sent before, is 200. Empty if it did not."""
 
 
 def common_fields() -> dict[str, object]:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
+from cortex.neuron.kernels.native.library import native_library_or_none
+from cortex.neuron.kernels.native.operations import Likeliest, compute, operation
 
 _PART = 4096
 
@@ -16,7 +18,8 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     logits: [rows, vocab] → [rows] int64, [rows] bool
     """
     if not has_kernels(logits):
-        return likeliest_reference(logits)
+        is_native = logits.dtype == torch.float32 and native_library_or_none() is not None
+        return (_native_likeliest if is_native else likeliest_reference)(logits)
     rows, vocab = logits.shape
     num_parts = triton.cdiv(vocab, _PART)
     device = logits.device
@@ -31,6 +34,15 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     _rows_kernel[(rows,)](
         highest, places, tokens, healthy, num_parts, BLOCK=triton.next_power_of_2(num_parts), num_warps=1, **options
     )
+    return tokens, healthy
+
+
+def _native_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.contiguous()
+    rows, vocab = logits.shape
+    tokens, healthy = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
+    made = operation(Likeliest, logits=logits, tokens=tokens, is_finite=healthy, count=vocab)
+    compute(made, rows, is_small=True)
     return tokens, healthy
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.float8.product import float8_embedding
+from cortex.neuron.kernels.products.native import DTYPES, NativeMatrix
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.product import packed_rows
 from cortex.neuron.layers.configs import Shard
@@ -116,4 +117,6 @@ def _rows(matrix: QuantisedMatrix, numbers: Tensor, dtype: torch.dtype) -> Tenso
         return packed_rows(matrix, numbers, dtype)
     if isinstance(matrix, Float8Matrix):
         return float8_embedding(matrix, numbers, dtype)
+    if isinstance(matrix, NativeMatrix) and dtype in DTYPES:
+        return matrix.rows(numbers, dtype)
     return matrix.rows(numbers).to(dtype)

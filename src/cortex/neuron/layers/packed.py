@@ -17,7 +17,9 @@ from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix
 from cortex.neuron.kernels.products.native import NativeMatrix
+from cortex.neuron.kernels.quantised.few_rows import MAX_FEW_ROWS, few_rows_product, gated_few_rows_product
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
+from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.product import MAX_SMALL_ROWS, packed_product
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import QuantisedMatrix
@@ -31,6 +33,8 @@ class PackedProjections:
         self.outputs = sum(matrix.outputs for matrix in matrices)
         only = matrices[0] if len(matrices) == 1 else None
         self._float8 = only if isinstance(only, Float8Matrix) else None
+        is_packed = all(isinstance(matrix, PackedMatrix) for matrix in matrices)
+        self._max_normed_rows = MAX_FEW_ROWS if is_packed else 1
 
     def rounds_inputs(self, x: Tensor) -> bool:
         """Whether the rows of x are rounded to eight bits: `activated` does that together with the activation."""
@@ -40,7 +44,7 @@ class PackedProjections:
         """x: [tokens, in] → [tokens, out]"""
         if self.rounds_inputs(x):
             return self._rounded(x, bias, residual, norm=norm)
-        fuses_norm = len(x) == 1 and has_kernels(x)
+        fuses_norm = len(x) <= self._max_normed_rows and has_kernels(x)
         if norm is not None and not fuses_norm:
             x = norm(x)
         x = x.contiguous()
@@ -56,7 +60,8 @@ class PackedProjections:
                 else:
                     widened_product(x, matrix, part, part_bias, part_residual)
             elif fuses_norm:
-                one_row_product(x, matrix, part, part_bias, weight, eps, part_residual)
+                product = one_row_product if len(x) == 1 else few_rows_product
+                product(x, matrix, part, part_bias, weight, eps, part_residual)
             else:
                 packed_product(x, matrix, part, part_bias, part_residual)
         return out
@@ -66,18 +71,20 @@ class PackedProjections:
         return self._rounded(gate_up, bias, residual, gated=True)
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
-        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)`; None if no product has the activation in it: several rows unless rounded
-        with a scale for each row of the matrix, or two formats."""
-        if self._float8 is not None and self.rounds_inputs(x):
-            if len(x) > MAX_SMALL_FLOAT8_ROWS or self._float8.layout.block:
-                return None
-            return gated_float8_product(
-                float8_rows(x, grouped=False, norm_weight=norm.weight, eps=norm.eps), self._float8
-            )
-        if len(x) != 1 or len(self.matrices) != 1 or not has_kernels(x):
+        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` without storing gate and up; None if that is not possible: many rows, two
+        formats, or several rows and eight-bit floating-point numbers with scales of blocks."""
+        if len(self.matrices) != 1 or not has_kernels(x):
             return None
-        out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)
         (matrix,) = self.matrices
+        if len(x) > 1:
+            if not isinstance(matrix, Float8Matrix):
+                is_few = len(x) <= MAX_FEW_ROWS
+                return gated_few_rows_product(x.contiguous(), matrix, norm.weight, norm.eps) if is_few else None
+            if matrix.layout.block or len(x) > MAX_SMALL_FLOAT8_ROWS or not self.rounds_inputs(x):
+                return None
+            rows = float8_rows(x, grouped=False, norm_weight=norm.weight, eps=norm.eps)
+            return gated_float8_product(rows, matrix)
+        out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)
         if isinstance(matrix, Float8Matrix):
             one_row_float8_product(x.contiguous(), matrix, out, None, norm.weight, norm.eps, None, gated=True)
         else:
@@ -122,15 +129,12 @@ class CpuProjections:
 
     def __init__(self, matrices: Sequence[CpuMatrix]) -> None:
         self.matrices = matrices
-        only = matrices[0] if len(matrices) == 1 else None
-        self._native = only if isinstance(only, NativeMatrix) else None
+        self._native = [matrix for matrix in matrices if isinstance(matrix, NativeMatrix)]
 
     def __call__(self, x: Tensor, bias: Tensor | None, norm: RMSNorm | None, residual: Tensor | None) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
-        if self._native is not None:
-            weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-            out = self._native.fused(x, norm=weight, eps=eps, residual=residual)
-            return out if bias is None else out.add_(bias)
+        if self._native:
+            return self._fused(x, bias, residual, norm=norm)
         x, scale = (x, 1.0) if norm is None else norm.in_two(x)
         out = self.matrices[0].product(x, scale)
         if len(self.matrices) > 1:
@@ -141,13 +145,34 @@ class CpuProjections:
 
     def rounds_inputs(self, x: Tensor) -> bool:  # noqa: ARG002
         """Whether `activated` rounds and multiplies in one pass."""
-        return self._native is not None
+        return bool(self._native)
 
     def activated(self, gate_up: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """`(silu(gate) · up) Wᵀ + b + residual`. Requires `rounds_inputs`. gate_up: [tokens, 2 · in] → [tokens, out]"""
-        assert self._native is not None
-        out = self._native.fused(gate_up, is_gated=True, residual=residual)
-        return out if bias is None else out.add_(bias)
+        return self._fused(gate_up, bias, residual, is_gated=True)
+
+    def _fused(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        *,
+        norm: RMSNorm | None = None,
+        is_gated: bool = False,
+    ) -> Tensor:
+        weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+        if len(self._native) == 1:
+            return self._native[0].fused(x, norm=weight, eps=eps, is_gated=is_gated, bias=bias, residual=residual)
+        out = torch.empty(len(x), sum(matrix.outputs for matrix in self._native), dtype=x.dtype)
+        first = 0
+        for matrix in self._native:
+            rows = slice(first, first + matrix.outputs)
+            first += matrix.outputs
+            part_bias, part_residual = (None if part is None else part[..., rows] for part in (bias, residual))
+            matrix.fused(
+                x, norm=weight, eps=eps, is_gated=is_gated, bias=part_bias, residual=part_residual, out=out[:, rows]
+            )
+        return out
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:  # noqa: ARG002
         """None: no library product has the activation in it."""

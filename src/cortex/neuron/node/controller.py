@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -89,6 +90,17 @@ class ModelController:
         """Returns when the model's device memory is free. Its weights stay in host memory if there is room."""
         await self._wait(self._asleep_waiters, events.EnsureAsleep(drain_s))
 
+    def unload_sleeping(self) -> bool:
+        """Starts to unload a model that is asleep; one that is being put to sleep is unloaded instead. False: it is in
+        neither state, or is wanted again."""
+        if self.life.state is ModelState.ASLEEP:
+            self._post(events.EnsureGone())
+        elif self._is_leaving:
+            self._post(events.EnsureGone(math.inf))  # its drain goes on
+        else:
+            return False
+        return True
+
     async def unload_if_asleep(self) -> None:
         if self.life.state is ModelState.ASLEEP:
             await self.ensure_gone(0.0)
@@ -127,13 +139,17 @@ class ModelController:
             await asyncio.wait({self._task})
 
     def _set_options(self, model: KnownModel) -> None:
-        """The options hold for the next load. A sleeping model wakes where it is, unless `model` excludes its device:
-        then it is unloaded first."""
-        sleeping = self.instance if self.life.state is ModelState.ASLEEP else None
-        if sleeping is not None and model.devices and not set(sleeping.host.device_indices) <= set(model.devices):
-            self._post(events.EnsureGone())
-        if self.life.state in (ModelState.COLD, ModelState.FAILED, ModelState.UNLOADING):
+        """The options hold for the next load, if none is in progress or ordered. A sleeping model wakes where it is,
+        unless `model` excludes its device: then it is unloaded first."""
+        held = set() if self.instance is None else set(self.instance.host.device_indices)
+        if model.devices and not held <= set(model.devices):
+            self.unload_sleeping()
+        if self.life.state in (ModelState.COLD, ModelState.FAILED) or self._is_leaving:
             self.model = model
+
+    @property
+    def _is_leaving(self) -> bool:
+        return self.life.state is ModelState.UNLOADING and self.life.wanted == "gone"
 
     def _retry_after_s(self) -> float:
         eta_s = self.progress.snapshot().eta_s if self.progress is not None else None
@@ -167,7 +183,8 @@ class ModelController:
         after = self.life.state
         if after is not before:
             reason = f": {self.life.reason.removeprefix(f'{self.model_id}: ')}" if self.life.reason else ""
-            log.info("%s: %s → %s%s", self.model_id, before.value, after.value, reason)
+            level = logging.WARNING if after in (ModelState.FAILED, ModelState.RECOVERING) else logging.INFO
+            log.log(level, "%s: %s → %s%s", self.model_id, before.value, after.value, reason)
             if after not in (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING):
                 self.progress = None
         for effect in effects:
@@ -253,7 +270,7 @@ class ModelController:
         instance = self.instance
         if instance is None:
             raise WorkerLost("the worker that held its weights is gone")
-        await self._loader.wake(instance)
+        await self._loader.wake(self.model, instance)
         return instance
 
     def _progressed(self, attempt: int, stage: str, done_bytes: int, total_bytes: int) -> None:

@@ -20,7 +20,7 @@ from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
-from cortex.neuron.worker.replicas import LockDevices, WorkerReplicas
+from cortex.neuron.worker.replicas.host import LockDevices, WorkerReplicas
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.node.protocol import Device, DeviceHealth
 
@@ -36,13 +36,13 @@ class NodeDevices:
     def __init__(
         self,
         inventory: Inventory,
-        engine: str,
+        worker_factory: WorkerFactory,
         timeouts: WorkerTimeouts,
         read_devices: ReadDevices,
         reserve: Callable[[Device], MemoryReserve],
         ceilings: Ceilings,
     ) -> None:
-        """`engine`: what workers load models with. `reserve`: what loads leave free on a device."""
+        """`worker_factory`: closed with the devices. `reserve`: what loads leave free on a device."""
         self.all = inventory.devices
         self.claims = DeviceClaims()
         self.extras = ExtraReplicas(inventory.devices, ceilings)
@@ -50,7 +50,7 @@ class NodeDevices:
         self._read_devices = read_devices
         self._reserve = reserve
         self._ceilings = ceilings
-        self._worker_factory = WorkerFactory(engine)
+        self._worker_factory = worker_factory
         self._lock_directory = tempfile.mkdtemp(prefix="neuron-devices-")
         self.supervisors = {
             device.index: WorkerSupervisor(

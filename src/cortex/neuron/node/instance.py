@@ -225,7 +225,7 @@ class Instance:
 
     @property
     def _num_slots(self) -> int:
-        return self._max_num_seqs * self.host.num_replicas
+        return self._max_num_seqs * len(self.host.replica_devices)
 
     def _update_capacity(self) -> None:
         if self._resident is not None:  # reports may come before the load has ended

@@ -43,7 +43,7 @@ from cortex.neuron.text.model import TextSurvey, survey_text
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices
-from cortex.neuron.worker.factory import ENGINE
+from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.quant_names import is_same_quant
 from cortex.tasks import SupervisedTask, Supervisor, run_once
@@ -60,7 +60,7 @@ _SCAN_EVERY_SAMPLES = 30
 class Parts:
     """The parts of a node that tests replace, to inject faults."""
 
-    engine: str = ENGINE
+    make_workers: Callable[[], WorkerFactory] = WorkerFactory
     discover: Callable[[], Inventory] = discover
     read_devices: ReadDevices = read_devices
     fetch: Fetch = fetch
@@ -83,7 +83,9 @@ class Node:
         forecast = Forecast(config)
         ceilings = Ceilings.of(config)
         self.discovery = describe_node(inventory, limits.sleep_mb, HARNESSES)
-        self.devices = NodeDevices(inventory, parts.engine, timeouts, parts.read_devices, forecast.reserve, ceilings)
+        self.devices = NodeDevices(
+            inventory, parts.make_workers(), timeouts, parts.read_devices, forecast.reserve, ceilings
+        )
         self._config = config
         self._started_s = time.monotonic()
         self._library = Library(config)
@@ -126,7 +128,7 @@ class Node:
         self.prompts = Prompts(self._models, self._loader, self._texts, limits.max_prompt_tokens, self._check_open)
         self._feed = EventFeed()
         self._startup_models = StartupModels(
-            [default.model_id for default in config.default_models],
+            [default.id for default in config.default_models],
             lambda model_id: self.load(LoadRequest(model_id=model_id), wait=True),
             lambda: self._feed.publish(self._activation_event()),
             parts.first_retry_s,
@@ -202,30 +204,28 @@ class Node:
         model = self._library.adopt(request)
         self.files.reject_if_deleting(model)
         if request.quant is not None:
-            await self._free_another_quant(model.id, request.quant)
+            self._free_another_quant(model.id, request.quant)
         if wait:
             await self._models.controller(model.id).ensure_ready(model)
         else:
             self._models.controller(model.id).want_ready(model)
         return self.model(request.model_id)
 
-    async def _free_another_quant(self, model_id: str, quant: str) -> None:
-        """Unload the model where it sleeps in another quantisation than `quant`. Raises ModelInUse where it serves in
-        another one: to join that would give the caller other weights than it asked for."""
+    def _free_another_quant(self, model_id: str, quant: str) -> None:
+        """Starts to unload the model where it sleeps in another quantisation than `quant`. Raises ModelInUse where it
+        serves in another one, or soon will: to join that would give the caller other weights than it asked for."""
         held, requested = self.model(model_id), self._models.options(model_id).quant
         # Until a load has read its files, the status describes those that were read before it.
         stored = held.quant if held.requested_quant == requested else None
-        is_in_memory = held.state not in (ModelState.COLD, ModelState.FAILED, ModelState.UNLOADING)
-        if not is_in_memory or is_same_quant(quant, requested, stored):
+        if held.state in (ModelState.COLD, ModelState.FAILED) or is_same_quant(quant, requested, stored):
             return
-        if held.state is ModelState.ASLEEP:
-            await self._models.controller(model_id).unload_if_asleep()
-            await self._free_another_quant(model_id, quant)  # another request may have loaded it meanwhile
+        if self._models.controller(model_id).unload_sleeping():
             return
+        state = "about to be loaded" if held.state is ModelState.UNLOADING else held.state.value
         loaded = requested or stored or "dense weights"
         raise ModelInUse(
-            f"{shorten(model_id)} is {held.state.value} as {loaded}, not as {shorten(quant)}; unload it first, or "
-            "leave out the quantisation"
+            f"{shorten(model_id)} is {state} as {loaded}, not as {shorten(quant)}; unload it first, or leave out the "
+            "quantisation"
         )
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:

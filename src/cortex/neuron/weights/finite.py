@@ -1,4 +1,4 @@
-"""Checks that the scales of quantised tensors are numbers, while the tensors are read."""
+"""Checks that quantised tensors have scales, and FP8 ones weights, that are numbers, while the tensors are read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 
 from cortex.neuron.weights.errors import Malformed
 from cortex.neuron.weights.stored import StoredTensor
+
+_NAN = 0x7F
+"""The code of FP8 (e4m3) that is no number, without its sign. Some kernels would read it as 480."""
 
 
 class ScaleCheck:
@@ -20,7 +23,14 @@ class ScaleCheck:
 
     def add(self, scales: torch.Tensor) -> None:
         """`scales`: numbers of one piece; if a scale is not finite, one of them is not. Raises Malformed on the CPU."""
-        finite = torch.isfinite(scales.sum())
+        self._add(torch.isfinite(scales.sum()))
+
+    def add_float8(self, codes: torch.Tensor) -> None:
+        """`codes`: weights of one piece. Raises Malformed on the CPU."""
+        self._add((codes.view(torch.uint8) & _NAN).amax() != _NAN)
+
+    def _add(self, finite: torch.Tensor) -> None:
+        """finite: [] bool"""
         if finite.device.type == "cpu":
             if not bool(finite):
                 raise self.error()
@@ -29,13 +39,14 @@ class ScaleCheck:
 
     def error(self) -> Malformed:
         stored = self._stored
+        what = "weights" if stored.format == "FP8" else "scales"  # its scales are checked where they are read
         return Malformed(
-            f"{stored.file.path}: {stored.name} in {stored.format} has scales that are not numbers; download it again"
+            f"{stored.file.path}: {stored.name} in {stored.format} has {what} that are not numbers; download it again"
         )
 
 
 def finish(checks: Iterable[ScaleCheck]) -> None:
-    """Raises Malformed if a scale was not a number."""
+    """Raises Malformed if a scale or a weight was not a number."""
     pending = [(check, check.finite) for check in checks if check.finite is not None]
     if not pending:
         return

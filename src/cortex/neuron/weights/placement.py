@@ -153,7 +153,9 @@ class PackedTarget:
         matrix = self._placement.matrix
         first_row = self._placement.first_row + piece.start_group * self.stored.group_rows
         if isinstance(matrix, Float8Sink) and self.stored.format == "FP8":
-            matrix.put_float8(first_row, *decode_float8(self.stored, raw, piece.start_group))
+            codes, scales = decode_float8(self.stored, raw, piece.start_group)
+            self.check.add_float8(codes)
+            matrix.put_float8(first_row, codes, scales)
             return
         if isinstance(matrix, Float8Sink) or not has_groups(self.stored):
             matrix.put_numbers(first_row, decode(self.stored, raw, piece.start_group))

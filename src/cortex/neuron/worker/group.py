@@ -92,8 +92,8 @@ class WorkerGroup:
         """Members whose part of the model is gone."""
 
     @property
-    def num_replicas(self) -> int:
-        return 1
+    def replica_devices(self) -> tuple[tuple[int, ...], ...]:
+        return (self.device_indices,)
 
     @property
     def device_indices(self) -> tuple[int, ...]:

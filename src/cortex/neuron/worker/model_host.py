@@ -15,10 +15,10 @@ class LoadRejected(Exception):
     """The worker could not load or wake the model; the message is the engine's own."""
 
     def __init__(
-        self, kind: FaultKind, message: str, *, cancelled: bool = False, has_room_elsewhere: bool = False
+        self, kind: FaultKind, message: str, *, cancelled: bool = False, has_room_elsewhere: bool | None = None
     ) -> None:
-        """`cancelled`: by the daemon, or because another rank of the model failed. `has_room_elsewhere`: it cannot wake
-        on its devices, but could be loaded on others."""
+        """`cancelled`: by the daemon, or because another rank of the model failed. `has_room_elsewhere`: of a part on
+        another node that cannot wake on its devices, whether it could be loaded on others there; None: it is here."""
         super().__init__(message)
         self.kind = kind
         self.cancelled = cancelled
@@ -70,10 +70,11 @@ class ModelSink(Protocol):
 
 class ModelHost(Protocol):
     """Where one model is loaded: the worker of a device, those of a group (`group.py`), or several of either
-    (`replicas.py`). See `WorkerSupervisor`."""
+    (`replicas/`). See `WorkerSupervisor`."""
 
     @property
-    def num_replicas(self) -> int: ...
+    def replica_devices(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each replica; extra ones, which `device_indices` does not have, come last."""
 
     @property
     def device_indices(self) -> tuple[int, ...]: ...

@@ -60,8 +60,8 @@ class WorkerSupervisor:
         return self._worker.process_id if self._worker is not None else None
 
     @property
-    def num_replicas(self) -> int:
-        return 1
+    def replica_devices(self) -> tuple[tuple[int, ...], ...]:
+        return (self.device_indices,)
 
     @property
     def device_indices(self) -> tuple[int, ...]:

@@ -160,6 +160,8 @@ class ModelStatus(NodeValue, frozen=True):
     replicas: Annotated[int, Meta(ge=1)] = 1
     """How often it is loaded there, or will be. It includes extra replicas, which come and go with demand; `devices`
     and all sizes do not, because their memory counts as free."""
+    replica_devices: tuple[tuple[int, ...], ...] = ()
+    """The devices of each replica, those of extra ones last; empty before a load."""
     stage_layers: tuple[int, ...] = ()
     """Number of layers on each of `devices`, if it is divided by layers; before a load, on the empty devices."""
     device_bytes: tuple[int, ...] = ()

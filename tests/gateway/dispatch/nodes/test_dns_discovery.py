@@ -17,7 +17,8 @@ from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.wire.node.protocol import ModelState
 
-from ...fake_neuron import GB, JSON, Client, FakeNeuron, until
+from ...fake_neuron import GB, JSON, FakeNeuron
+from ...started_gateway import Client, until
 
 SECTION = DiscoverySection(dns="neurons.svc", port=13131)
 

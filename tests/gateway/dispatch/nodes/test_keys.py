@@ -14,7 +14,8 @@ from cortex.wire.node.protocol import ModelState
 from ...fake_neuron import GB
 
 if TYPE_CHECKING:
-    from ...fake_neuron import FakeNeuron, StartGateway, StartNeuron
+    from ...fake_neuron import FakeNeuron, StartNeuron
+    from ...started_gateway import StartGateway
 
 
 NODE_KEY = "nk-0123456789abcdef"

@@ -9,10 +9,12 @@ import pytest
 
 from cortex.wire.node.protocol import ModelState
 
-from ...fake_neuron import GB, until
+from ...fake_neuron import GB
+from ...started_gateway import until
 
 if TYPE_CHECKING:
-    from ...fake_neuron import StartGateway, StartNeuron
+    from ...fake_neuron import StartNeuron
+    from ...started_gateway import StartGateway
 
 
 async def test_poller_goes_on_after_an_unexpected_failure(

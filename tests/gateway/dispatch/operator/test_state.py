@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cortex.fleet.catalogue import Catalogue, LoadPolicy, ModelSpec
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.operator.state import READ_EVERY, OperatorState
 
@@ -90,8 +91,9 @@ async def test_pin_is_kept_and_written_once_the_database_is_back(tmp_path: Path)
     await other.state.close()
 
 
-async def test_pinned_model_is_loaded_again_whenever_it_is_gone() -> None:
-    fake = FakeFleet({"n": {"a": GB}})
+@pytest.mark.parametrize("policy", ["on_demand", "manual"])
+async def test_pinned_model_is_loaded_again_whenever_it_is_gone(policy: LoadPolicy) -> None:
+    fake = FakeFleet({"n": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a", load=policy),)))
     fake.poll()
     fake.dispatcher.change_pins(added=[PIN])
     fake.dispatcher.tick()

@@ -15,10 +15,12 @@ from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.events import Usage
 from cortex.wire.node.protocol import ModelState
 
-from ...fake_neuron import GB, begin_stream, chunk, hang, until
+from ...fake_neuron import GB, begin_stream, chunk, hang
+from ...started_gateway import until
 
 if TYPE_CHECKING:
-    from ...fake_neuron import Client, FakeNeuron, Respond, StartGateway, StartNeuron
+    from ...fake_neuron import FakeNeuron, Respond, StartNeuron
+    from ...started_gateway import Client, StartGateway
 
 
 USED = Usage(prompt_tokens=31, cached_tokens=16, completion_tokens=9, reasoning_tokens=2)

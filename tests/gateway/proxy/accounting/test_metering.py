@@ -10,10 +10,12 @@ from aiohttp import web
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import ModelState
 
-from ...fake_neuron import GB, REPORTED, USAGE, begin_stream, chunk, until, usage_chunk
+from ...fake_neuron import GB, REPORTED, USAGE, begin_stream, chunk, usage_chunk
+from ...started_gateway import until
 
 if TYPE_CHECKING:
-    from ...fake_neuron import Client, FakeNeuron, StartGateway, StartNeuron
+    from ...fake_neuron import FakeNeuron, StartNeuron
+    from ...started_gateway import Client, StartGateway
 
 
 READY = ModelState.READY
@@ -138,6 +140,7 @@ async def test_stream_that_ends_with_an_error_event_counts_as_failed(
     ("error", "code"),
     [
         ({"message": "too long", "type": "x", "code": "context_length_exceeded"}, "context_length_exceeded"),
+        ({"message": "long " * 2000, "type": "x", "code": "context_length_exceeded"}, "context_length_exceeded"),
         ({"message": "odd", "type": "x", "code": "of_a_foreign_server"}, "status_400"),
         ({"message": "none", "type": "x"}, "status_400"),
         ("text", "status_400"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from cortex.wire.errors import LoadFailed, Overloaded, Recovering
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.sse import Parser
 
-from ..conftest import Api, ChatBody
+from ..conftest import Api, ChatBody, Until
 from .route_calls import body, frames, received_until
 
 
@@ -32,10 +33,14 @@ async def test_error_before_the_first_output_is_an_http_error_in_the_dialect(api
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_error_after_the_first_output_is_an_event_of_the_stream(api: Api, path: str) -> None:
+async def test_error_after_the_first_output_is_an_event_of_the_stream(
+    api: Api, path: str, caplog: pytest.LogCaptureFixture, until: Until
+) -> None:
+    caplog.set_level(logging.INFO)
     api.node.script.fails_after = 3
     api.node.script.error = Recovering("the device failed")
     last = (await frames(api, path, body(path)))[-1]
+    await until(lambda: f"POST {path} 200 failed recovering: the device failed in " in caplog.text)
     assert "the device failed" in last.data
     assert last.event == {"/v1/messages": "error", "/v1/responses": "response.failed"}.get(path, "message")
     status, reply, _ = await api.post(path, body(path))

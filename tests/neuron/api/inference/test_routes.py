@@ -63,7 +63,7 @@ async def test_anthropic_sdk_uses_tools_and_thinking(api: Api, anthropic_client:
     ) as stream:
         message = await stream.get_final_message()
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
-    assert message.content[2].input == {"city": "Ulm"}  # type: ignore[union-attr]
+    assert message.content[2].input == {"city": "Ulm"}
     assert message.stop_reason == "tool_use"
     assert message.usage.output_tokens == len(api.node.script.text) + 1
 

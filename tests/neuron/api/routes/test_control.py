@@ -167,7 +167,7 @@ async def test_counts_tokens_without_loading_weights(api: Any) -> None:
     api.node.state = ModelState.COLD
     messages = [{"role": "user", "content": "hello"}]
     async with anthropic.AsyncAnthropic(api_key="k", base_url=api.url, max_retries=0) as client:
-        counted = await client.messages.count_tokens(model="org/tiny", messages=messages)  # type: ignore[arg-type]
+        counted = await client.messages.count_tokens(model="org/tiny", messages=messages)
     status, body, _ = await api.post("/tokenize", {"model": "org/tiny", "messages": messages})
     assert status == 200
     assert counted.input_tokens == body["count"] == len(body["tokens"])

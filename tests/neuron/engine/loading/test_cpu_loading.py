@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -11,11 +12,16 @@ import pytest
 import torch
 
 from cortex.neuron.engine import loading
+from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadError
+from cortex.neuron.engine.execution import runner
+from cortex.neuron.engine.execution.threads import StepThreads
 from cortex.neuron.engine.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup
-from cortex.neuron.engine.request import LoadSpec, RankSpec
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.kernels.native.library import native_library_or_none
+from cortex.neuron.kernels.native.operations import Recording
 from cortex.neuron.kernels.products.cpu_layout import ROW_BLOCK, CpuForm, CpuLayout
 from cortex.neuron.kernels.products.cpu_matrix import empty_cpu_matrix
 from cortex.neuron.layers.mlp import MLP
@@ -40,7 +46,8 @@ def blocks(kind: str, rows: int, columns: int, generator: torch.Generator) -> by
     return b"".join(struct.pack("<e", scale) + minimum + row.numpy().tobytes() for row in q)
 
 
-def write_model(path: Path, matrices: str, embedding: str) -> None:
+def write_model(path: Path, matrices: str, embedding: str, values: str | None = None) -> None:
+    """`values`: the type of the matrices of values, as files of mixed types have it"""
     generator = torch.Generator().manual_seed(1)
     head_dim = HIDDEN // HEADS
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -57,7 +64,7 @@ def write_model(path: Path, matrices: str, embedding: str) -> None:
             "ffn_up": (INNER, HIDDEN),
             "ffn_down": (HIDDEN, INNER),
         }.items():
-            shapes[f"blk.{layer}.{name}.weight"] = (matrices, shape)
+            shapes[f"blk.{layer}.{name}.weight"] = (values or matrices if name == "attn_v" else matrices, shape)
         for name in ("attn_norm", "ffn_norm"):
             shapes[f"blk.{layer}.{name}.weight"] = ("F32", (HIDDEN,))
     keys: dict[str, int | float | str] = {
@@ -158,6 +165,45 @@ def test_dense_weights_are_quantised_as_they_are_loaded(tmp_path: Path, quant: s
     assert loaded.model.head.packed is not None
     exact = answers(load(tmp_path / "model.gguf"), tokens)
     assert (answers(loaded, tokens) - exact).norm() / exact.norm() < limit
+
+
+@pytest.mark.parametrize("values", [None, "Q8_0"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_recorded_steps_draw_the_tokens_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: str | None, temperature: float, threads: int
+) -> None:
+    """Requests that begin and end at different times, in a model whose decode steps are recorded and replayed."""
+    if native_library_or_none() is None:
+        pytest.skip("nothing can be compiled on this host")
+    write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0", values)
+    monkeypatch.setattr(loading, "best_form", lambda _: CpuForm.NATIVE)
+    monkeypatch.setattr(StepThreads, "decoding", lambda *_: nullcontext())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    replayed: list[int] = []
+    replay = Recording.replay
+
+    def counted(recording: Recording, rows: int) -> None:
+        replayed.append(rows)
+        replay(recording, rows)
+
+    monkeypatch.setattr(Recording, "replay", counted)
+    responses: list[dict[str, list[int]]] = []
+    for capture in (runner.default_capture, lambda *_, **__: None):
+        monkeypatch.setattr(runner, "default_capture", capture)
+        spec = LoadSpec(str(tmp_path / "model.gguf"), max_num_seqs=3, context_tokens=64)
+        engine = Engine.load(spec, CPU, lambda *_: None, lambda: False)
+        for number in range(6):
+            sampling = SamplingParams(temperature=temperature, seed=number)
+            prompt = tuple(range(number, 3 * number + 2))
+            engine.submit(EngineRequest(str(number), prompt, max_tokens=3 + 4 * number, sampling=sampling))
+        responses.append({})
+        while engine.has_work:
+            for output in engine.step():
+                responses[-1].setdefault(output.request_id, []).extend(output.tokens)
+    assert set(replayed) == {1, 2, 3}
+    assert responses[0] == responses[1]
+    assert [len(responses[0][str(number)]) for number in range(6)] == [3 + 4 * number for number in range(6)]
 
 
 def test_quantising_at_load_is_rejected_where_no_product_is_faster(

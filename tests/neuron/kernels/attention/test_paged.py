@@ -162,8 +162,7 @@ def test_attention_of_decode_rows_in_c_matches_the_reference(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    library = native_library_or_none()
-    if library is None:
+    if native_library_or_none() is None:
         pytest.skip("nothing can be compiled on this host")
     monkeypatch.setattr(native, "_MIN_PARALLEL_NUMBERS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -177,7 +176,7 @@ def test_attention_of_decode_rows_in_c_matches_the_reference(
     rope = torch.cat((angles.cos(), angles.sin()), dim=1)
     rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window)
     kept, expected_kept = pages.clone(), pages.float()
-    out = native.native_attention(library, q, k, v, rules, batch, *kept)
+    out = native.native_attention(q, k, v, rules, batch, *kept)
     expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *expected_kept)
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     assert (out.shape, out.dtype) == (q.shape, dtype)

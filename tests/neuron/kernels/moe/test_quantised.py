@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 
@@ -12,7 +14,9 @@ from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import INTERPRETED
 from cortex.neuron.kernels.moe.mixture import mixture, mixture_grouped, mixture_of_rows, mixture_reference
 from cortex.neuron.kernels.moe.quantised import PackedExperts
+from cortex.neuron.kernels.quantised import experts as packed_experts
 from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised.experts import PackedExpertTiles
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.recipes import DeviceLayout
 
@@ -22,15 +26,19 @@ needs_kernels = pytest.mark.skipif(
     not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a GPU or TRITON_INTERPRET=1"
 )
 EPS = 1e-6
+Mixture = Callable[..., torch.Tensor]
 
 
 def random_matrix(layout: DeviceLayout, outputs: int, inputs: int) -> DeviceMatrix:
     matrix = empty_device_matrix(layout, outputs, inputs, DEVICE)
-    if isinstance(matrix, PackedMatrix) and matrix.layout.levels:
-        zero, levels = matrix.layout.zero or 0, torch.tensor(matrix.layout.levels, device=DEVICE)
-        level = levels[torch.randint(0, 16, (outputs, inputs), device=DEVICE)]
-        scale = torch.rand(outputs, inputs // matrix.layout.group, device=DEVICE) * (inputs**-0.5 / 64)
-        matrix.put(0, (level + zero).to(torch.uint8), scale, scale * -zero)
+    if isinstance(matrix, PackedMatrix):
+        bits, group, levels = matrix.layout.bits, matrix.layout.group, matrix.layout.levels
+        zero = 1 << bits - 1 if matrix.layout.zero is None else matrix.layout.zero
+        code = torch.randint(0, 1 << bits, (outputs, inputs), device=DEVICE)
+        if levels:
+            code = torch.tensor(levels, device=DEVICE)[code] + zero
+        scale = torch.rand(outputs, inputs // group, device=DEVICE) * (2 * inputs**-0.5 / zero)
+        matrix.put(0, code.to(torch.uint8), scale, scale * -zero)
     else:
         matrix.put_numbers(0, torch.randn(outputs, inputs, device=DEVICE) * inputs**-0.5)
     return matrix
@@ -47,30 +55,48 @@ def random_experts(gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner
     )
 
 
+GROUPED = ((mixture_grouped, 2), (mixture_grouped, 9))
+BOTH = ((mixture_of_rows, 2), *GROUPED)
+
+
 @needs_kernels
 @pytest.mark.parametrize(
-    ("gate_up", "down", "hidden", "inner", "rows"),
+    ("gate_up", "down", "hidden", "inner", "runs"),
     [
-        *((layouts.Q4, layouts.Q6, 160, 32, rows) for rows in (2, 9)),
-        *((layouts.Q8, layouts.Q4, 160, 32, rows) for rows in (2, 9)),
-        *((layouts.IQ4, layouts.IQ4, 160, 32, rows) for rows in (2, 9)),
-        *((FLOAT8_BLOCKS, FLOAT8_BLOCKS, 128, 128, rows) for rows in (2, 9)),
-        *((FLOAT8_ROWS, FLOAT8_ROWS, 128, 128, rows) for rows in (2, 9)),
-        (FLOAT8_ROWS, layouts.Q8, 128, 32, 9),
+        (layouts.Q4, layouts.Q6, 160, 32, BOTH),
+        (layouts.Q8, layouts.Q4, 160, 32, BOTH),
+        (layouts.IQ4, layouts.IQ4, 160, 32, BOTH),
+        (FLOAT8_BLOCKS, FLOAT8_BLOCKS, 128, 128, BOTH),
+        (FLOAT8_ROWS, FLOAT8_ROWS, 128, 128, BOTH),
+        (FLOAT8_ROWS, layouts.Q8, 128, 32, GROUPED),
     ],
 )
 def test_mixture_agrees_with_dense_experts(
-    gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner: int, rows: int
+    gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner: int, runs: Sequence[tuple[Mixture, int]]
 ) -> None:
     torch.manual_seed(0)
     experts = random_experts(gate_up, down, hidden, inner)
-    x = torch.randn(rows, hidden, device=DEVICE).to(KIND)
     norm_weight = torch.rand(hidden, device=DEVICE).to(KIND) + 0.5
-    expected = mixture_reference(x, norm_weight, EPS, experts.dense())
     is_rounded = isinstance(experts.gate_up, Float8Matrix) and has_float8_products(DEVICE)
-    for function in (mixture_of_rows, mixture_grouped) if rows < 9 else (mixture_grouped,):
+    for function, rows in runs:
+        x = torch.randn(rows, hidden, device=DEVICE).to(KIND)
+        expected = mixture_reference(x, norm_weight, EPS, experts.dense())
         tolerance = 0.15 if is_rounded and function is mixture_grouped else 0.03
         torch.testing.assert_close(function(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=tolerance)
+
+
+@needs_kernels
+def test_programs_take_blocks_of_rows_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def two_blocks(*args: int, **_: object) -> PackedExpertTiles:
+        chunks = args[3]
+        return PackedExpertTiles(pairs=16, blocks=2, chunks=2 if chunks % 2 == 0 else 1, stages=3)
+
+    monkeypatch.setattr(packed_experts, "packed_expert_tiles", two_blocks)
+    torch.manual_seed(0)
+    experts = random_experts(layouts.Q4, layouts.Q4, 192, 32)
+    x, norm_weight = torch.randn(3, 192, device=DEVICE).to(KIND), torch.ones(192, device=DEVICE).to(KIND)
+    expected = mixture_reference(x, norm_weight, EPS, experts.dense())
+    torch.testing.assert_close(mixture_grouped(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=0.03)
 
 
 @pytest.mark.parametrize("layout", [layouts.Q5, FLOAT8_BLOCKS])

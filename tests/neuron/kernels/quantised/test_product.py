@@ -9,6 +9,7 @@ import torch
 
 from cortex.neuron.kernels.jit import INTERPRETED
 from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised.few_rows import few_rows_product, gated_few_rows_product
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, unpacked
@@ -96,9 +97,10 @@ def test_dequantised_rows_equal_the_reference(layout: Layout, outputs: int, inpu
 @pytest.mark.parametrize(
     ("layout", "rows", "outputs", "inputs"),
     [
-        *((layout, 3, 72, 160) for layout in LAYOUTS),
-        *((layouts.Q4, rows, 72, 160) for rows in (1, 17, 70)),
-        (layouts.Q4, 2, 130, 1024),
+        *((layout, rows, 72, 160) for layout in LAYOUTS for rows in (3, 9)),
+        *((layouts.Q4, rows, 72, 160) for rows in (1, 8, 17, 70)),
+        (layouts.Q4, 2, 40, 1184),
+        (layouts.Q4, 10, 130, 1024),
         (layouts.Q6, 70, 40, 160),
         (layouts.IQ4, 70, 40, 160),
     ],
@@ -170,6 +172,22 @@ def test_gated_row_agrees_with_the_dequantised_matrices(layout: Layout, outputs:
     gated_one_row_product(x, matrix, out, norm_weight, 1e-6)
     value = torch.nn.functional.rms_norm(x.float(), (inputs,), norm_weight.float(), 1e-6)
     gate, up = (value @ unpacked(matrix).t()).chunk(2, dim=-1)
+    torch.testing.assert_close(out.float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=4e-3 * inputs)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("layout", "inputs"), [(layouts.Q4, 160), (layouts.Q6, 160), (layouts.Q4, 1184)])
+def test_normed_rows_agree_with_the_dequantised_matrix(layout: Layout, inputs: int) -> None:
+    matrix = random_matrix(layout, 2 * 12, inputs)
+    x = (torch.randn(5, inputs, device=DEVICE) * torch.arange(1, 6, device=DEVICE)[:, None]).to(KIND)
+    norm_weight = torch.rand(inputs, device=DEVICE).to(KIND)
+    residual = torch.randn(5, 24, device=DEVICE).to(KIND)
+    expected = torch.nn.functional.rms_norm(x.float(), (inputs,), norm_weight.float(), 1e-6) @ unpacked(matrix).t()
+    out = torch.full((5, 24), torch.nan, dtype=KIND, device=DEVICE)
+    few_rows_product(x, matrix, out, None, norm_weight, 1e-6, residual)
+    torch.testing.assert_close(out.float(), expected + residual.float(), rtol=0.02, atol=4e-3 * inputs**0.5)
+    gate, up = expected.chunk(2, dim=-1)
+    out = gated_few_rows_product(x, matrix, norm_weight, 1e-6)
     torch.testing.assert_close(out.float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=4e-3 * inputs)
 
 

@@ -3,6 +3,8 @@
 import pytest
 
 from cortex.neuron.kernels.jit import TRITON
+from cortex.neuron.kernels.quantised.experts import PackedExpertTiles, packed_expert_tiles
+from cortex.neuron.kernels.quantised.few_rows import few_rows_tiles
 from cortex.neuron.kernels.quantised.layout import Q2, Q4, Q6, Q8, Layout
 from cortex.neuron.kernels.quantised.product import fitting_stages, small_batch_tiles
 from cortex.neuron.kernels.shared_memory import SMALLEST, SharedMemory
@@ -33,3 +35,35 @@ def test_programs_run_all_at_once(rows: int, outputs: int, stages: int) -> None:
 def test_fewer_stages_only_where_memory_is_short() -> None:
     assert fitting_stages(64, 64, 5, HOPPER) == 5
     assert fitting_stages(128, 64, 3, SMALLEST) < 4
+
+
+@pytest.mark.parametrize(
+    ("pairs", "outputs", "chunks", "gated", "tiles"),
+    [
+        (512, 768, 16, True, PackedExpertTiles(16, 1, 2, 3)),
+        (512, 2048, 6, False, PackedExpertTiles(16, 8, 2, 3)),
+        (72, 2048, 6, False, PackedExpertTiles(16, 4, 2, 3)),  # eight blocks would leave processors idle
+        (512, 2080, 6, False, PackedExpertTiles(16, 1, 2, 3)),
+        (512, 768, 15, True, PackedExpertTiles(16, 1, 1, 3)),
+        (4096, 768, 16, True, PackedExpertTiles(64, 1, 1, 3)),
+    ],
+)
+def test_few_pairs_of_an_expert_read_whole_lines_in_long_programs(
+    pairs: int, outputs: int, chunks: int, gated: bool, tiles: PackedExpertTiles
+) -> None:
+    assert packed_expert_tiles(pairs, 128, outputs, chunks, 132, HOPPER, gated=gated) == tiles
+    small = packed_expert_tiles(pairs, 128, outputs, chunks, 28, SMALLEST, gated=gated)
+    assert (small.blocks, small.chunks) == (1, 1) or small.stages == 3
+
+
+@pytest.mark.parametrize(("chunks", "outputs", "split"), [(16, 5120, 2), (32, 2048, 4), (32, 4096, 4), (96, 4096, 4)])
+def test_parts_of_many_rows_are_long(chunks: int, outputs: int, split: int) -> None:
+    assert small_batch_tiles(64, chunks, outputs, Q4, 132, HOPPER).split == split
+
+
+@pytest.mark.parametrize("layout", [Q4, Q6, Q8])
+@pytest.mark.parametrize("outputs", [64, 151_936])
+def test_programs_of_a_few_rows_fit_on_a_processor_together(layout: Layout, outputs: int) -> None:
+    tiles = few_rows_tiles(layout, outputs)
+    assert tiles.programs * tiles.warps * 32 * tiles.registers <= 65_536
+    assert tiles.chunks % tiles.warps == 0

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import faulty_ranks
@@ -16,6 +17,7 @@ from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import Recovering
 from cortex.wire.node.protocol import ModelState
@@ -71,7 +73,10 @@ async def test_divided_models_recover_alone_from_faults_of_any_of_their_workers(
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8), drain_s=1.0, cpu_devices=5)
     timeouts = WorkerTimeouts(step_s=5.0)
-    node = await Node.start(config, parts(engine="faulty_ranks:load", timeouts=timeouts, policy=BackoffPolicy()))
+    node = await Node.start(
+        config,
+        parts(make_workers=partial(WorkerFactory, "faulty_ranks:load"), timeouts=timeouts, policy=BackoffPolicy()),
+    )
     try:
         await load(node, "beside")
         bystander = worker_of(node, 4)

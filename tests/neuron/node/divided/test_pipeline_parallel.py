@@ -13,25 +13,30 @@ from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.factory import ENGINE
+from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
 from ..node_calls import generate, load, write_source
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # as long as the workers
 
-async def start(tmp_path: Path, num_devices: int, *models: ModelEntry) -> Node:
+
+async def start(tmp_path: Path, workers: WorkerFactory, num_devices: int, *models: ModelEntry) -> Node:
     source = write_source(tmp_path / "model", seed=1, num_hidden_layers=5)
     entries = tuple(msgspec.structs.replace(model, source=source, context_tokens=512) for model in models)
     config = NeuronConfig(
         models=entries, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0, cpu_devices=num_devices
     )
-    return await Node.start(config, parts(engine=ENGINE, timeouts=None, policy=BackoffPolicy()))
+    return await Node.start(config, parts(make_workers=lambda: workers, timeouts=None, policy=BackoffPolicy()))
 
 
-async def test_stages_serve_sleep_wake_and_unload_beside_other_divisions(tmp_path: Path) -> None:
+async def test_stages_serve_sleep_wake_and_unload_beside_other_divisions(
+    tmp_path: Path, workers: WorkerFactory
+) -> None:
     node = await start(
         tmp_path,
+        workers,
         3,
         ModelEntry(id="whole", devices=(1,)),
         ModelEntry(id="stages", pipeline_parallel=3),
@@ -65,8 +70,8 @@ async def test_stages_serve_sleep_wake_and_unload_beside_other_divisions(tmp_pat
     await node.close()
 
 
-async def test_replicas_of_a_model_in_stages_serve_alike(tmp_path: Path) -> None:
-    node = await start(tmp_path, 4, ModelEntry(id="both", pipeline_parallel=2, replicas=2))
+async def test_replicas_of_a_model_in_stages_serve_alike(tmp_path: Path, workers: WorkerFactory) -> None:
+    node = await start(tmp_path, workers, 4, ModelEntry(id="both", pipeline_parallel=2, replicas=2))
     status = await load(node, "both")
     assert (status.state, status.devices) == (ModelState.READY, (0, 1, 2, 3))
     assert status.stage_layers[:2] == status.stage_layers[2:]
@@ -75,8 +80,8 @@ async def test_replicas_of_a_model_in_stages_serve_alike(tmp_path: Path) -> None
     await node.close()
 
 
-async def test_rejects_more_devices_than_layers_before_a_worker_starts(tmp_path: Path) -> None:
-    node = await start(tmp_path, 6, ModelEntry(id="deep", pipeline_parallel=6))
+async def test_rejects_more_devices_than_layers_before_a_worker_starts(tmp_path: Path, workers: WorkerFactory) -> None:
+    node = await start(tmp_path, workers, 6, ModelEntry(id="deep", pipeline_parallel=6))
     with pytest.raises(LoadFailed, match="deep has 5 layers, too few for pipeline_parallel = 6"):
         await load(node, "deep")
     assert all(supervisor.state == "none" for supervisor in node.devices.supervisors.values())

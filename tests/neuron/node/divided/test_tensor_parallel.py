@@ -8,25 +8,28 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from faulty_models import parts
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.factory import ENGINE
+from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
 from ..node_calls import generate, load, tokens_of, write_source
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # as long as the workers
+
 ROUNDS = int(os.environ.get("CORTEX_GROUP_ROUNDS", "3"))
 """How often loads are repeated."""
 
 
-@pytest.fixture
-async def node(tmp_path: Path) -> AsyncIterator[Node]:
+@pytest_asyncio.fixture(loop_scope="session")
+async def node(tmp_path: Path, workers: WorkerFactory) -> AsyncIterator[Node]:
     """Three devices, and models on every two of them."""
     source = write_source(tmp_path / "model", seed=1)
     models = (
@@ -42,7 +45,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0, cpu_devices=3)
     timeouts = WorkerTimeouts(step_s=20.0, load_s=20.0)
-    node = await Node.start(config, parts(engine=ENGINE, timeouts=timeouts, policy=BackoffPolicy()))
+    node = await Node.start(config, parts(make_workers=lambda: workers, timeouts=timeouts, policy=BackoffPolicy()))
     yield node
     await node.close()
 

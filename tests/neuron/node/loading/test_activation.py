@@ -15,8 +15,8 @@ from ..node_calls import WAIT_S, until
 
 async def test_failed_default_model_does_not_stop_the_next(tmp_path: Path) -> None:
     defaults = [
-        {"model_id": "bad", "source": str(write_model(tmp_path / "bad", load="refuse"))},
-        {"model_id": "good", "source": str(write_model(tmp_path / "good"))},
+        {"id": "bad", "source": str(write_model(tmp_path / "bad", load="refuse"))},
+        {"id": "good", "source": str(write_model(tmp_path / "good"))},
     ]
     async with running_node(tmp_path, {"default_models": defaults}) as node:
         assert node.health().activation.state == "running"
@@ -38,7 +38,7 @@ async def test_retries_default_models_until_the_hub_is_reachable(tmp_path: Path)
             raise HubUnreachable("the hub does not respond")
         return path
 
-    defaults = [{"model_id": "org/model"}]
+    defaults = [{"id": "org/model"}]
     async with running_node(tmp_path, {"default_models": defaults}, fetch=fetch, find_local=lambda *_: None) as node:
         await until(lambda: node.health().activation.state == "done")
         assert node.health().activation.completed == ("org/model",)

@@ -45,7 +45,7 @@ def test_lists_only_cached_models_with_weights(tmp_path: Path) -> None:
 
 CONFIG = NeuronConfig(
     models=(ModelEntry(id="a", source="/models/a", quant="q8_0", memory_mb=100, control_tokens_in_messages=True),),
-    default_models=(DefaultModel(model_id="b", source="org/b", devices=(1,)), DefaultModel(model_id="a")),
+    default_models=(DefaultModel(id="b", source="org/b", devices=(1,)), DefaultModel(id="a")),
 )
 
 
@@ -173,7 +173,7 @@ def test_number_of_ids_that_requests_add_is_bounded(rooted: Library) -> None:
 def test_sampling_of_a_request_comes_before_that_of_the_node_value_by_value() -> None:
     config = NeuronConfig(
         models=(ModelEntry(id="a", source="org/a", sampling=SamplingSection(temperature=0.7, top_k=20)),),
-        default_models=(DefaultModel(model_id="a", sampling=SamplingSection(temperature=0.0)),),
+        default_models=(DefaultModel(id="a", sampling=SamplingSection(temperature=0.0)),),
     )
     library = Library(config, {})
     assert library.find("a").sampling == SamplingDefaults(temperature=0.0, top_k=20)

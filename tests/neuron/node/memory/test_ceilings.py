@@ -17,7 +17,7 @@ from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding
 from cortex.neuron.worker.discovery import Inventory
-from cortex.neuron.worker.factory import ENGINE
+from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.model_host import Resident
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import InsufficientCapacity
@@ -113,7 +113,7 @@ async def test_model_does_not_wake_over_the_ceiling() -> None:
     card = Device(index=0, kind="cuda", name="card", total_bytes=1 << 40)
     forecast = Forecast(NeuronConfig())
     devices = NodeDevices(
-        Inventory((card,)), ENGINE, WorkerTimeouts(), lambda _: {}, forecast.reserve, other.configured
+        Inventory((card,)), WorkerFactory(), WorkerTimeouts(), lambda _: {}, forecast.reserve, other.configured
     )
     room = DeviceRoom(devices, forecast, other, lambda _: {})
 

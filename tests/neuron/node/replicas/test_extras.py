@@ -14,7 +14,7 @@ from cortex.neuron.node.replicas.extras import ExtraReplicas
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import ModelHost, ModelSink, Resident
-from cortex.neuron.worker.replicas import WorkerReplicas
+from cortex.neuron.worker.replicas.host import WorkerReplicas
 from cortex.wire.node.protocol import Device
 
 from ...worker.recording_sink import RecordingSink
@@ -25,11 +25,11 @@ INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=10, kv_bytes=5, pag
 class Host:
     """A device whose loads end when they may."""
 
-    num_replicas = 1
     freed_at_s = 0.0
 
     def __init__(self, index: int, *, may_load: bool = True) -> None:
         self.device_indices = (index,)
+        self.replica_devices = ((index,),)
         self.may_load = asyncio.Event()
         if may_load:
             self.may_load.set()

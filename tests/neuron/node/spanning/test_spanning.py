@@ -7,17 +7,20 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from faulty_models import parts
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig, PeerEntry
 from cortex.neuron.node.node import Node
 from cortex.neuron.node.spanning.protocol import PeerUnreachable
-from cortex.neuron.worker.factory import ENGINE
+from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, Recovering
 from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
 from ..node_calls import generate, greedy_request, load, tokens_of, until, worker_of, write_source
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # as long as the workers
 
 BOTH = ("first", "second")
 
@@ -68,8 +71,8 @@ def peer_sleep_mb() -> int:
     return 64
 
 
-@pytest.fixture
-async def nodes(tmp_path: Path, peer_sleep_mb: int) -> AsyncIterator[Nodes]:
+@pytest_asyncio.fixture(loop_scope="session")
+async def nodes(tmp_path: Path, workers: WorkerFactory, peer_sleep_mb: int) -> AsyncIterator[Nodes]:
     source = write_source(tmp_path / "model", seed=1, num_key_value_heads=4, num_hidden_layers=4)
     other = write_source(tmp_path / "other", seed=1)  # the same name for other files
 
@@ -99,6 +102,7 @@ async def nodes(tmp_path: Path, peer_sleep_mb: int) -> AsyncIterator[Nodes]:
         entry("two", tensor_parallel=2, devices=(0,)),
         entry("two too", tensor_parallel=2, devices=(1,)),
         entry("staged too", pipeline_parallel=2, devices=(1,)),
+        entry("anywhere", tensor_parallel=2),
         entry("four", tensor_parallel=4),
         entry("different", tensor_parallel=2),
         entry("staged", pipeline_parallel=2, devices=(0,)),
@@ -120,7 +124,11 @@ async def nodes(tmp_path: Path, peer_sleep_mb: int) -> AsyncIterator[Nodes]:
         )
 
     peer = PeerEntry(name="second", endpoint="http://second:1")
-    changes = {"engine": ENGINE, "timeouts": WorkerTimeouts(step_s=20.0, load_s=20.0), "connect_peer": nodes.connect}
+    changes = {
+        "make_workers": lambda: workers,
+        "timeouts": WorkerTimeouts(step_s=20.0, load_s=20.0),
+        "connect_peer": nodes.connect,
+    }
     nodes.second = await Node.start(config(held, sleep_mb=peer_sleep_mb), parts(**changes))
     nodes.first = await Node.start(config(led, peer), parts(**changes))
     yield nodes
@@ -216,6 +224,16 @@ async def test_sleeping_part_whose_device_was_taken_is_loaded_on_another_device_
     assert held == {f"{model} too": ("ready", devices[model]), model: ("ready", (1 - devices[model][0],))}
     assert await generate(nodes.first, model) == tokens == await generate(nodes.first, f"{model} too")
     assert [worker_of(node) for node in (nodes.first, nodes.second)] == workers
+
+
+async def test_sleeping_part_of_the_lead_whose_device_was_taken_is_loaded_on_another_one(nodes: Nodes) -> None:
+    (device,) = (await load(nodes.first, "anywhere")).devices
+    tokens = await generate(nodes.first, "anywhere")
+    await nodes.first.unload(UnloadRequest(model_id="anywhere", sleep=True))
+    other = ("two", "two too")[device]
+    assert (await load(nodes.first, other)).devices == (device,)
+    assert (await load(nodes.first, "anywhere")).devices == (1 - device,)
+    assert await generate(nodes.first, "anywhere") == tokens == await generate(nodes.first, other)
 
 
 @pytest.mark.parametrize("peer_sleep_mb", [0])

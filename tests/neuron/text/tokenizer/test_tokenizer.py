@@ -46,7 +46,8 @@ def reference(metadata: dict[str, Any]) -> Tokenizer:
     """The reference library's own reading of the same metadata."""
     renames = GGUF_TOKENIZER_MAPPING["tokenizer"]
     described = {name: metadata[f"tokenizer.{key}"] for key, name in renames.items() if f"tokenizer.{key}" in metadata}
-    return convert_gguf_tokenizer("llama", described)[0]
+    tokenizer: Tokenizer = convert_gguf_tokenizer("llama", described)[0]
+    return tokenizer
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "default", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"])

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
+from cortex.neuron.kernels.float8.matrix import empty_float8_matrix
 from cortex.neuron.kernels.quantised.packing import empty_matrix, unpacked
 from cortex.neuron.models.packing import STORED_LAYOUTS
 from cortex.neuron.weights.decode import decode, decode_float8, mapped_bytes
@@ -331,3 +333,13 @@ def test_scales_that_are_not_numbers_are_rejected_by_name(tmp_path: Path, broken
     matrix.parts["weight_scale"][3, 1] = broken
     with pytest.raises(Malformed, match=r"up_proj has scales that are not numbers"):
         opened(tmp_path, matrix).read(f"{NAME}.weight")
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_float8_numbers_that_are_nan_are_rejected_where_they_stay_as_they_are(tmp_path: Path, code: int) -> None:
+    matrix = float8(1, INPUTS, "weight_scale")
+    matrix.parts["weight"].view(torch.uint8)[3, 1] = code
+    kept = empty_float8_matrix(FLOAT8_ROWS, OUTPUTS, INPUTS, torch.device("cpu"))
+    placement = PackedPlacement(f"{NAME}.weight", kept, 0, OUTPUTS)
+    with pytest.raises(Malformed, match=r"up_proj.weight in FP8 has weights that are not numbers"):
+        load_into(opened(tmp_path, matrix), [], [placement], progress=lambda *_: None, cancelled=lambda: False)

@@ -72,8 +72,8 @@ def engine() -> Iterator[Finding]:
         yield Finding("engine", Severity.FINE, f"C compiler {command}")
 
 
-def gateway(client: GatewayClient) -> Iterator[Finding]:
-    """Whether a gateway responds, and what it reports about itself."""
+def gateway(client: GatewayClient, config: Path | None) -> Iterator[Finding]:
+    """Whether the gateway of `config`, or any, responds, and what it reports about itself."""
     try:
         health = client.get("/health")
         yield Finding("gateway", Severity.FINE, f"{client.url} responds")
@@ -81,7 +81,9 @@ def gateway(client: GatewayClient) -> Iterator[Finding]:
             remedy = "see `cortex status`, and the log of the gateway or of the node"
             yield Finding("gateway", Severity.NOTE, str(reason), remedy)
     except CommandError as error:
-        yield Finding("gateway", Severity.NOTE, error.message, error.remedy)
+        is_absent = config is not None and isinstance(error, GatewayUnreachable)
+        remedy = f"start it with `cortex serve --config {config}`" if is_absent else error.remedy
+        yield Finding("gateway", Severity.NOTE, error.message, remedy)
 
 
 @dataclass(frozen=True, slots=True)

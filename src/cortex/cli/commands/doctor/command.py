@@ -42,7 +42,7 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
         *configuration_checks.discovery(config),
         *configuration_checks.references(config),
         *configuration_checks.database(config),
-        *checks.gateway(gateway),
+        *checks.gateway(gateway, config),
         *configuration_checks.nodes(config),
         *checks.devices(),
         *checks.ports(listens),

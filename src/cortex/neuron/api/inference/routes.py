@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -18,6 +17,7 @@ from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.session import Session
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
+from cortex.neuron.api.log_context import stream_failure
 from cortex.neuron.api.routes.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
@@ -32,8 +32,6 @@ from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import Dialect as DialectName
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.public_errors import public
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +110,9 @@ class Inference:
                     raise
                 error = responses.error_of(problem, http)
                 watch.failed(error)
-                shown = error
-                if http.headers.get(our_headers.ERROR_DETAILS) == our_headers.NO_DETAILS:
-                    log.info("error shown without details: %s: %s", error.code, error.message)
-                    shown = public(error)
+                stream_failure.set(f" failed {error.code}: {error.message}")
+                hides_details = http.headers.get(our_headers.ERROR_DETAILS) == our_headers.NO_DETAILS
+                shown = public(error) if hides_details else error
                 await stream.write(encoder.encode(Failure(code=shown.code, message=shown.message)))
         await stream.response.write_eof()
         return stream.response

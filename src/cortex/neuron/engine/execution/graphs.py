@@ -1,9 +1,12 @@
-"""Whole single-token steps as CUDA graphs: one replay instead of hundreds of launches.
+"""Whole single-token steps as graphs: one replay instead of hundreds of launches.
 
 There is a graph for each of some batch sizes; a step takes the smallest that fits and pads. A graph reads from fixed
 addresses: its input buffer, the page table, the rows' latest tokens. Graphs are captured one at a time: the smallest
 when the model is loaded, the others while the engine is idle, or after enough steps that lacked one. The ranks of a
 divided model capture the same graphs together, with the messages between them.
+
+On a CPU a graph is a list of operations in C. It computes the rows that there are, so one for the largest batch serves
+all.
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.greedy import likeliest
+from cortex.neuron.kernels.native.operations import NotRecorded, Recording
 from cortex.neuron.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+MAX_NATIVE_ROWS = 16
+"""On a CPU. The operations of larger batches take long enough for their launches not to matter."""
 CAPTURE_AFTER_MISSES = 8
 """Steps without a graph before one is captured between steps; a capture takes about as long as two such steps."""
 
@@ -83,7 +89,9 @@ def max_captured_rows(max_rows: int, row_numbers: int, max_bytes: int) -> int:
 
 
 class Graph(Protocol):
-    def replay(self) -> None: ...
+    def replay(self, rows: int) -> None:
+        """Runs the step again for at least `rows` rows."""
+        ...
 
 
 class NotCaptured(Exception):
@@ -118,7 +126,26 @@ class CudaCapture:
             raise NotCaptured("a step of the model cannot be captured as a CUDA graph") from error
         self._pool = self._pool or graph.pool()
         torch.cuda.synchronize()
-        return graph, outputs
+        return _CudaGraph(graph), outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaGraph:
+    graph: torch.cuda.CUDAGraph
+
+    def replay(self, rows: int) -> None:  # noqa: ARG002
+        self.graph.replay()
+
+
+def native_capture(step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
+    """Captures a step on a CPU: one that consists of operations in C, and few others."""
+    recording = Recording()
+    try:
+        with recording:
+            outputs = step()
+    except NotRecorded as error:
+        raise NotCaptured("a step of the model cannot be recorded") from error
+    return recording, outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +204,7 @@ class StepGraphs:
         inputs[0, :count], inputs[1, :count], inputs[2, :count] = rows, positions, slots
         host = torch.from_numpy(inputs)
         captured.inputs.copy_(host.pin_memory() if captured.inputs.is_cuda else host, non_blocking=True)
-        captured.graph.replay()
+        captured.graph.replay(count)
         logits, tokens, healthy = captured.outputs
         return logits[:count], tokens[:count], healthy[:count]
 
@@ -217,11 +244,11 @@ class StepGraphs:
         return self._group.all_reduce(flag).item() == self._group.shard.size
 
     def _step(self, inputs: Tensor) -> Outputs:
-        rows, positions, slots = inputs
+        rows, positions, slots = inputs.unbind()
         count = len(rows)
         numbers = torch.arange(count + 1, dtype=torch.int32, device=rows.device) if self._is_uniform else None
         batch = Batch(
-            tokens=self._last_tokens[rows],
+            tokens=self._last_tokens.index_select(0, rows),
             positions=positions,
             slots=slots,
             rows=rows,

@@ -7,6 +7,7 @@ positions. `launch` does not wait for the device; `Launched.read` does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch import Tensor
 from cortex.neuron.engine.errors import StepBlamed
 from cortex.neuron.engine.execution import uniform
 from cortex.neuron.engine.execution.graphs import (
+    MAX_NATIVE_ROWS,
     Capture,
     CudaCapture,
     GraphSizes,
     StepGraphs,
     max_captured_rows,
+    native_capture,
 )
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
@@ -84,12 +87,16 @@ class Launched:
         return Result(tokens, healthy, entries, scores)
 
 
-def default_capture(model: Decoder) -> Capture | None:
-    """How the single-token steps of a model are captured: on a GPU as CUDA graphs, but not those of a stage, whose
-    messages are sent between its layers and its draw; on a CPU not at all."""
-    if model.parameters.device.type != "cuda" or model.architecture.stage is not None:
+def default_capture(model: Decoder, *, is_uniform: bool) -> Capture | None:
+    """How the single-token steps of a model are captured. Those of a stage are not: its messages are sent between its
+    layers and its draw. Nor are divided or uniform steps on a CPU, whose messages and single rows are no operations in
+    C."""
+    architecture = model.architecture
+    if architecture.stage is not None:
         return None
-    return CudaCapture(is_divided=model.architecture.is_divided)
+    if model.parameters.device.type == "cuda":
+        return CudaCapture(is_divided=architecture.is_divided)
+    return None if architecture.is_divided or is_uniform else native_capture
 
 
 class Runner:
@@ -124,13 +131,17 @@ class Runner:
         self._threads = StepThreads() if self.device.type == "cpu" and not is_uniform else None
         self._graphs: StepGraphs | None = None
         if capture is None:
-            capture = default_capture(model)
+            capture = default_capture(model, is_uniform=is_uniform)
         group = model.parameters.group
         self._draws_alone = group.shard.is_whole
         row_numbers = max(model.config.hidden, -(-model.config.vocab // group.shard.size))
         graph_rows = max_captured_rows(max_rows, row_numbers, group.max_captured_bytes)
         if capture is not None and graph_rows > 0:
-            sizes = GraphSizes(graph_rows) if uniform_tokens is None else GraphSizes(uniform_tokens, sizes=())
+            sizes = GraphSizes(graph_rows)
+            if uniform_tokens is not None:
+                sizes = GraphSizes(uniform_tokens, sizes=())
+            elif capture is native_capture:
+                sizes = GraphSizes(min(graph_rows, MAX_NATIVE_ROWS), sizes=())
             self._graphs = StepGraphs(
                 model, self._page_table, self._last_tokens, sizes, context_tokens, capture, is_uniform=is_uniform
             )
@@ -168,13 +179,15 @@ class Runner:
             scores: list[PromptScores] = []
             if any(row.scored for row in plan.rows):
                 drawn = self._forward(plan, inputs, draws, mask, scores)
-            elif self._graphs is not None and is_single and self._graphs.fits(len(plan.rows)):
-                drawn = self._replay(plan, inputs, draws, mask)
-            elif self._threads is not None and is_single:
-                with self._threads.decoding(len(plan.rows)):
-                    drawn = self._forward(plan, inputs, draws, mask, scores)
             else:
-                drawn = self._forward(plan, inputs, draws, mask, scores)
+                num_rows = len(plan.rows)
+                threads = self._threads.decoding(num_rows) if self._threads and is_single else nullcontext()
+                is_captured = self._graphs is not None and is_single and self._graphs.fits(num_rows)
+                with threads:
+                    if is_captured:
+                        drawn = self._replay(plan, inputs, draws, mask)
+                    else:
+                        drawn = self._forward(plan, inputs, draws, mask, scores)
             launched = Launched(self.device, drawn, scores)
             if self._states is not None:
                 self._states.copy(plan.saves)

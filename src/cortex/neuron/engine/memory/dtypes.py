@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from cortex.neuron.kernels.native.library import compiler
+from cortex.neuron.kernels.native.library import may_have_library
 from cortex.neuron.kernels.products.cpu_layout import CpuForm
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -27,10 +27,10 @@ def dtype_name(wanted: str, device_kind: str) -> str:
 
 def likely_cpu_form() -> CpuForm | None:
     """The form of quantised matrices that the processor has the instructions for. It is an estimate: the engine
-    measures at load what is fastest."""
+    measures at load what is fastest, and only the first load on a host shows that our own cannot be compiled."""
     for features, form in _FORM_FEATURES:
         if _processor_features() & features:
-            return form if compiler() is None else CpuForm.NATIVE
+            return CpuForm.NATIVE if may_have_library() else form
     return None
 
 

@@ -29,8 +29,8 @@ def attention(
     if not has_kernels(q):
         if q.shape[0] != batch.num_decodes or key_pages.dtype != q.dtype:
             return attention_reference(q, k, v, rules, batch, key_pages, value_pages)
-        if q.dtype in DTYPES and (library := native_library_or_none()) is not None:
-            return native_attention(library, q, k, v, rules, batch, key_pages, value_pages)
+        if q.dtype in DTYPES and native_library_or_none() is not None:
+            return native_attention(q, k, v, rules, batch, key_pages, value_pages)
         computed = one_row_attention if batch.num_decodes == 1 else attention_reference
         return computed(q, k, v, rules, batch, key_pages, value_pages)
     from cortex.neuron.kernels.attention.decode import decode_attention

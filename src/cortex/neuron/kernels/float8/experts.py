@@ -15,8 +15,8 @@ from cortex.neuron.kernels.float8.layout import GROUP
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.float8.one_row import wide
 from cortex.neuron.kernels.float8.rows import Float8Rows
-from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
-from cortex.neuron.kernels.moe.grouped import MAX_STAGES, find_tile, max_tiles, tiling
+from cortex.neuron.kernels.jit import jit, launch_options, tl, triton
+from cortex.neuron.kernels.moe.grouped import MAX_STAGES, max_tiles, own_pairs, store_pairs, tiling
 from cortex.neuron.kernels.moe.routing import PairLists
 from cortex.neuron.kernels.shared_memory import loop_over_columns, shared_memory
 
@@ -107,16 +107,9 @@ def _grouped_kernel(
     GATED has twice OUTPUTS rows, the gate's first; otherwise the product is scaled by the pair's weight. With BLOCK,
     the rows of a program and the columns of a step have one scale.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    expert, first, num_pairs = find_tile(counts, EXPERTS, EXPERTS_BLOCK, BLOCK_PAIRS)
+    expert, pair, valid = own_pairs(counts, members, members_stride, EXPERTS, EXPERTS_BLOCK, BLOCK_PAIRS, OVERLAP)
     if expert >= EXPERTS:
         return
-    expert = expert.to(tl.int64)
-    place = first + tl.arange(0, BLOCK_PAIRS)
-    valid = place < num_pairs
-    pair = tl.load(members + expert * members_stride + place, mask=valid, other=0)
     row = (pair // PAIRS_PER_ROW).to(tl.int64)
     source = x + row[None, :] * INPUTS
     matrices: tl.constexpr = 2 if GATED else 1
@@ -154,9 +147,4 @@ def _grouped_kernel(
         row_scale = tl.load(x_scales + row, mask=valid, other=0.0)[None, :]
         total *= row_scale
         total_up *= row_scale
-    if GATED:
-        total = total * tl.sigmoid(total) * total_up
-    else:
-        total *= tl.load(pair_weights + pair, mask=valid, other=0.0)[None, :]
-    where = pair.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=output_inside[:, None] & valid[None, :])
+    store_pairs(total, total_up, out, pair_weights, pair, valid, output, OUTPUTS, GATED)

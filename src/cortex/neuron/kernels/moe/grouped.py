@@ -139,11 +139,20 @@ def _launch(
 
 
 @jit
-def find_tile(counts, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
-    """This program's tile (its second coordinate counts them): its expert, its first pair and the expert's pairs.
-
-    The expert is EXPERTS or more where there is no such tile.
-    """
+def own_pairs(
+    counts,
+    members,
+    members_stride,
+    EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """How a grouped kernel begins: its tile's expert, pairs, and which of the pairs exist. The program's second
+    coordinate counts the tiles of all experts; the expert is EXPERTS or more where there is no such tile."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     tile_index = tl.program_id(1)
     each = tl.arange(0, EXPERTS_BLOCK)
     count = tl.load(counts + each, mask=each < EXPERTS, other=0)
@@ -152,7 +161,21 @@ def find_tile(counts, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_
     expert = tl.sum((ends <= tile_index).to(tl.int32), 0)
     is_mine = each == expert
     first = (tile_index - tl.sum(tl.where(is_mine, ends - tiles, 0), 0)) * BLOCK_PAIRS
-    return expert, first, tl.sum(tl.where(is_mine, count, 0), 0)
+    place = first + tl.arange(0, BLOCK_PAIRS)
+    valid = place < tl.sum(tl.where(is_mine, count, 0), 0)
+    pair = tl.load(members + expert.to(tl.int64) * members_stride + place, mask=valid, other=0)
+    return expert.to(tl.int64), pair, valid
+
+
+@jit
+def store_pairs(total, total_up, out, pair_weights, pair, valid, output, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
+    """How a grouped kernel ends: with the gate, or the weight of each pair. total: [BLOCK_OUT, BLOCK_PAIRS]"""
+    if GATED:
+        total = total * tl.sigmoid(total) * total_up
+    else:
+        total *= tl.load(pair_weights + pair, mask=valid, other=0.0)[None, :]
+    where = pair.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
+    tl.store(out + where, total.to(out.dtype.element_ty), mask=(output < OUTPUTS)[:, None] & valid[None, :])
 
 
 @jit(do_not_specialize=["members_stride"])
@@ -179,16 +202,9 @@ def _grouped_kernel(
 
     GATED has twice OUTPUTS rows, the gate's first; otherwise the product is scaled by the pair's weight.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    expert, first, num_pairs = find_tile(counts, EXPERTS, EXPERTS_BLOCK, BLOCK_PAIRS)
+    expert, pair, valid = own_pairs(counts, members, members_stride, EXPERTS, EXPERTS_BLOCK, BLOCK_PAIRS, OVERLAP)
     if expert >= EXPERTS:
         return
-    expert = expert.to(tl.int64)
-    place = first + tl.arange(0, BLOCK_PAIRS)
-    valid = place < num_pairs
-    pair = tl.load(members + expert * members_stride + place, mask=valid, other=0)
     row = (pair // PAIRS_PER_ROW).to(tl.int64)
     output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     output_inside = output < OUTPUTS
@@ -211,12 +227,7 @@ def _grouped_kernel(
         if GATED:
             tile_up = tl.load(line + OUTPUTS * INPUTS + column[None, :], mask=inside, other=0.0)
             total_up = tl.dot(tile_up, value, total_up)
-    if GATED:
-        total = total * tl.sigmoid(total) * total_up
-    else:
-        total *= tl.load(pair_weights + pair, mask=valid, other=0.0)[None, :]
-    where = pair.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=output_inside[:, None] & valid[None, :])
+    store_pairs(total, total_up, out, pair_weights, pair, valid, output, OUTPUTS, GATED)
 
 
 @jit

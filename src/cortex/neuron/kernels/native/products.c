@@ -3,12 +3,11 @@
 // A tile has 16 rows and 32 columns. A step multiplies four columns of all its rows: each row is one lane of 32 bits. So
 // sums over columns stay in their lanes, and scales are multiplied lane by lane.
 
-#include "numbers.h"
+#include "operations.h"
 
 enum { ROWS = 16, COLUMNS = 32, STEPS = 8, STEP_BYTES = 64, PARTS = STEP_BYTES / WIDTH, CODEBOOK = 0 };
 
 typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
-typedef int32_t Ints __attribute__((vector_size(WIDTH)));
 
 // Adds the products of four codes and four inputs to each lane. `wide`: codes may have more than seven bits.
 INLINE Ints dot(Ints sums, Bytes codes, int32_t inputs, int wide) {
@@ -59,7 +58,6 @@ INLINE Floats halves_at(const uint8_t *from) {
 }
 
 INLINE float half_of(const uint8_t *from, int64_t lane) {
-    enum { LANES = WIDTH / 4 };
     return halves_at(from + lane / LANES * WIDTH / 2)[lane % LANES];
 }
 
@@ -97,12 +95,6 @@ INLINE Bytes codes_of(const uint8_t *tile, int bits, int step, int part, const u
     return codes;
 }
 
-typedef struct {
-    const uint8_t *packed, *table;
-    int64_t outputs, tiles;
-    int32_t bits, group, zero, has_minimums;
-} Matrix;
-
 INLINE int64_t tile_bytes(const Matrix *m) {
     return codes_bytes(m->bits) + COLUMNS / m->group * ROWS * 2 * (m->has_minimums ? 2 : 1);
 }
@@ -114,65 +106,66 @@ typedef struct {
     int32_t *sums;  // of 16 numbers each
 } Inputs;
 
-// out = f(x) Wᵀ + residual, for `rows` rows. f divides by the length and multiplies with `norm` if that is given; if
-// `is_gated`, it is silu(first half) · second half. All numbers are bfloat16 if `is_half`, else float32; for `norm`,
-// `is_norm_half` says it.
 typedef struct {
-    const void *x, *norm, *residual;
-    void *out;
+    const Product *call;
     int64_t rows;
-    float eps;
-    int32_t is_gated, is_half, is_norm_half;
-} Call;
-
-typedef struct {
-    const Matrix *matrix;
-    const Call *call;
     Inputs inputs;
-    int64_t blocks, chunk, next;
 } Job;
 
-// f of one row. room: [2 · inputs], of which the first `inputs` are the result.
-static void prepare(const Call *call, int64_t row, int64_t inputs, float *room) {
-    float *other = room + inputs;
-    if (call->is_gated) {
-        widen(call->x, 2 * row * inputs, inputs, call->is_half, room);
-        widen(call->x, (2 * row + 1) * inputs, inputs, call->is_half, other);
-        for (int64_t i = 0; i < inputs; i++) room[i] = room[i] / (1 + exponential(-room[i])) * other[i];
-        return;
+// What the norm of a row multiplies its numbers by.
+static float norm_factor(const Product *call, int64_t row, int64_t columns) {
+    enum { SOME = 512 };
+    float some[SOME], sum = 0;
+    for (int64_t i = 0; i < columns; i += SOME) {
+        const int64_t count = columns - i < SOME ? columns - i : SOME;
+        widen(call->x, row * columns + i, count, call->is_half, some);
+        sum += dot_product(some, some, count);
     }
-    widen(call->x, row * inputs, inputs, call->is_half, room);
-    if (!call->norm) return;
-    widen(call->norm, 0, inputs, call->is_norm_half, other);
-    float factor = 1 / __builtin_sqrtf(dot_product(room, room, inputs) / inputs + call->eps);
-    for (int64_t i = 0; i < inputs; i++) room[i] *= factor * other[i];
+    return 1 / __builtin_sqrtf(sum / columns + call->eps);
 }
 
-static void quantise(const float *x, int64_t tiles, int8_t *numbers, float *scales, int32_t *sums) {
-    for (int64_t tile = 0; tile < tiles; tile++, x += COLUMNS, numbers += COLUMNS) {
-        float largest = 0, doubt = 0;  // NaN, if one of the inputs is not finite
-        for (int i = 0; i < COLUMNS; i++) {
-            float size = __builtin_fabsf(x[i]);
-            largest = size > largest ? size : largest;
-            doubt += x[i] * 0;
+// f of a tile's columns. factor: of the row's norm
+INLINE void prepare(const Product *call, int64_t row, int64_t tile, float factor, float *out) {
+    const int64_t columns = call->matrix->tiles * COLUMNS, first = tile * COLUMNS;
+    float other[COLUMNS];
+    if (call->is_gated) {
+        widen(call->x, 2 * row * columns + first, COLUMNS, call->is_half, out);
+        widen(call->x, (2 * row + 1) * columns + first, COLUMNS, call->is_half, other);
+        for (int i = 0; i < COLUMNS; i++) out[i] = out[i] / (1 + exponential(-out[i])) * other[i];
+        return;
+    }
+    widen(call->x, row * columns + first, COLUMNS, call->is_half, out);
+    if (!call->norm) return;
+    widen(call->norm, first, COLUMNS, call->is_norm_half, other);
+    for (int i = 0; i < COLUMNS; i++) out[i] *= factor * other[i];
+}
+
+// One tile of inputs, the number of which is `at`.
+INLINE void quantise(const float *x, Inputs inputs, int64_t at) {
+    int8_t *numbers = inputs.numbers + at * COLUMNS;
+    float largest = 0, doubt = 0;  // NaN, if one of the inputs is not finite
+    for (int i = 0; i < COLUMNS; i++) {
+        float size = __builtin_fabsf(x[i]);
+        largest = size > largest ? size : largest;
+        doubt += x[i] * 0;
+    }
+    const float factor = largest > 0 ? 127 / largest : 0;
+    inputs.scales[at] = largest / 127 * UNIT + doubt;
+    for (int half = 0; half < 2; half++) {
+        int32_t sum = 0;
+        for (int i = 16 * half; i < 16 * half + 16; i++) {
+            int32_t number = (int32_t)__builtin_rintf(x[i] * factor);
+            numbers[i] = (int8_t)number;
+            sum += number;
         }
-        float factor = largest > 0 ? 127 / largest : 0;
-        scales[tile] = largest / 127 * UNIT + doubt;
-        for (int half = 0; half < 2; half++) {
-            int32_t sum = 0;
-            for (int i = 16 * half; i < 16 * half + 16; i++) {
-                int32_t number = (int32_t)__builtin_rintf(x[i] * factor);
-                numbers[i] = (int8_t)number;
-                sum += number;
-            }
-            sums[2 * tile + half] = sum;
-        }
+        inputs.sums[2 * at + half] = sum;
     }
 }
 
 // 16 rows of the matrix times `count` inputs, the first of which is `row`.
 INLINE void block_product(const Job *job, int64_t block, int64_t row, const int count, const int bits) {
-    const Matrix *m = job->matrix;
+    const Product *call = job->call;
+    const Matrix *m = call->matrix;
     const int64_t tiles = m->tiles, size = tile_bytes(m);
     const uint8_t *tile = m->packed + block * tiles * size;
     const int is_split = m->group == 16, has_minimums = m->has_minimums;
@@ -180,6 +173,8 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
     const uint8_t *table = m->table;
     Floats totals[4][PARTS] = {0};
     for (int64_t t = 0; t < tiles; t++, tile += size) {
+        if (FETCHED_AHEAD)
+            for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(tile + FETCHED_AHEAD + line);
         const uint8_t *scales = tile + codes_bytes(bits), *minimums = scales + (is_split ? 2 : 1) * ROWS * 2;
         Ints sums[4][PARTS] = {0};
 #pragma GCC unroll 8
@@ -216,22 +211,23 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
         }
     }
     const int64_t first = block * ROWS, rows = m->outputs - first < ROWS ? m->outputs - first : ROWS;
-    const Call *call = job->call;
+    float bias[ROWS] = {0};
+    if (call->bias) widen(call->bias, first, rows, call->is_bias_half, bias);
     for (int i = 0; i < count; i++) {
-        const int64_t at = (row + i) * m->outputs + first;
+        const int64_t at = (row + i) * call->stride + first;
         float sums[ROWS], added[ROWS] = {0};
         memcpy(sums, totals[i], sizeof sums);
         if (call->residual) widen(call->residual, at, rows, call->is_half, added);
-        for (int lane = 0; lane < ROWS; lane++) sums[lane] += added[lane];
+        for (int lane = 0; lane < ROWS; lane++) sums[lane] += bias[lane] + added[lane];
         narrow(sums, rows, call->out, at, call->is_half);
     }
 }
 
-#define KERNEL(BITS)                                                                         \
-    static void block_of_##BITS(const Job *job, int64_t block) {                             \
-        int64_t row = 0;                                                                     \
-        for (; row + 4 <= job->call->rows; row += 4) block_product(job, block, row, 4, BITS);      \
-        for (; row < job->call->rows; row++) block_product(job, block, row, 1, BITS);              \
+#define KERNEL(BITS)                                                                     \
+    static void block_of_##BITS(const Job *job, int64_t block) {                         \
+        int64_t row = 0;                                                                 \
+        for (; row + 4 <= job->rows; row += 4) block_product(job, block, row, 4, BITS);  \
+        for (; row < job->rows; row++) block_product(job, block, row, 1, BITS);          \
     }
 KERNEL(0)
 KERNEL(2)
@@ -241,70 +237,70 @@ KERNEL(5)
 KERNEL(6)
 KERNEL(8)
 
-static void work(void *data) {
+int64_t product_room(const Product *call, int64_t rows) { return rows * call->matrix->tiles * (COLUMNS + 3 * 4); }
+
+void run_product(const Product *call, const Member *member) {
     static void (*const kernels[])(const Job *, int64_t) = {
         block_of_0, 0, block_of_2, block_of_3, block_of_4, block_of_5, block_of_6, 0, block_of_8,
     };
-    Job *job = data;
-    for (;;) {
-        int64_t first = __atomic_fetch_add(&job->next, job->chunk, __ATOMIC_RELAXED);
-        if (first >= job->blocks) return;
-        int64_t stop = first + job->chunk < job->blocks ? first + job->chunk : job->blocks;
-        for (int64_t block = first; block < stop; block++) kernels[job->matrix->bits](job, block);
+    Team *team = member->team;
+    const int64_t tiles = call->matrix->tiles, all = team->rows * tiles;
+    uint8_t *room = team->room;
+    const Inputs inputs = {(int8_t *)room, (float *)(room + all * COLUMNS), (int32_t *)(room + all * (COLUMNS + 4))};
+    const int64_t stop = all * (member->number + 1) / member->threads;
+    float factor = 0, numbers[COLUMNS];
+    for (int64_t at = all * member->number / member->threads, row = -1; at < stop; at++) {
+        if (at / tiles != row) {
+            row = at / tiles;
+            if (call->norm) factor = norm_factor(call, row, tiles * COLUMNS);
+        }
+        prepare(call, row, at % tiles, factor, numbers);
+        quantise(numbers, inputs, at);
     }
+    meet(member);
+    const Job job = {call, team->rows, inputs};
+    const int64_t blocks = (call->matrix->outputs + ROWS - 1) / ROWS, chunk = blocks / (8 * member->threads) + 1;
+    for (int64_t first; (first = take(team, chunk)) < blocks;)
+        for (int64_t block = first; block < first + chunk && block < blocks; block++)
+            kernels[call->matrix->bits](&job, block);
 }
 
-// `parallel` calls a function on a number of threads. 0, or -1 if there is no memory.
-int product(const Matrix *m, const Call *call, Parallel parallel, int threads) {
-    const int64_t tiles = m->tiles, columns = tiles * COLUMNS, at = call->rows * tiles;
-    uint8_t *memory = malloc(2 * columns * sizeof(float) + at * (COLUMNS + 3 * 4));
-    if (!memory) return -1;
-    float *room = (float *)memory;
-    memory += 2 * columns * sizeof(float);
-    Inputs inputs = {(int8_t *)memory, (float *)(memory + at * COLUMNS), (int32_t *)(memory + at * (COLUMNS + 4))};
-    for (int64_t row = 0; row < call->rows; row++) {
-        const int64_t tile = row * tiles;
-        prepare(call, row, columns, room);
-        quantise(room, tiles, inputs.numbers + tile * COLUMNS, inputs.scales + tile, inputs.sums + 2 * tile);
-    }
-    const int64_t blocks = (m->outputs + ROWS - 1) / ROWS;
-    Job job = {m, call, inputs, blocks, blocks, 0};
-    if (parallel && threads > 1) {
-        job.chunk = blocks / (4 * threads) + 1;
-        parallel(work, &job, threads, 0);
-    } else {
-        work(&job);
-    }
-    free(room);
-    return 0;
-}
-
-// Rows of the matrix. out: [count, 32 · tiles]. 0, or -1 if the matrix has no such row.
-int looked_up_rows(const Matrix *m, const int64_t *numbers, int64_t count, float *out) {
-    const int64_t size = tile_bytes(m);
+static void look_up(const Matrix *m, int64_t number, float *out) {
+    const int64_t size = tile_bytes(m), lane = number % ROWS;
     const int bits = m->bits, groups = COLUMNS / m->group;
-    for (int64_t i = 0; i < count; i++) {
-        if (numbers[i] < 0 || numbers[i] >= m->outputs) return -1;
-        const int64_t lane = numbers[i] % ROWS;
-        const uint8_t *tile = m->packed + numbers[i] / ROWS * m->tiles * size;
-        for (int64_t t = 0; t < m->tiles; t++, tile += size) {
-            for (int column = 0; column < COLUMNS; column++) {
-                const int step = column / 4;
-                const uint8_t *from = tile + lane * 4 + column % 4;
-                int code = bits == 8 ? from[step * STEP_BYTES] : 0;
-                if (has_four(bits)) code = from[step / 2 * STEP_BYTES] >> (step % 2 * 4) & 15;
-                if (bits == CODEBOOK) code = m->table[code];
-                int place = has_four(bits) ? 4 : 0;
-                if (has_two(bits)) {
-                    code |= (from[twos_at(bits) + step / 4 * STEP_BYTES] >> (step % 4 * 2) & 3) << place;
-                    place += 2;
-                }
-                if (has_one(bits)) code |= (from[ones_at(bits)] >> step & 1) << place;
-                const uint8_t *scales = tile + codes_bytes(bits) + column / m->group * ROWS * 2;
-                const float minimum = m->has_minimums ? half_of(scales + groups * ROWS * 2, lane) : 0;
-                *out++ = ((float)(code - m->zero) * half_of(scales, lane) + minimum) * UNIT;
+    const uint8_t *tile = m->packed + number / ROWS * m->tiles * size;
+    for (int64_t t = 0; t < m->tiles; t++, tile += size) {
+        for (int column = 0; column < COLUMNS; column++) {
+            const int step = column / 4;
+            const uint8_t *from = tile + lane * 4 + column % 4;
+            int code = bits == 8 ? from[step * STEP_BYTES] : 0;
+            if (has_four(bits)) code = from[step / 2 * STEP_BYTES] >> (step % 2 * 4) & 15;
+            if (bits == CODEBOOK) code = m->table[code];
+            int place = has_four(bits) ? 4 : 0;
+            if (has_two(bits)) {
+                code |= (from[twos_at(bits) + step / 4 * STEP_BYTES] >> (step % 4 * 2) & 3) << place;
+                place += 2;
             }
+            if (has_one(bits)) code |= (from[ones_at(bits)] >> step & 1) << place;
+            const uint8_t *scales = tile + codes_bytes(bits) + column / m->group * ROWS * 2;
+            const float minimum = m->has_minimums ? half_of(scales + groups * ROWS * 2, lane) : 0;
+            out[t * COLUMNS + column] = ((float)(code - m->zero) * half_of(scales, lane) + minimum) * UNIT;
         }
     }
-    return 0;
+}
+
+void run_lookup(const Lookup *lookup, const Member *member) {
+    const Matrix *m = lookup->matrix;
+    const int64_t columns = m->tiles * COLUMNS;
+    for (int64_t row; (row = take(member->team, 1)) < member->team->rows;) {
+        const int64_t number = lookup->numbers[row];
+        float *line = number < 0 || number >= m->outputs ? 0 : malloc(columns * sizeof(float));
+        if (!line) {
+            fail(member->team, number < 0 || number >= m->outputs ? NO_SUCH_ROW : NO_MEMORY);
+            continue;
+        }
+        look_up(m, number, line);
+        narrow(line, columns, lookup->out, row * columns, lookup->is_half);
+        free(line);
+    }
 }

@@ -10,14 +10,14 @@ Inputs are quantised to eight bits with one scale per tile.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.native.library import NativeCall, NativeMemory, native_library
+from cortex.neuron.kernels.native.library import NativeMemory
+from cortex.neuron.kernels.native.operations import Lookup, Product, compute, operation
 from cortex.neuron.kernels.products.cpu_layout import (
     GROUP,
     ROW_BLOCK,
@@ -28,6 +28,7 @@ from cortex.neuron.kernels.products.cpu_layout import (
 )
 from cortex.neuron.kernels.quantised.quantise import quantised
 
+DTYPES = (torch.float32, torch.bfloat16)
 _MIN_PARALLEL_WEIGHTS = 1 << 18
 """Smaller products take less time than waking threads."""
 _STEPS = 8
@@ -104,49 +105,59 @@ class NativeMatrix:
         norm: Tensor | None = None,
         eps: float = 0.0,
         is_gated: bool = False,
+        bias: Tensor | None = None,
         residual: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """f(x) Wᵀ + residual, where f is a norm with weight `norm`, or `silu(first half) · second half`, or nothing.
+        """f(x) Wᵀ + bias + residual, where f is a norm with weight `norm`, or `silu(first half) · second half`, or
+        nothing. `out`: for the result, in rows as far apart as those of `residual`.
 
         x: [rows, inputs], or twice as many columns if `is_gated` → [rows, outputs], of the dtype of x
         """
         rows, dtype = x.shape[0], x.dtype
-        if dtype not in (torch.float32, torch.bfloat16):
+        if dtype not in DTYPES:
             wide = None if residual is None else residual.float()
-            return self.fused(x.float(), norm=norm, eps=eps, is_gated=is_gated, residual=wide).to(dtype)
-        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-        if norm is not None and norm.dtype != torch.bfloat16:
-            norm = norm.float()
-        out = torch.empty(rows, self.outputs, dtype=dtype)
-        library = native_library()
-        call = NativeCall(
-            x.data_ptr(),
-            None if norm is None else norm.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            out.data_ptr(),
-            rows,
-            eps,
-            is_gated,
-            dtype == torch.bfloat16,
-            norm is not None and norm.dtype == torch.bfloat16,
+            y = self.fused(x.float(), norm=norm, eps=eps, is_gated=is_gated, bias=bias, residual=wide)
+            return y.to(dtype) if out is None else out.copy_(y)
+        norm, bias = (part if part is None or part.dtype == torch.bfloat16 else part.float() for part in (norm, bias))
+        if out is None:
+            out = torch.empty(rows, self.outputs, dtype=dtype)
+            residual = None if residual is None else residual.contiguous()
+        made = operation(
+            Product,
+            matrix=self._at_address(),
+            is_gated=is_gated,
+            is_half=dtype == torch.bfloat16,
+            is_norm_half=norm is not None and norm.dtype == torch.bfloat16,
+            is_bias_half=bias is not None and bias.dtype == torch.bfloat16,
+            eps=eps,
+            x=x.contiguous(),
+            norm=norm,
+            bias=bias,
+            residual=residual,
+            out=out,
+            stride=out.stride(0),
         )
-        is_small = rows * self.outputs * self.inputs < _MIN_PARALLEL_WEIGHTS
-        threads = 1 if is_small else torch.get_num_threads()
-        if library.product(self._at_address(), ctypes.byref(call), library.parallel, threads):
-            raise MemoryError("no memory for the inputs of a product")
+        compute(made, rows, is_small=rows * self.outputs * self.inputs < _MIN_PARALLEL_WEIGHTS)
         return out
 
-    def rows(self, numbers: Tensor) -> Tensor:
+    def rows(self, numbers: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`dtype`: one of `DTYPES`"""
         numbers = numbers.long().contiguous()
-        out = torch.empty(len(numbers), self.inputs)
-        if native_library().looked_up_rows(self._at_address(), numbers.data_ptr(), len(numbers), out.data_ptr()):
-            raise IndexError(f"row {int(numbers.max())} or {int(numbers.min())} of a matrix with {self.outputs} rows")
+        out = torch.empty(len(numbers), self.inputs, dtype=dtype)
+        is_half = dtype == torch.bfloat16
+        made = operation(Lookup, matrix=self._at_address(), is_half=is_half, numbers=numbers, out=out)
+        try:
+            compute(made, len(numbers), is_small=True)
+        except IndexError:
+            message = f"row {int(numbers.max())} or {int(numbers.min())} of a matrix with {self.outputs} rows"
+            raise IndexError(message) from None
         return out
 
-    def _at_address(self) -> object:
+    def _at_address(self) -> NativeMemory:
         """The matrix as C sees it. Its memory may have moved: a sleeping model has none."""
         self.struct.packed = self.packed.data_ptr()
-        return ctypes.byref(self.struct)
+        return self.struct
 
 
 def _planes(steps: Tensor, bits: int) -> list[Tensor]:

@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
-from cortex.neuron.kernels.moe.grouped import find_tile, max_tiles
+from cortex.neuron.kernels.jit import jit, launch_options, num_processors, tl, triton
+from cortex.neuron.kernels.moe.grouped import max_tiles, own_pairs, store_pairs
 from cortex.neuron.kernels.moe.routing import PairLists
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
-from cortex.neuron.kernels.quantised.product import fitting_stages, layout_options, operand, operand_row
-from cortex.neuron.kernels.shared_memory import shared_memory
+from cortex.neuron.kernels.quantised.product import fitting_stages, operand, operand_row
+from cortex.neuron.kernels.quantised.unpack import add_product, layout_options, restored
+from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 _BLOCK_OUT = 64
 _WARPS = 4
 _STAGES = 3
 _MAX_TILE_PAIRS = 64
+
+
+class PackedExpertTiles(NamedTuple):
+    """How a product with experts is cut into programs."""
+
+    pairs: int
+    blocks: int
+    """Of 64 rows of the matrix, one after another in one program."""
+    chunks: int
+    """Of 128 columns, at a time."""
+    stages: int
+
+
+def packed_expert_tiles(
+    num_pairs: int, num_experts: int, outputs: int, chunks: int, processors: int, shared: SharedMemory, *, gated: bool
+) -> PackedExpertTiles:
+    """The fastest of a sweep on Hopper.
+
+    With few pairs the bytes of the matrix count. So a program reads whole lines of the cache, which hold two chunks of
+    a row, and takes several blocks of rows if one is short: to find its pairs takes as long as some steps.
+    """
+    wanted = -(-2 * num_pairs // num_experts)
+    pairs = max(16, min(_MAX_TILE_PAIRS, 1 << (wanted - 1).bit_length()))
+    matrices = 1 + gated
+    if pairs == 16 and chunks % 2 == 0:
+        stages = fitting_stages(2 * matrices * _BLOCK_OUT, 2 * pairs, _STAGES, shared)
+        if stages == _STAGES:
+            blocks, busy = 1, min(num_pairs, num_experts)
+            while blocks * chunks * matrices < 32 and outputs % (2 * blocks * _BLOCK_OUT) == 0:
+                if outputs // (2 * blocks * _BLOCK_OUT) * busy < 3 * processors:
+                    break
+                blocks *= 2
+            return PackedExpertTiles(pairs, blocks, 2, stages)
+    return PackedExpertTiles(pairs, 1, 1, fitting_stages(matrices * _BLOCK_OUT, pairs, _STAGES, shared))
 
 
 def packed_grouped_product(
@@ -32,11 +69,11 @@ def packed_grouped_product(
     x: [pairs / pairs_per_row, inputs]; out: [pairs, outputs]
     """
     num_pairs, outputs = out.shape
-    wanted = -(-2 * num_pairs // num_experts)
-    tile_pairs = max(16, min(_MAX_TILE_PAIRS, 1 << (wanted - 1).bit_length()))
-    wanted_stages = _STAGES + (gated and num_pairs < num_experts)
-    stages = fitting_stages((1 + gated) * _BLOCK_OUT, tile_pairs, wanted_stages, shared_memory(x.device))
-    _packed_grouped_kernel[(triton.cdiv(outputs, _BLOCK_OUT), max_tiles(num_pairs, num_experts, tile_pairs))](
+    chunks = matrix.low.shape[1] // 16
+    shared = shared_memory(x.device)
+    tiles = packed_expert_tiles(num_pairs, num_experts, outputs, chunks, num_processors(x.device), shared, gated=gated)
+    num_blocks = triton.cdiv(outputs, _BLOCK_OUT * tiles.blocks)
+    _packed_grouped_kernel[(num_blocks, max_tiles(num_pairs, num_experts, tiles.pairs))](
         x,
         matrix.low,
         matrix.high,
@@ -52,13 +89,15 @@ def packed_grouped_product(
         EXPERTS_BLOCK=triton.next_power_of_2(num_experts),
         PAIRS_PER_ROW=pairs_per_row,
         GATED=gated,
-        BLOCK_PAIRS=tile_pairs,
+        BLOCK_PAIRS=tiles.pairs,
         BLOCK_OUT=_BLOCK_OUT,
-        CHUNKS=matrix.low.shape[1] // 16,
+        BLOCK_CHUNKS=tiles.chunks,
+        BLOCKS=tiles.blocks,
+        CHUNKS=chunks,
         WARPS=_WARPS,
-        STAGES=stages,
+        STAGES=tiles.stages,
         num_warps=_WARPS,
-        num_stages=stages,
+        num_stages=tiles.stages,
         **layout_options(matrix.layout),
         **launch_options(x.device),
     )
@@ -83,6 +122,8 @@ def _packed_grouped_kernel(
     GATED: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -95,45 +136,42 @@ def _packed_grouped_kernel(
     PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per tile of one expert's pairs and BLOCK_OUT rows of its matrix: out = (W xᵀ)ᵀ.
+    """One program per tile of one expert's pairs and BLOCKS blocks of BLOCK_OUT rows of its matrix: out = (W xᵀ)ᵀ.
 
-    GATED has twice OUTPUTS rows, the gate's first; otherwise the product is scaled by the pair's weight.
+    GATED has twice OUTPUTS rows, the gate's first; otherwise the product is scaled by the pair's weight. The steps of
+    all blocks are one loop, so that the words of the next block are on their way while this one ends.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    expert, first, num_pairs = find_tile(counts, EXPERTS, EXPERTS_BLOCK, BLOCK_PAIRS)
+    expert, pair, valid = own_pairs(counts, members, members_stride, EXPERTS, EXPERTS_BLOCK, BLOCK_PAIRS, OVERLAP)
     if expert >= EXPERTS:
         return
-    expert = expert.to(tl.int64)
-    place = first + tl.arange(0, BLOCK_PAIRS)
-    valid = place < num_pairs
-    pair = tl.load(members + expert * members_stride + place, mask=valid, other=0)
     source = x + (pair // PAIRS_PER_ROW).to(tl.int64)[None, :] * INPUTS
-    matrices: tl.constexpr = 2 if GATED else 1
-    block = tl.program_id(0) * BLOCK_OUT
-    loaded = expert * (matrices * OUTPUTS) + tl.minimum(block + tl.arange(0, BLOCK_OUT), OUTPUTS - 1)
+    expert_row = expert * (2 * OUTPUTS if GATED else OUTPUTS)
+    steps: tl.constexpr = CHUNKS // BLOCK_CHUNKS
     total = tl.zeros((BLOCK_OUT, BLOCK_PAIRS), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, BLOCK_PAIRS), tl.float32)
-    for chunk in tl.range(0, CHUNKS, num_stages=STAGES):
-        column = chunk * 128 + tl.arange(0, 128)
+    for step in tl.range(0, BLOCKS * steps, num_stages=STAGES):
+        chunk = step % steps * BLOCK_CHUNKS
+        block = (tl.program_id(0) * BLOCKS + step // steps) * BLOCK_OUT
+        line = block + tl.arange(0, BLOCK_OUT)
+        loaded = expert_row + (line if OUTPUTS % (BLOCKS * BLOCK_OUT) == 0 else tl.minimum(line, OUTPUTS - 1))
+        column = chunk * 128 + tl.arange(0, BLOCK_CHUNKS * 128)
         inside = valid[None, :] if INPUTS % 128 == 0 else valid[None, :] & (column < INPUTS)[:, None]
         value = tl.load(source + column[:, None], mask=inside, other=0.0)  # [in, pairs]
         weights = operand(
             low, high, scales, loaded, chunk,
-            CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
+            CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
         )  # fmt: skip
-        total = tl.dot(weights.to(value.dtype), value, total)
+        total = add_product(total, weights, value)
         if GATED:
             weights_up = operand(
                 low, high, scales, loaded + OUTPUTS, chunk,
-                CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
+                CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
             )  # fmt: skip
-            total_up = tl.dot(weights_up.to(value.dtype), value, total_up)
-    if GATED:
-        total = total * tl.sigmoid(total) * total_up
-    else:
-        total *= tl.load(pair_weights + pair, mask=valid, other=0.0)[None, :]
-    output = block + operand_row(BLOCK_OUT, WARPS)
-    where = pair.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=(output < OUTPUTS)[:, None] & valid[None, :])
+            total_up = add_product(total_up, weights_up, value)
+        if step % steps == steps - 1:
+            total = restored(total, x.dtype.element_ty)
+            total_up = restored(total_up, x.dtype.element_ty)
+            output = block + operand_row(BLOCK_OUT, WARPS)
+            store_pairs(total, total_up, out, pair_weights, pair, valid, output, OUTPUTS, GATED)
+            total = tl.zeros((BLOCK_OUT, BLOCK_PAIRS), tl.float32)
+            total_up = tl.zeros((BLOCK_OUT, BLOCK_PAIRS), tl.float32)

@@ -1,5 +1,7 @@
 """Products with packed matrices.
 
+At most eight rows: `few_rows.py`.
+
 Small batches: one program reads BLOCK_OUT rows of the matrix once, unpacks them in registers into the left operand of a
 tensor-core product, and multiplies all rows of x. Matrices with few rows are cut along their columns as well (SPLIT),
 so that every processor has work: the program that finishes last adds the parts in a fixed order.
@@ -17,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import (
-    INTERPRETED,
     gdc_launch_dependents,
     gdc_wait,
     has_kernels,
@@ -27,10 +28,10 @@ from cortex.neuron.kernels.jit import (
     tl,
     triton,
 )
+from cortex.neuron.kernels.quantised.few_rows import MAX_FEW_ROWS, few_rows_product
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.levels import levels_option
 from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS, PackedMatrix, unpacked
-from cortex.neuron.kernels.quantised.unpack import unpack_ptx, unpack_units
+from cortex.neuron.kernels.quantised.unpack import RESTORE, add_product, layout_options, restored, unpack_units
 from cortex.neuron.kernels.shared_memory import MIN_STAGES, SharedMemory, shared_memory
 
 MAX_SMALL_ROWS = 64
@@ -64,6 +65,8 @@ def packed_product(
     """
     if not has_kernels(x):
         out.copy_(packed_product_reference(x, matrix, bias, residual))
+    elif len(x) <= MAX_FEW_ROWS:
+        few_rows_product(x, matrix, out, bias, None, 0.0, residual)
     elif len(x) <= MAX_SMALL_ROWS:
         small_batch_product(x, matrix, out, bias, residual)
     else:
@@ -130,7 +133,7 @@ def _large_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
 def small_batch_product(
     x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> None:
-    """`packed_product` for at most MAX_SMALL_ROWS rows."""
+    """`packed_product` for at most MAX_SMALL_ROWS rows, and more than a few."""
     rows, inputs = x.shape
     shared = shared_memory(x.device)
     chunks = matrix.low.shape[1] // 16
@@ -181,7 +184,7 @@ def small_batch_tiles(
     matrix_rows = 2 * COUNTED_ROWS if is_long else COUNTED_ROWS
     warps = 8 if is_long and rows > 32 else 4
     programs, split = -(-outputs // matrix_rows), 1
-    while split < 8 and chunks % (2 * split) == 0 and chunks // split > 4:
+    while split < 8 and chunks % (2 * split) == 0 and chunks // split > (8 if rows > 32 else 4):
         if programs * split >= _programs_wanted(rows, layout.bits, split) * processors:
             break
         split *= 2
@@ -218,18 +221,6 @@ def fitting_stages(matrix_rows: int, columns: int, stages: int, shared: SharedMe
     return stages
 
 
-def layout_options(layout: Layout) -> dict[str, object]:
-    return {
-        "LOW_BITS": layout.low_bits,
-        "HIGH_BITS": layout.high_bits,
-        "GROUP": layout.group,
-        "ZERO": -1 if layout.zero is None else layout.zero,
-        "LEVELS": levels_option(layout),
-        "SCALE_WORDS": layout.scale_words,
-        "PTX": "" if INTERPRETED else unpack_ptx(layout),
-    }
-
-
 @jit
 def operand(
     low,
@@ -249,7 +240,8 @@ def operand(
     SCALE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Weights of matrix rows `row` in BLOCK_CHUNKS chunks from `start` on. → [BLOCK_OUT, 128 · BLOCK_CHUNKS] bfloat16
+    """Weights / RESTORE of matrix rows `row` in BLOCK_CHUNKS chunks from `start` on.
+    → [BLOCK_OUT, 128 · BLOCK_CHUNKS] bfloat16
 
     The rows come out in another order (`operand_row`): a warp loads eight rows at a time and multiplies sixteen.
     """
@@ -259,17 +251,24 @@ def operand(
     above = word
     if HIGH_BITS > 0 or LOW_BITS == 8:
         above = tl.load(high + where).to(tl.int32)
-    group = (unit // 16) * 4 + unit % 4
+    group = tl.arange(0, BLOCK_CHUNKS * 4)
     scale = scales + (row[:, None] * (CHUNKS * 4) + start * 4 + group[None, :]) * SCALE_WORDS
-    scale_0 = tl.load(scale).to(tl.int32)
+    scale_0 = _by_unit(tl.load(scale).to(tl.int32), BLOCK_OUT, BLOCK_CHUNKS)
     scale_1 = scale_0
     if SCALE_WORDS == 2:
-        scale_1 = tl.load(scale + 1)
+        scale_1 = _by_unit(tl.load(scale + 1), BLOCK_OUT, BLOCK_CHUNKS)
     weights = unpack_units(word, above, scale_0, scale_1, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
     repeats: tl.constexpr = BLOCK_OUT // (8 * WARPS)
     weights = tl.reshape(weights, (repeats, WARPS, 8, BLOCK_CHUNKS, 4, 4, 2, 2, 2))  # …, chunk, t, v, h, j0, j1
     weights = tl.permute(weights, (1, 0, 2, 3, 5, 8, 7, 4, 6))  # …, chunk, v, j1, j0, t, h
     return tl.reshape(weights, (BLOCK_OUT, BLOCK_CHUNKS * 128))
+
+
+@jit
+def _by_unit(words, BLOCK_OUT: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """Unit 4·t + v takes the v-th word of its chunk: [BLOCK_OUT, 4 · BLOCK_CHUNKS] → [BLOCK_OUT, 16 · BLOCK_CHUNKS]"""
+    words = tl.reshape(words, (BLOCK_OUT, BLOCK_CHUNKS, 1, 4))
+    return tl.reshape(tl.broadcast_to(words, (BLOCK_OUT, BLOCK_CHUNKS, 4, 4)), (BLOCK_OUT, BLOCK_CHUNKS * 16))
 
 
 @jit
@@ -337,7 +336,8 @@ def _small_batch_kernel(
         else:
             inside = row_inside[None, :] & (start * 128 + column < INPUTS)[:, None]
         values = tl.load(source + start * 128, mask=inside, other=0.0)  # [in, rows]
-        total = tl.dot(weights.to(values.dtype), values, total)
+        total = add_product(total, weights, values)
+    total = restored(total, x.dtype.element_ty)
     output = block * BLOCK_OUT + operand_row(BLOCK_OUT, WARPS)
     inside = (output < outputs)[:, None] & row_inside[None, :]
     is_last = True
@@ -395,6 +395,5 @@ def _dequantise_kernel(
     output = block + operand_row(BLOCK_OUT, WARPS)
     column = chunk * 128 + tl.arange(0, 128)
     inside = (output < num_rows)[:, None] & (column < INPUTS)[None, :]
-    tl.store(
-        out + output.to(tl.int64)[:, None] * INPUTS + column[None, :], weights.to(out.dtype.element_ty), mask=inside
-    )
+    weights = (weights.to(tl.float32) * RESTORE).to(out.dtype.element_ty)
+    tl.store(out + output.to(tl.int64)[:, None] * INPUTS + column[None, :], weights, mask=inside)

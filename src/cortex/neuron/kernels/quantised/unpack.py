@@ -1,9 +1,13 @@
 """From packed units to the operand of a tensor-core product, in registers.
 
-A code of up to seven bits OR-ed into the mantissa of bfloat16's 128.0 is 128 + code, for two columns at a time.
-Subtracting 128 is exact, and scaling rounds once. Triton has no operation for this, so it is written in PTX; under the
-interpreter the same arithmetic runs in Triton's own operations. Sums and products of pairs are multiply-adds, because
-cards before Hopper have no other instruction for pairs of bfloat16.
+The numbers of bfloat16 below 2⁻¹²⁵ are evenly spaced: the bits of an integer below 256 are that integer times 2⁻¹³³.
+So a code needs no conversion, and one multiply-add, for two columns at a time, gives the weight, with a scale that is
+as much larger. It rounds once. A code may even stay a few bits further up, with a scale that is as much smaller. What
+comes out is RESTORE times too small, which is made up for once, after the product. Scales from 2¹⁸ on do not fit.
+
+Triton has no operation for this, so it is written in PTX; under the interpreter the same arithmetic runs in Triton's
+own operations. Products of pairs are multiply-adds, because cards before Hopper have no other instruction for pairs of
+bfloat16.
 """
 
 from __future__ import annotations
@@ -11,19 +15,28 @@ from __future__ import annotations
 import struct
 from functools import cache
 
-from cortex.neuron.kernels.jit import jit, tl
+from cortex.neuron.kernels.jit import INTERPRETED, constant, jit, tl
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.levels import LOOKUP_REGISTERS, level_of, lookup_lines, select_lines, table_words
+from cortex.neuron.kernels.quantised.levels import (
+    LOOKUP_REGISTERS,
+    level_of,
+    levels_option,
+    lookup_lines,
+    select_lines,
+    table_words,
+)
 
-_MAGIC = 0x43004300
-"""Twice 128.0 in bfloat16."""
+_RESTORE_BITS = 23
+_SCALE_BITS = 133 - _RESTORE_BITS
+RESTORE = constant(2.0**_RESTORE_BITS)
+_SHRINK = constant(2.0**-_RESTORE_BITS)
 
 
-def bfloat16_pair(number: float) -> int:
-    """The bits of a number in bfloat16, twice. The number must be exact in bfloat16."""
-    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
-    assert bits & 0xFFFF == 0, number
-    return (bits >> 16) * 0x10001
+def bfloat16_pair(low: float, high: float) -> int:
+    """The bits of two numbers in bfloat16. The numbers must be exact in bfloat16."""
+    bits: tuple[int, int] = struct.unpack("<II", struct.pack("<ff", low, high))
+    assert all(half & 0xFFFF == 0 for half in bits), (low, high)
+    return bits[0] >> 16 | bits[1]
 
 
 @cache
@@ -33,43 +46,50 @@ def unpack_ptx(layout: Layout) -> str:
     Operands: $0–$7 the weights of slots 0, 4, 1, 5, 2, 6, 3, 7; $8 the low plane's word, $9 the high plane's,
     $10 and $11 the words of scales.
     """
-    lines = [f"mov.b32 magic, {_MAGIC:#x};", f"mov.b32 unit, {bfloat16_pair(1.0):#x};", "mov.b32 none, 0x80008000;"]
-    lines += (_levels(layout) if layout.levels else _low(layout) + _high(layout)) + _scaled(layout)
-    lines += [f"mov.b32 {{${2 * j}, ${2 * j + 1}}}, p{j};" for j in range(4)]
-    names = f"magic, unit, none, offset, spread, moved, high, s0, s1, m0, m1, p0, p1, p2, p3, {LOOKUP_REGISTERS}"
-    return "{\n .reg .b32 " + names + ";\n " + "\n ".join(lines) + "\n}\n"
-
-
-def _low(layout: Layout) -> list[str]:
-    """p_j = two times 128 + the low bits of slots j and 4 + j."""
-    if layout.low_bits == 8:
-        return _bytes()
-    if layout.low_bits == 4:
-        source, lines, mask = "$8", [], 0x000F000F
+    if layout.levels:
+        lines = _levels(layout)
     else:
-        source, lines, mask = "spread", ["prmt.b32 spread, $8, 0, 0x4140;"], 0x00030003
-    for j in range(4):
-        lines.append(f"shr.b32 moved, {source}, {layout.low_bits * j};")
-        lines.append(f"lop3.b32 p{j}, moved, {mask:#x}, magic, 0xEA;")
-    return lines
+        positions, lines = _codes(layout)
+        lines += _scaled(layout, positions)
+    lines += [f"mov.b32 {{${2 * j}, ${2 * j + 1}}}, p{j};" for j in range(4)]
+    words = ", ".join(f"{name}{j}" for name in ("p", "s", "m") for j in range(4))
+    return (
+        f"{{\n .reg .b32 none, spread, moved, high, s, m, {words}, {LOOKUP_REGISTERS};\n .reg .b16 first, second;\n "
+        + "\n ".join(["mov.b32 none, 0x80008000;", *lines])
+        + "\n}\n"
+    )
 
 
-def _bytes() -> list[str]:
-    """p_j = the codes themselves: 128 + a code of eight bits would not be exact. So seven bits become 128 + them, and
-    the bit above, which is the lowest of the exponent there, 256 or 128."""
-    lines = [f"mov.b32 offset, {bfloat16_pair(-256.0):#x};"]
-    for j in range(4):
-        source = ("$8", "$9")[j % 2]
-        if j >= 2:
-            lines.append(f"shr.b32 moved, {source}, 8;")
-            source = "moved"
-        lines += [
-            f"lop3.b32 p{j}, {source}, 0x007F007F, magic, 0xEA;",
-            f"lop3.b32 high, {source}, 0x00800080, magic, 0xEA;",
-            "fma.rn.bf16x2 high, high, unit, offset;",
-            f"fma.rn.bf16x2 p{j}, p{j}, unit, high;",
-        ]
-    return lines
+def layout_options(layout: Layout) -> dict[str, object]:
+    """What kernels need to know of a layout when they are compiled."""
+    return {
+        "LOW_BITS": layout.low_bits,
+        "HIGH_BITS": layout.high_bits,
+        "GROUP": layout.group,
+        "ZERO": -1 if layout.zero is None else layout.zero,
+        "LEVELS": levels_option(layout),
+        "SCALE_WORDS": layout.scale_words,
+        "PTX": "" if INTERPRETED else unpack_ptx(layout),
+    }
+
+
+def _codes(layout: Layout) -> tuple[list[int], list[str]]:
+    """p_j = the codes of slots j and 4 + j, and how many bits further up they stay."""
+    if layout.low_bits == 8:
+        lines = ["shr.b32 moved, $8, 8;", "shr.b32 high, $9, 8;"]
+        sources = ("$8", "$9", "moved", "high")
+        return [0] * 4, lines + [f"and.b32 p{j}, {source}, 0x00FF00FF;" for j, source in enumerate(sources)]
+    bits, mask = layout.low_bits, ((1 << layout.low_bits) - 1) * 0x10001
+    source, lines = "$8", []
+    if bits == 2:
+        source, lines = "spread", ["prmt.b32 spread, $8, 0, 0x4140;"]
+    positions = [0 if layout.high_bits else bits * j % 8 for j in range(4)]
+    for j, position in enumerate(positions):
+        shift = bits * j - position
+        if shift:
+            lines.append(f"shr.b32 moved, {source}, {shift};")
+        lines.append(f"and.b32 p{j}, {'moved' if shift else source}, {mask << position:#x};")
+    return positions, lines + _high(layout)
 
 
 def _high(layout: Layout) -> list[str]:
@@ -89,33 +109,42 @@ def _high(layout: Layout) -> list[str]:
 
 
 def _levels(layout: Layout) -> list[str]:
-    """p_j = the levels: the low and the high bytes of their bfloat16 numbers have tables of their own."""
-    numbers = b"".join(struct.pack("<f", level)[2:] for level in layout.levels)
+    """p_j = the weights: the low and the high bytes of the levels' bfloat16 numbers have tables of their own."""
+    numbers = b"".join(struct.pack("<f", level * 2.0**-_RESTORE_BITS)[2:] for level in layout.levels)
     lines = select_lines("$8")
     for half in range(2):
         lines += lookup_lines("moved", half, table_words(numbers[0::2]))
         lines += lookup_lines("high", half, table_words(numbers[1::2]))
         lines += [f"prmt.b32 p{half}, moved, high, 0x6240;", f"prmt.b32 p{half + 2}, moved, high, 0x7351;"]
+    lines += _doubled("s0", "$10", 0)
+    return lines + [f"fma.rn.bf16x2 p{j}, p{j}, s0, none;" for j in range(4)]
+
+
+def _scaled(layout: Layout, positions: list[int]) -> list[str]:
+    """p_j becomes the weights: codes times their scale, plus the minimum, which is `-zero` times the scale where there
+    is no other."""
+    lines = []
+    for j, position in enumerate(positions):
+        word = "$11" if layout.scale_words == 2 and j >= 2 else "$10"
+        scale, shrink = 2.0 ** (_SCALE_BITS - position), 2.0**-_RESTORE_BITS
+        if layout.zero is None:
+            lines += _times("s", word, scale, shrink) + _doubled(f"s{j}", "s", 0) + _doubled(f"m{j}", "s", 1)
+        else:
+            lines += _times("s", word, scale, scale) + _doubled(f"s{j}", "s", j // 2)
+            lines += _times("m", word, -layout.zero * shrink, -layout.zero * shrink) + _doubled(f"m{j}", "m", j // 2)
+        lines.append(f"fma.rn.bf16x2 p{j}, p{j}, s{j}, m{j};")
     return lines
 
 
-def _scaled(layout: Layout) -> list[str]:
-    """p_j becomes the weights: codes without their offset, scaled, plus the minimum where there is one."""
-    lines = []
-    if layout.low_bits != 8 and not layout.levels:
-        lines.append(f"mov.b32 offset, {bfloat16_pair(-128.0 - (layout.zero or 0)):#x};")
-        lines += [f"fma.rn.bf16x2 p{j}, p{j}, unit, offset;" for j in range(4)]
-    low, high = "0x1010", "0x3232"
-    if layout.levels:
-        return [f"prmt.b32 s0, $10, $10, {low};", *(f"fma.rn.bf16x2 p{j}, p{j}, s0, none;" for j in range(4))]
-    if layout.zero is not None:
-        lines += [f"prmt.b32 s0, $10, $10, {low};", f"prmt.b32 s1, $10, $10, {high};"]
-        return lines + [f"fma.rn.bf16x2 p{j}, p{j}, s{j // 2}, none;" for j in range(4)]
-    lines += [f"prmt.b32 s0, $10, $10, {low};", f"prmt.b32 m0, $10, $10, {high};"]
-    if layout.group == 32:
-        return lines + [f"fma.rn.bf16x2 p{j}, p{j}, s0, m0;" for j in range(4)]
-    lines += [f"prmt.b32 s1, $11, $11, {low};", f"prmt.b32 m1, $11, $11, {high};"]
-    return lines + [f"fma.rn.bf16x2 p{j}, p{j}, s{j // 2}, m{j // 2};" for j in range(4)]
+def _times(out: str, word: str, low: float, high: float) -> list[str]:
+    """The two numbers of a word times two powers of two."""
+    return [f"mov.b32 {out}, {bfloat16_pair(low, high):#x};", f"fma.rn.bf16x2 {out}, {word}, {out}, none;"]
+
+
+def _doubled(out: str, word: str, half: int) -> list[str]:
+    """A half of a word twice. It takes no instruction: those that use it can read either half twice."""
+    name = ("first", "second")[half]
+    return [f"mov.b32 {{first, second}}, {word};", f"mov.b32 {out}, {{{name}, {name}}};"]
 
 
 @jit
@@ -131,7 +160,8 @@ def unpack_units(
     LEVELS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Int32 tensors [outputs, units] → bfloat16 weights [outputs, units, h, j0, j1]. PTX is empty when interpreted."""
+    """Int32 tensors [outputs, units] → bfloat16 weights / RESTORE [outputs, units, h, j0, j1]. PTX is empty when
+    interpreted."""
     if PTX == "":
         a0, b0 = _slots(low, high, scale_0, scale_1, 0, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS)
         a1, b1 = _slots(low, high, scale_0, scale_1, 1, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS)
@@ -152,6 +182,20 @@ def unpack_units(
 
 
 @jit
+def add_product(total, weights, values):
+    """total + weights · values, of an operand. The total is RESTORE times too small until `restored`."""
+    if values.dtype != tl.bfloat16:  # no other type holds such small numbers
+        weights = weights.to(tl.float32) * RESTORE
+    return tl.dot(weights.to(values.dtype), values, total)
+
+
+@jit
+def restored(total, DTYPE: tl.constexpr):
+    """What `add_product` of values of this type adds up to."""
+    return total * RESTORE if tl.bfloat16 == DTYPE else total
+
+
+@jit
 def _slots(
     low,
     high,
@@ -164,7 +208,7 @@ def _slots(
     ZERO: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """The weights of slots J and 4 + J."""
+    """The weights / RESTORE of slots J and 4 + J."""
     low_mask: tl.constexpr = (1 << LOW_BITS) - 1
     high_mask: tl.constexpr = (1 << HIGH_BITS) - 1
     if LOW_BITS == 8:
@@ -191,7 +235,7 @@ def _slots(
         words = scale_0 if GROUP == 32 or J < 2 else scale_1
         a = code_a.to(tl.float32) * low_half(words) + high_half(words)
         b = code_b.to(tl.float32) * low_half(words) + high_half(words)
-    return a.to(tl.bfloat16), b.to(tl.bfloat16)
+    return (a * _SHRINK).to(tl.bfloat16), (b * _SHRINK).to(tl.bfloat16)
 
 
 @jit

@@ -159,13 +159,27 @@ class DeviceRoom:
             await self._take_back(model_id, host.device_indices, need)
             yield
 
-    async def has_room(self, model: KnownModel, facts: ModelFacts, need_bytes: int) -> bool:
-        """Whether a load would find devices now. `need_bytes`: what they must give, if the layers are divided."""
+    async def has_room_elsewhere(
+        self,
+        error: InsufficientCapacity | LoadRejected,
+        model: KnownModel,
+        facts: ModelFacts,
+        host: ModelHost,
+        resident: Resident,
+    ) -> bool:
+        """Whether a sleeping model that did not wake because of `error` would find other devices if it were loaded."""
+        if isinstance(error, LoadRejected):
+            if error.has_room_elsewhere is not None:
+                return error.has_room_elsewhere
+            if error.kind is not FaultKind.OUT_OF_MEMORY:
+                return False
         try:
             chosen = await self._choose(model, facts, self._devices)
         except (InsufficientCapacity, LoadFailed):
             return False
-        return not chosen.free_bytes or sum(chosen.free_bytes) >= need_bytes
+        if chosen.free_bytes and sum(chosen.free_bytes) < resident.measured_bytes:  # its layers are divided
+            return False
+        return set(chosen.indices) != set(host.device_indices)
 
     def _check_ceilings(self, model_id: str, devices: tuple[int, ...], resident: Resident) -> None:
         """Raises InsufficientCapacity where a ceiling has no room for the model, awake."""

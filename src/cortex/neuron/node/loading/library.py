@@ -256,7 +256,7 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
     for entry in config.models:
         yield _known(entry.id, entry)
     for default in config.default_models:
-        yield _known(default.model_id, _completed(default, entries.get(default.model_id)))
+        yield _known(default.id, _completed(default, entries.get(default.id)))
 
 
 def _known(model_id: str, options: ModelOptions) -> KnownModel:

@@ -35,7 +35,7 @@ from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost
-from cortex.neuron.worker.replicas import WorkerReplicas
+from cortex.neuron.worker.replicas.host import WorkerReplicas
 from cortex.wire.errors import (
     CortexError,
     DiskFull,
@@ -147,7 +147,8 @@ class ModelLoader:
         facts = self.surveys[model.id].facts
         # A gateway names the devices of the load that it asked for; the operator's choice holds for all replicas.
         model = replace(model, replicas=1, devices=self._library.find(model.id).devices)
-        if (room := await self._room.for_extra(model, facts, replicas.taken_devices)) is None:
+        taken = tuple(index for devices in replicas.replica_devices for index in devices)
+        if (room := await self._room.for_extra(model, facts, taken)) is None:
             return False
         device, free_bytes, left_bytes = room
         spec = self.spec(model, facts, ChosenDevices((device,)))
@@ -155,17 +156,20 @@ class ModelLoader:
         host = self._hosts.supervisors[device.index]
         return await self._hosts.extras.add(replicas, host, spec, free_bytes)
 
-    async def wake(self, instance: Instance) -> None:
+    async def wake(self, model: KnownModel, instance: Instance) -> None:
         """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as before;
-        `RoomElsewhere`: a peer has room for its part on other devices). Raises Damaged or WorkerLost if nothing of it
-        is left."""
-        async with self._room.for_wake(instance.model_id, instance.host, instance.resident):
-            try:
-                instance.woken(await wake_settled(instance.host, instance.resident))
-            except LoadRejected as error:
-                if error.has_room_elsewhere:
-                    raise RoomElsewhere(about(instance.model_id, error)) from error
-                raise _load_error(instance.model_id, error) from error
+        `RoomElsewhere`: there is room for it on other devices). Raises Damaged or WorkerLost if nothing of it is
+        left."""
+        host, resident = instance.host, instance.resident
+        try:
+            async with self._room.for_wake(model.id, host, resident):
+                instance.woken(await wake_settled(host, resident))
+        except (InsufficientCapacity, LoadRejected) as error:
+            if await self._room.has_room_elsewhere(error, model, self.surveys[model.id].facts, host, resident):
+                raise RoomElsewhere(about(model.id, error)) from error
+            if isinstance(error, LoadRejected):
+                raise _load_error(model.id, error) from error
+            raise
 
     # Files
 

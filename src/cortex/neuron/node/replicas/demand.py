@@ -13,7 +13,7 @@ from cortex.neuron.node.instance import Instance
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.worker.model_host import LoadRejected
 from cortex.neuron.worker.process import WorkerLost
-from cortex.neuron.worker.replicas import WorkerReplicas
+from cortex.neuron.worker.replicas.host import WorkerReplicas
 from cortex.tasks import run_once
 from cortex.wire.words import plural
 
@@ -90,7 +90,7 @@ class ReplicaDemand:
                 self._num_replicas = {key: count for key, count in self._num_replicas.items() if key in ids}
                 for model, instance in growing:
                     if isinstance(instance.host, WorkerReplicas):
-                        self._publish(model, instance.host.num_replicas)
+                        self._publish(model, len(instance.host.replica_devices))
                         if model.id not in self._changes:
                             self._adjust(model, instance, instance.host)
                 await asyncio.sleep(period_s)
@@ -107,20 +107,20 @@ class ReplicaDemand:
 
     def _adjust(self, model: KnownModel, instance: Instance, replicas: WorkerReplicas) -> None:
         now_s = asyncio.get_running_loop().time()
-        idle = replicas.idle_extras()
+        idle = replicas.extras.idle()
         demand = Demand(
-            replicas.num_replicas,
+            len(replicas.replica_devices),
             model.max_replicas,
             instance.waited_s,
             idle[0][0] if idle else None,
-            now_s - replicas.changed_at_s,
+            now_s - replicas.extras.changed_at_s,
             now_s - max(replicas.lost_at_s, self._failed_s.get(model.id, replicas.lost_at_s)),
         )
         match self._rules.decide(demand):
             case "add":
                 self._start(model.id, self._add(model, replicas))
             case "remove":
-                self._start(model.id, replicas.remove(idle[0][1], 0.0))
+                self._start(model.id, replicas.extras.remove(idle[0][1], 0.0))
 
     def _start(self, model_id: str, change: Coroutine[Any, Any, None]) -> None:
         task = self._changes[model_id] = run_once(change, f"change the replicas of {model_id}")

@@ -10,7 +10,8 @@ from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.neuron.worker.model_host import ModelHost
-from cortex.neuron.worker.replicas import Replica, WorkerReplicas
+from cortex.neuron.worker.replicas.host import WorkerReplicas
+from cortex.neuron.worker.replicas.replica_set import Replica
 from cortex.wire.node.protocol import Device
 
 
@@ -80,7 +81,7 @@ class ExtraReplicas:
     async def add(self, replicas: WorkerReplicas, host: ModelHost, spec: LoadSpec, free_bytes: int) -> bool:
         """Loads an extra replica on the device of `host`, which has `free_bytes`. False: the load was cancelled,
         because its model goes or another load needs the memory. Raises LoadRejected or WorkerLost."""
-        load = asyncio.create_task(replicas.add(host, spec))
+        load = asyncio.create_task(replicas.extras.add(host, spec))
         self._all = [*self._held(), _Extra(host.device_indices[0], replicas, free_bytes, load)]
         try:
             await asyncio.wait({load})
@@ -105,4 +106,4 @@ async def _ended(extra: _Extra, drain_s: float) -> None:
         extra.load.cancel()
         await asyncio.wait({extra.load})
     if (replica := extra.replica) is not None:
-        await extra.replicas.remove(replica, drain_s)
+        await extra.replicas.extras.remove(replica, drain_s)

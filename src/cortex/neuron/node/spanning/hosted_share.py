@@ -247,16 +247,11 @@ class HostedShare:
                 await self._entered(self._resources.room.for_wake(self.model_id, group, resident), room)
                 self._resident = await wake_settled(group, resident)
         except (InsufficientCapacity, LoadRejected) as error:
-            is_full = isinstance(error, InsufficientCapacity) or error.kind is FaultKind.OUT_OF_MEMORY
-            if is_full and await self._has_room_elsewhere(resident):
+            assert self._model is not None
+            if await self._resources.room.has_room_elsewhere(error, *self._model, group, resident):
                 raise RoomElsewhere(str(error)) from error
             raise
         return ShareWoken()
-
-    async def _has_room_elsewhere(self, resident: Resident) -> bool:
-        if self._model is None:
-            return False
-        return await self._resources.room.has_room(*self._model, resident.measured_bytes)
 
     def _loaded(self) -> tuple[WorkerGroup, Resident]:
         """Raises WorkerLost."""

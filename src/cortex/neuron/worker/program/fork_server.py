@@ -31,13 +31,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="cortex.neuron.worker.program.fork_server", description=__doc__)
     parser.add_argument("--engine", required=True, help="module:attribute of the engine's load function")
     options, control = attach_to_parent(parser)
+    gc.disable()  # little of what is imported is garbage, and its collection takes a seventh of the time
     try:
         resolve_loader(options.engine)
     except Exception as error:  # noqa: BLE001 - each worker meets the same error and reports it to the daemon
         log.error("the engine cannot be imported: %s", explain(error))
     # Imported objects live as long as the process. Frozen, no collection visits them, so their pages stay shared.
-    gc.collect()
     gc.freeze()
+    gc.enable()
     try:
         ForkServer(control, options.engine).run()
     except (OSError, ChannelError) as error:

@@ -53,3 +53,6 @@ export function hue(name) {
   for (const character of name) hash = (hash * 31 + character.codePointAt(0)) >>> 0;
   return hash % 8;
 }
+
+/** The devices of each replica: `0, 1`, or `0+1, 2+3` where each is divided. */
+export const deviceGroups = (replicas) => replicas.map((devices) => devices.join("+")).join(", ");

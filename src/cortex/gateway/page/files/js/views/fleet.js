@@ -1,5 +1,5 @@
 // Every node with its devices and models, live, and the orders that an operator may give.
-import { bytes, count, hue, percent, plural, rate } from "../format.js";
+import { bytes, count, deviceGroups, hue, percent, plural, rate } from "../format.js";
 import { html, useState } from "../html.js";
 import { Jobs } from "../jobs.js";
 import { Order } from "../orders.js";
@@ -168,7 +168,9 @@ function segments(device, { models, shares }) {
     const size = all[at];
     const kv = Math.min(size, ((model.kv_bytes ?? 0) * size) / (sum(all, (each) => each) || 1));
     const colour = `hue-${hue(model.id)} ${model.state === "ready" ? "" : "changing"}`;
-    const share = all.length < 2 ? "" : isEven(all) ? ` (1/${all.length} of it)` : " (a part of it)";
+    const replica = model.replica_devices.find((each) => each.includes(device.index)) ?? model.devices;
+    const ranks = replica.map((index) => all[model.devices.indexOf(index)]);
+    const share = ranks.length < 2 ? "" : isEven(ranks) ? ` (1/${ranks.length} of it)` : " (a part of it)";
     const what = model.kv_bytes == null ? model.id : `${model.id} weights`;
     parts.push({ key: model.id, kind: colour, size: size - kv, label: what + share });
     if (kv) parts.push({ key: `${model.id} kv`, kind: `${colour} kv`, size: kv, label: `${model.id} KV cache${share}` });
@@ -198,6 +200,7 @@ function ModelRow({ here, model, onOrder }) {
         <span class="name" title=${model.id}>${model.id}</span>
         ${model.pinned && html`<${Badge} title=${PINNED[model.pinned_by]}>pinned<//>`}
         <${Badge} kind=${STATES[model.state]}>${model.state}<//>
+        ${active && model.replica_devices.length > 1 && html`<${Badge} title=${onDevices(model)}>${model.replica_devices.length} replicas<//>`}
         <span class="grow"></span>
         <${Size} model=${model} />
         ${here.kind === "neuron" && here.up && html`
@@ -219,6 +222,12 @@ function ModelRow({ here, model, onOrder }) {
       ${model.progress && html`<${Progress} progress=${model.progress} />`}
       ${model.reason && html`<p class="reason">${model.reason}</p>`}
     </li>`;
+}
+
+/** Where its replicas are. The devices of the model itself do not include those of extra ones. */
+function onDevices({ devices, replica_devices: replicas }) {
+  const extra = replicas.filter((each) => !each.every((index) => devices.includes(index)));
+  return `On devices ${deviceGroups(replicas)}.${extra.length ? ` Extra, in memory that counts as free: ${deviceGroups(extra)}.` : ""}`;
 }
 
 /** A part of a model that another node serves: it is loaded and unloaded there. */

@@ -1,6 +1,6 @@
 // The catalogue: what every model is, where it is, where it fits; and files on the disks of nodes.
 import { get, inPath, remove } from "../api.js";
-import { bytes, compact, count, money, plural } from "../format.js";
+import { bytes, compact, count, deviceGroups, money, plural } from "../format.js";
 import { html, useEffect, useState } from "../html.js";
 import { Jobs, endedJobs } from "../jobs.js";
 import { Explanation, Order } from "../orders.js";
@@ -106,6 +106,7 @@ function Detail({ model, operator, reload }) {
     <div class="model-detail">
       <p class="dim">Context ${count(model.limit.context)} tokens, of them at most ${count(model.limit.output)} of output. ${model.sizes.map((size) => `${size.quant ?? "Unquantised"}: ${bytes(size.bytes)} on ${size.nodes.join(", ")}`).join(". ")}</p>
       ${Object.keys(model.sampling).length > 0 && html`<p class="dim">Samples with ${sampling(model.sampling)} where a request says nothing.</p>`}
+      ${model.locations.filter((place) => place.replica_devices?.length > 1).map(({ node, replica_devices: replicas }) => html`<p key=${node} class="dim">${node}: ${replicas.length} replicas on devices ${deviceGroups(replicas)}</p>`)}
       ${model.locations.filter((place) => place.reason).map((place) => html`<p key=${place.node} class="problem">${place.node}: ${place.reason}</p>`)}
       ${error && html`<${Problem} error=${error} />`}
       ${value && html`<${Explanation} decision=${value} />`}

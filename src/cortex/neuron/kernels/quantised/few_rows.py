@@ -1,0 +1,386 @@
+"""A packed matrix times a few vectors: what a decode step of two to eight streams is made of.
+
+A program takes sixteen rows of the matrix after the other, and a stretch of their columns. Its warps share the columns,
+so the vectors' numbers for them stay in registers from the first row to the last, and words go from memory into
+registers, without a barrier between them and the tensor cores. The words of the next sixteen rows are on their way
+while these are multiplied.
+
+The sums over each stretch are written as they are. What comes after the product adds them, in a fixed order. So does
+the norm before it: the vectors are multiplied by its weights, and the sums by its factor, which the squares of all
+stretches make up.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
+from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.packing import PackedMatrix
+from cortex.neuron.kernels.quantised.unpack import add_product, layout_options, restored, unpack_units
+
+MAX_FEW_ROWS = 8
+"""The columns of the smallest product of tensor cores."""
+_TILE_ROWS = 16
+"""The rows of that product."""
+
+
+class FewRowsTiles(NamedTuple):
+    """How a product is cut into programs."""
+
+    chunks: int
+    """Of 128 columns, for each program."""
+    warps: int
+    programs: int
+    """On each processor."""
+    registers: int
+    """That a thread has at most, so that the programs fit."""
+
+
+def few_rows_tiles(layout: Layout, outputs: int) -> FewRowsTiles:
+    """The fastest of a sweep on Hopper, with what adds the parts. Codes of eight bits take more registers."""
+    if layout.low_bits == 8:
+        return FewRowsTiles(8, 4, 3, 168)
+    is_long = outputs > 16384 and not layout.high_bits
+    return FewRowsTiles(4, 2, 8, 128) if is_long else FewRowsTiles(8, 4, 4, 128)
+
+
+class Parts(NamedTuple):
+    """The sums over each stretch of columns."""
+
+    products: Tensor
+    """[stretches, rows, outputs] float32"""
+    squares: Tensor | None
+    """Of the inputs, [stretches, rows] float32; None: there is no norm."""
+
+    def launch_options(self, inputs: int, eps: float) -> dict[str, object]:
+        return {
+            "squares": self.squares,
+            "eps": eps,
+            "INPUTS": inputs,
+            "PARTS": len(self.products),
+            "NORM": self.squares is not None,
+            **launch_options(self.products.device),
+        }
+
+
+def few_rows_product(
+    x: Tensor,
+    matrix: PackedMatrix,
+    out: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+) -> None:
+    """out = norm(x) Wᵀ + bias + residual. x: [at most 8, inputs]; out and residual: [rows, outputs], maybe columns of
+    more.
+
+    `out` may be `residual` itself.
+    """
+    parts = _products(x, matrix, norm_weight)
+    block = 1024
+    _sum_kernel[(len(x), triton.cdiv(matrix.outputs, block))](
+        parts.products,
+        bias=bias,
+        residual=residual,
+        out=out,
+        outputs=matrix.outputs,
+        out_stride=out.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0),
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=4,
+        **parts.launch_options(matrix.inputs, eps),
+    )
+
+
+def gated_few_rows_product(x: Tensor, gate_up: PackedMatrix, norm_weight: Tensor, eps: float) -> Tensor:
+    """silu(norm(x) Gᵀ) · norm(x) Uᵀ. x: [at most 8, inputs]; gate_up: [2 · outputs, inputs] → [rows, outputs]"""
+    parts = _products(x, gate_up, norm_weight)
+    outputs, block = gate_up.outputs // 2, 512
+    out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+    _gated_sum_kernel[(len(x), triton.cdiv(outputs, block))](
+        parts.products, out=out, outputs=outputs, BLOCK=block, num_warps=4, **parts.launch_options(gate_up.inputs, eps)
+    )
+    return out
+
+
+def _products(x: Tensor, matrix: PackedMatrix, norm_weight: Tensor | None) -> Parts:
+    rows, layout = len(x), matrix.layout
+    tiles = few_rows_tiles(layout, matrix.outputs)
+    chunks = matrix.low.shape[1] // 16
+    num_parts, num_blocks = triton.cdiv(chunks, tiles.chunks), triton.cdiv(matrix.outputs, _TILE_ROWS)
+    products = torch.empty(num_parts, rows, matrix.outputs, dtype=torch.float32, device=x.device)
+    squares = None if norm_weight is None else products.new_empty(num_parts, rows)
+    programs = min(num_blocks, max(1, tiles.programs * num_processors(x.device) // num_parts))
+    _few_rows_kernel[(programs, num_parts)](
+        x,
+        matrix.low,
+        matrix.high,
+        matrix.scales,
+        norm_weight,
+        products,
+        squares,
+        rows,
+        matrix.outputs,
+        num_blocks,
+        INPUTS=matrix.inputs,
+        CHUNKS=chunks,
+        PART_CHUNKS=tiles.chunks,
+        NORM=norm_weight is not None,
+        WHOLE=matrix.outputs % _TILE_ROWS == 0,
+        TILE_ROWS=_TILE_ROWS,
+        ROWS=MAX_FEW_ROWS,
+        RUN=8 if layout.high_bits == 1 else 4,
+        num_warps=tiles.warps,
+        maxnreg=tiles.registers,
+        **layout_options(layout),
+        **launch_options(x.device),
+    )
+    return Parts(products, squares)
+
+
+@jit(do_not_specialize=["rows", "num_blocks"])
+def _few_rows_kernel(
+    x,
+    low,
+    high,
+    scales,
+    norm_weight,
+    products,
+    squares,
+    rows,
+    outputs,
+    num_blocks,
+    INPUTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PART_CHUNKS: tl.constexpr,
+    NORM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    PTX: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The second coordinate is a stretch of PART_CHUNKS chunks, of which each warp takes some.
+
+    WHOLE: every block has all its rows, so that their distance is a constant in the machine code.
+    RUN: numbers of a row next to each other that a thread supplies to the tensor cores; the columns are in the order
+    that makes these the columns of its units. The compiler chooses it by the types that are loaded.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+    part = tl.program_id(1)
+    chunk = part * PART_CHUNKS + tl.arange(0, PART_CHUNKS)
+    block = tl.program_id(0)
+    words = _words(
+        low, high, scales, block, chunk, outputs, num_blocks,
+        CHUNKS, PART_CHUNKS, WHOLE, TILE_ROWS, LOW_BITS, HIGH_BITS, SCALE_WORDS,
+    )  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
+    row = tl.arange(0, ROWS)
+    column = chunk[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = (row < rows)[None, None, :]
+    if INPUTS % (PART_CHUNKS * 128) != 0:
+        inside = inside & (column < INPUTS)[:, :, None]
+    vectors = tl.load(x + row[None, None, :] * INPUTS + column[:, :, None], mask=inside, other=0.0)
+    if NORM:
+        if block == 0:
+            exact = tl.reshape(vectors.to(tl.float32), (PART_CHUNKS * 128, ROWS))
+            tl.store(squares + part * rows + row, tl.sum(exact * exact, 0), mask=row < rows)
+        gain = tl.load(norm_weight + column, mask=column < INPUTS, other=0.0).to(tl.float32)
+        vectors = (vectors.to(tl.float32) * gain[:, :, None]).to(x.dtype.element_ty)
+    vectors = tl.reshape(vectors, (PART_CHUNKS, 4, 2, 2, 4, 2, ROWS))  # chunk, v, j1, j0, t, h, row
+    vectors = tl.permute(vectors, (0, 1, 2, 4, 3, 5, 6) if RUN == 4 else (0, 1, 4, 2, 3, 5, 6))
+    vectors = tl.reshape(vectors, (PART_CHUNKS, 128, ROWS))
+    while block < num_blocks:
+        following = block + tl.num_programs(0)
+        next_words = _words(
+            low, high, scales, following, chunk, outputs, num_blocks,
+            CHUNKS, PART_CHUNKS, WHOLE, TILE_ROWS, LOW_BITS, HIGH_BITS, SCALE_WORDS,
+        )  # fmt: skip
+        upper = unpack_units(
+            words[0], words[1], words[2], words[3], LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX
+        )  # fmt: skip
+        lower = unpack_units(
+            words[4], words[5], words[6], words[7], LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX
+        )  # fmt: skip
+        weights = tl.reshape(tl.join(upper, lower), (8, PART_CHUNKS, 4, 4, 2, 2, 2, 2))
+        # row, chunk, t, v, h, j0, j1, half → chunk, half, row, v, j1, t, j0, h, or with t before j1
+        weights = tl.permute(weights, (1, 7, 0, 3, 6, 2, 5, 4) if RUN == 4 else (1, 7, 0, 3, 2, 6, 5, 4))
+        weights = tl.reshape(weights, (PART_CHUNKS, TILE_ROWS, 128))
+        total = add_product(tl.zeros((PART_CHUNKS, TILE_ROWS, ROWS), tl.float32), weights, vectors)
+        total = restored(tl.sum(total, 0), x.dtype.element_ty)  # [matrix rows, rows]
+        output = block * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        stored = (row < rows)[None, :]
+        if not WHOLE:
+            stored = stored & (output < outputs)[:, None]
+        tl.store(products + (part * rows + row)[None, :] * outputs + output[:, None], total, mask=stored)
+        block = following
+        words = next_words
+
+
+@jit
+def _words(
+    low,
+    high,
+    scales,
+    block,
+    chunk,
+    outputs,
+    num_blocks,
+    CHUNKS: tl.constexpr,
+    PART_CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+):
+    """The words of sixteen rows: of both planes and of the scales of the upper eight, then of the lower eight.
+
+    Those of the last block beyond it. Beyond the last chunk the scales are 0.
+    """
+    first = tl.minimum(block, num_blocks - 1).to(tl.int64) * TILE_ROWS
+    low += first * (CHUNKS * 16)
+    high += first * (CHUNKS * 16)
+    scales += first * (CHUNKS * 4 * SCALE_WORDS)
+    last = (outputs - 1 - first).to(tl.int32)
+    upper = _half(low, high, scales, 0, chunk, last, CHUNKS, PART_CHUNKS, WHOLE, LOW_BITS, HIGH_BITS, SCALE_WORDS)
+    lower = _half(low, high, scales, 8, chunk, last, CHUNKS, PART_CHUNKS, WHOLE, LOW_BITS, HIGH_BITS, SCALE_WORDS)
+    return upper + lower
+
+
+@jit
+def _half(
+    low,
+    high,
+    scales,
+    first,
+    chunk,
+    last,
+    CHUNKS: tl.constexpr,
+    PART_CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+):
+    """The words of eight rows. → [8, chunks, 16] each. The rows come first, so that a warp loads eight of them."""
+    line = first + tl.arange(0, 8)
+    if not WHOLE:
+        line = tl.minimum(line, last)
+    unit = tl.arange(0, 16)[None, None, :]
+    # The compiler sees four in a row, and gives a thread four units of any plane.
+    where = line[:, None, None] * (CHUNKS * 16) + chunk[None, :, None] * 16 + (unit // 4 * 4 + unit % 4)
+    scale = scales + (line[:, None, None] * (CHUNKS * 4) + chunk[None, :, None] * 4 + unit % 4) * SCALE_WORDS
+    inside = None
+    other = None
+    if CHUNKS % PART_CHUNKS != 0:
+        inside = (chunk < CHUNKS)[None, :, None]
+        other = 0
+    word = tl.load(low + where, mask=inside, other=other).to(tl.int32)
+    above = word
+    if HIGH_BITS > 0 or LOW_BITS == 8:
+        above = tl.load(high + where, mask=inside, other=other).to(tl.int32)
+    scale_0 = tl.load(scale, mask=inside, other=other).to(tl.int32)
+    scale_1 = scale_0
+    if SCALE_WORDS == 2:
+        scale_1 = tl.load(scale + 1, mask=inside, other=other)
+    return word, above, scale_0, scale_1
+
+
+@jit
+def _sum_kernel(
+    products,
+    squares,
+    bias,
+    residual,
+    out,
+    outputs,
+    out_stride,
+    residual_stride,
+    eps,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per row and BLOCK outputs."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = output < outputs
+    total = _sum(products, row, output, inside, outputs, PARTS, BLOCK)
+    if NORM:
+        total *= _norm_factor(squares, row, eps, INPUTS, PARTS)
+    if BIAS:
+        total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + row * residual_stride + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + output, total.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _gated_sum_kernel(
+    products,
+    squares,
+    out,
+    outputs,
+    eps,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per row and BLOCK outputs."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = output < outputs
+    gate = _sum(products, row, output, inside, 2 * outputs, PARTS, BLOCK)
+    up = _sum(products, row, outputs + output, inside, 2 * outputs, PARTS, BLOCK)
+    if NORM:
+        factor = _norm_factor(squares, row, eps, INPUTS, PARTS)
+        gate *= factor
+        up *= factor
+    tl.store(out + row * outputs + output, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _sum(products, row, column, inside, columns, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of all parts of a row in these columns, in order."""
+    rows = tl.num_programs(0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(products + (part * rows + row) * columns + column, mask=inside, other=0.0)
+    return total
+
+
+@jit
+def _norm_factor(squares, row, eps, INPUTS: tl.constexpr, PARTS: tl.constexpr):
+    total = 0.0
+    for part in tl.static_range(PARTS):
+        total += tl.load(squares + part * tl.num_programs(0) + row)
+    return tl.rsqrt(total / INPUTS + eps)

@@ -1,0 +1,1 @@
+"""One model that is loaded several times on a node: `host` → `extras` → `replica_set`."""

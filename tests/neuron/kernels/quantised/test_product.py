@@ -9,11 +9,13 @@ import torch
 
 from cortex.neuron.kernels.jit import INTERPRETED
 from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised import product
 from cortex.neuron.kernels.quantised.few_rows import few_rows_product, gated_few_rows_product
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, unpacked
 from cortex.neuron.kernels.quantised.product import (
+    PackedTiles,
     dequantise,
     packed_product,
     packed_product_reference,
@@ -122,6 +124,17 @@ def test_product_agrees_with_the_dequantised_matrix(layout: Layout, rows: int, o
     assert wide[:, :8].isnan().all()
     assert wide[:, 8 + outputs :].isnan().all()
     assert not matrix.counters.any()
+
+
+@needs_kernels
+def test_product_with_two_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = PackedTiles(outputs=64, chunks=2, warps=4, stages=3, split=2)
+    monkeypatch.setattr(product, "small_batch_tiles", lambda *_: tiles)
+    matrix, x = random_matrix(layouts.Q4, 72, 1000), torch.randn(9, 1000, device=DEVICE).to(KIND)
+    out = torch.full((9, 72), torch.nan, dtype=KIND, device=DEVICE)
+    packed_product(x, matrix, out)
+    expected = packed_product_reference(x, matrix, None, None)
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02 * 1000**0.5)
 
 
 @needs_kernels

@@ -4,8 +4,9 @@
 #   packaging/install.sh gateway     # cortex.service
 #   packaging/install.sh neuron      # neuron.service
 #
-# Dependencies have the versions and hashes of packaging/requirements-*.lock. On a host without a GPU, TORCH_INDEX_URL, the
-# index of torch's CPU builds, saves gigabytes. Configuration that exists is kept. The service is not started: see the end.
+# Dependencies have the versions and hashes of packaging/requirements-*.lock. On a host without a GPU,
+# TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu, the index of torch's CPU builds, saves gigabytes.
+# Configuration that exists is kept. The service is not started: see the end.
 set -eu
 
 usage() { echo "usage: $0 gateway|neuron" >&2; exit 2; }

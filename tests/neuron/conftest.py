@@ -1,5 +1,7 @@
 """What every test of a node may rely on: one thread that computes, and a hub on localhost."""
 
+import gc
+
 import pytest
 import torch
 
@@ -12,3 +14,10 @@ __all__ = ["start_hub"]
 def _one_thread() -> None:
     """The suite runs a process per core, and more threads do not help models as tiny as these."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    """An engine that closes collects garbage, and would visit all that tests of other files have left."""
+    gc.collect()
+    gc.freeze()

@@ -176,6 +176,13 @@ def test_install_script_installs_nothing_that_is_not_locked() -> None:
     assert all(line.startswith(("--require-hashes", "--no-deps")) for line in installs)
 
 
+def test_image_for_cpus_takes_torch_from_an_index_of_cpu_builds_and_tries_it() -> None:
+    """PyPI's builds need CUDA libraries, which this image does not have."""
+    text = (PACKAGING / "container" / "Containerfile.neuron").read_text()
+    assert "ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu\n" in text
+    assert text.count('python -c "import torch"\n') == 2, "an image without a usable torch is not built"
+
+
 def test_reload_needs_no_program_that_a_minimal_system_lacks() -> None:
     """`/bin/kill` is a package of its own."""
     assert "ExecReload=/bin/sh -c 'kill -HUP $MAINPID'" in (PACKAGING / "systemd" / "cortex.service").read_text()

@@ -107,7 +107,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "offset out of range": (out_of_range, f"'{TENSOR}' ends at byte"),
     "offset wraps": (offset_wraps, f"'{TENSOR}' ends at byte"),
     "overlap": (overlapping, "overlap"),
-    "rows of parts of blocks": (broken_rows, f"'{TENSOR}' have 33 numbers, not a multiple of a Q8_0 block"),
+    "rows of parts of blocks": (broken_rows, f"'{TENSOR}' have 33 numbers, not whole Q8_0 blocks"),
     "absurd shape": (absurd_shape, f"'{TENSOR}' ends at byte"),
     "another shape": (other_shape, "is this the model its config describes?"),
     "absurd tensor count": (absurd_tensor_count, "more than the limit"),

@@ -176,6 +176,7 @@ def test_failed_fork_is_reported_and_the_fork_server_continues(monkeypatch: pyte
         other.close()
 
 
+@pytest.mark.gpu
 def test_importing_the_engine_initialises_no_device() -> None:
     # A CUDA context does not survive a fork.
     script = "import cortex.neuron.engine.engine, torch; print(torch.cuda.is_initialized())"

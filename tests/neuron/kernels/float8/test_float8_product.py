@@ -192,7 +192,7 @@ def test_product_with_the_widened_matrix_agrees_with_it(
 
 @needs_kernels
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(128, 128), (384, 1152), (256, 8320)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(128, 128), (256, 1152), (128, 8320)])
 @pytest.mark.parametrize("normed", [True, False])
 def test_one_row_keeps_its_precision(layout: Float8Layout, outputs: int, inputs: int, normed: bool) -> None:
     matrix, x = random_matrix(layout, outputs, inputs), random_rows(1, inputs)

@@ -9,11 +9,13 @@ import torch
 
 from cortex.neuron.kernels.jit import INTERPRETED
 from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised import product
 from cortex.neuron.kernels.quantised.few_rows import few_rows_product, gated_few_rows_product
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, unpacked
 from cortex.neuron.kernels.quantised.product import (
+    PackedTiles,
     dequantise,
     packed_product,
     packed_product_reference,
@@ -125,6 +127,17 @@ def test_product_agrees_with_the_dequantised_matrix(layout: Layout, rows: int, o
 
 
 @needs_kernels
+def test_product_with_two_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = PackedTiles(outputs=64, chunks=2, warps=4, stages=3, split=2)
+    monkeypatch.setattr(product, "small_batch_tiles", lambda *_: tiles)
+    matrix, x = random_matrix(layouts.Q4, 72, 1000), torch.randn(9, 1000, device=DEVICE).to(KIND)
+    out = torch.full((9, 72), torch.nan, dtype=KIND, device=DEVICE)
+    packed_product(x, matrix, out)
+    expected = packed_product_reference(x, matrix, None, None)
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02 * 1000**0.5)
+
+
+@needs_kernels
 @pytest.mark.parametrize("rows", [3, 70])
 def test_product_adds_to_what_it_overwrites(rows: int) -> None:
     matrix = random_matrix(layouts.Q4, 40, 160)
@@ -138,7 +151,7 @@ def test_product_adds_to_what_it_overwrites(rows: int) -> None:
 @pytest.mark.parametrize(
     ("layout", "outputs", "inputs"),
     [
-        *((layout, 72, 160) for layout in LAYOUTS),
+        *((layout, 24, 160) for layout in LAYOUTS),
         (layouts.Q4, 21, 1024),
         (layouts.Q4, 8, 2560),
         (layouts.Q6, 4, 12288),
@@ -163,7 +176,7 @@ def test_one_row_agrees_with_the_dequantised_matrix(layout: Layout, outputs: int
 
 @needs_kernels
 @pytest.mark.parametrize("layout", [layouts.Q4, layouts.Q6, layouts.Q8, layouts.IQ4], ids=layout_name)
-@pytest.mark.parametrize(("outputs", "inputs"), [(36, 160)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(20, 160)])
 def test_gated_row_agrees_with_the_dequantised_matrices(layout: Layout, outputs: int, inputs: int) -> None:
     matrix = random_matrix(layout, 2 * outputs, inputs)
     x = torch.randn(1, inputs, device=DEVICE).to(KIND)

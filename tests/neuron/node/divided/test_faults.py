@@ -58,7 +58,7 @@ async def recover_from_every_fault(node: Node, model_id: str, source: str, devic
 async def respond_all_along(node: Node, model_id: str) -> None:
     first = await generate(node, model_id)
     for number in itertools.count():
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
         assert await generate(node, model_id, f"another {number}") == first
 
 

@@ -216,7 +216,7 @@ def test_dense_weights_are_quantised_at_load_as_any_spelling_says(path: str, sto
             "folder",
             "BF16",
             "fp4",
-            "m cannot be quantised as fp4 at load; choose one of q4_k, q5_k, q6_k, q8_0, fp8, or",
+            "m cannot be quantised as fp4 at load; choose one of q4_k, q5_k, q6_k, q8_0, fp8 on GPUs, or",
         ),
         ("model-F16.gguf", "F16", "q2_k", "m cannot be quantised as q2_k at load"),
     ],

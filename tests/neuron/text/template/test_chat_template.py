@@ -174,11 +174,19 @@ def test_template_error_has_the_templates_own_reason(
         make_model(family).render(GenerateRequest(model="m", messages=tuple(messages), tools=TOOLS))
 
 
-@pytest.mark.parametrize("source", ["{% if %}", "{{ none + 'x' }}", "{{ messages[7].role + 1 }}", "{{ 1 / 0 }}"])
-def test_broken_template_is_an_error_without_fallback(make_model: Any, source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("\n{% if %}", "is not valid, in line 2: Expected an expression"),
+        ("{{ none + 'x' }}", "rejected this conversation"),
+        ("{{ messages[7].role + 1 }}", "rejected this conversation"),
+        ("{{ 1 / 0 }}", "rejected this conversation"),
+    ],
+)
+def test_broken_template_is_an_error_without_fallback(make_model: Any, source: str, reason: str) -> None:
     model = make_model("chatml")
     broken = TextModel(model.tokenizer, ChatTemplate(source), ChatTemplate(source), model.generation)
-    with pytest.raises(TemplateRenderFailed):
+    with pytest.raises(TemplateRenderFailed, match=reason):
         broken.render(GenerateRequest(model="m", messages=(said("user", "x"),)))
 
 

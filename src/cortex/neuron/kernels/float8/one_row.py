@@ -15,6 +15,7 @@ from torch import Tensor
 from cortex.neuron.kernels.float8.matrix import Float8Matrix, widened
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.kernels.moe.routing import ExpertPairs
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.silu import silu_mul_reference
 
@@ -55,22 +56,15 @@ def expert_rows_float8_product(
     x: Tensor,
     matrix: Float8Matrix,
     out: Tensor,
-    chosen: Tensor,
-    weights: Tensor | None,
+    pairs: ExpertPairs,
     norm_weight: Tensor | None,
     eps: float,
-    *,
-    pairs_per_row: int,
 ) -> None:
     """Each pair of a row and one of its experts: a vector times that expert's rows of the matrix.
 
-    Without `weights` the rows are gate and up: out = silu(norm(x) Gᵀ) · norm(x) Uᵀ; with them out = weight · x Wᵀ.
-    x: [pairs / pairs_per_row, inputs]; out: [pairs, outputs]; chosen, weights: [pairs]
+    x: [pairs / pairs.per_row, inputs]; out: [pairs, outputs]
     """
-    _launch(
-        x, matrix, out, None, norm_weight, eps, None,
-        gated=weights is None, chosen=chosen, weights=weights, pairs_per_row=pairs_per_row,
-    )  # fmt: skip
+    _launch(x, matrix, out, None, norm_weight, eps, None, gated=pairs.weights is None, pairs=pairs)
 
 
 def _launch(
@@ -83,9 +77,7 @@ def _launch(
     residual: Tensor | None,
     *,
     gated: bool,
-    chosen: Tensor | None = None,
-    weights: Tensor | None = None,
-    pairs_per_row: int = 0,
+    pairs: ExpertPairs | None = None,
 ) -> None:
     if norm_weight is not None and norm_weight.dtype != x.dtype:  # zero-centred norms are kept in float32
         x, norm_weight = rms_norm(x, norm_weight, eps), None
@@ -99,8 +91,8 @@ def _launch(
         norm_weight,
         residual,
         out,
-        chosen,
-        weights,
+        pairs.chosen if pairs else None,
+        pairs.weights if pairs else None,
         outputs,
         eps,
         INPUTS=matrix.inputs,
@@ -110,8 +102,8 @@ def _launch(
         NORM=norm_weight is not None,
         RESIDUAL=residual is not None,
         GATED=gated,
-        PAIRS_PER_ROW=pairs_per_row,
-        WEIGHTED=weights is not None,
+        PAIRS_PER_ROW=pairs.per_row if pairs else 0,
+        WEIGHTED=pairs is not None and pairs.weights is not None,
         BLOCK_OUT=tiles.outputs,
         BLOCK_IN=tiles.inputs,
         num_warps=tiles.warps,

@@ -20,7 +20,7 @@ from cortex.neuron.kernels.float8.one_row import expert_rows_float8_product
 from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.routing import ExpertChoice, PairLists
+from cortex.neuron.kernels.moe.routing import ExpertChoice, ExpertPairs, PairLists
 from cortex.neuron.kernels.quantised.experts import packed_grouped_product
 from cortex.neuron.kernels.quantised.one_row import expert_rows_product
 
@@ -80,14 +80,14 @@ def expand_packed_rows(
     """silu(norm(x) Gᵀ) · norm(x) Uᵀ by each row's experts. hidden: [rows, hidden] → [pairs, inner]"""
     pairs = len(hidden) * experts.slots
     out = torch.empty((pairs, experts.inner), dtype=hidden.dtype, device=hidden.device)
-    _rows_product(hidden, experts.gate_up, out, choice.experts, None, norm_weight, eps, pairs_per_row=experts.slots)
+    _rows_product(hidden, experts.gate_up, out, ExpertPairs(choice.experts, None, experts.slots), norm_weight, eps)
     return out
 
 
 def contract_packed_rows(inner: Tensor, choice: ExpertChoice, experts: PackedExperts) -> Tensor:
     """weight · inner Dᵀ by pair. inner: [pairs, inner] → [pairs, hidden]"""
     out = torch.empty((len(inner), experts.gate_up.inputs), dtype=inner.dtype, device=inner.device)
-    _rows_product(inner, experts.down, out, choice.experts, choice.weights, None, 0.0, pairs_per_row=1)
+    _rows_product(inner, experts.down, out, ExpertPairs(choice.experts, choice.weights, 1), None, 0.0)
     return out
 
 
@@ -107,21 +107,13 @@ def contract_packed_grouped(inner: Tensor, lists: PairLists, experts: PackedExpe
 
 
 def _rows_product(
-    x: Tensor,
-    matrix: DeviceMatrix,
-    out: Tensor,
-    chosen: Tensor,
-    weights: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    *,
-    pairs_per_row: int,
+    x: Tensor, matrix: DeviceMatrix, out: Tensor, pairs: ExpertPairs, norm_weight: Tensor | None, eps: float
 ) -> None:
-    """Each pair on its own. Without `weights` the rows are gate and up."""
+    """Each pair on its own."""
     if isinstance(matrix, Float8Matrix):
-        expert_rows_float8_product(x, matrix, out, chosen, weights, norm_weight, eps, pairs_per_row=pairs_per_row)
+        expert_rows_float8_product(x, matrix, out, pairs, norm_weight, eps)
     else:
-        expert_rows_product(x, matrix, out, chosen, weights, norm_weight, eps, pairs_per_row=pairs_per_row)
+        expert_rows_product(x, matrix, out, pairs, norm_weight, eps)
 
 
 def _grouped_product(

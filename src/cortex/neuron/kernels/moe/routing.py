@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,21 @@ class PairLists:
     """[experts] int32: pairs of each expert"""
     members: Tensor
     """[experts, tokens] int32: the pairs, valid up to the count of the expert"""
+
+
+class ExpertPairs(NamedTuple):
+    """Pairs of small batches, each a product on its own.
+
+    Without `weights` the rows of an expert's matrix are gate and up, and the result is silu(norm(x) Gᵀ) · norm(x) Uᵀ.
+    With them it is weight · x Wᵀ.
+    """
+
+    chosen: Tensor
+    """[pairs] int32"""
+    weights: Tensor | None
+    """[pairs] float32"""
+    per_row: int
+    """Consecutive pairs that have the same row of the input."""
 
 
 def choose_reference(logits: Tensor, experts: RoutedExperts) -> ExpertChoice:

@@ -96,7 +96,7 @@ def native_library_or_none() -> NativeLibrary | None:
         log.warning("the functions in C are not available, CPUs use slower ones: %s", reason)
         library = None
     if (command := compiler()) is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):  # the latter without a home folder
             failure = _failure(_built(command))
             failure.unlink(missing_ok=True) if library is not None else failure.touch()
     return library

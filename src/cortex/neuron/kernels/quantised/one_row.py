@@ -21,6 +21,7 @@ from cortex.neuron.kernels.jit import (
     tl,
     triton,
 )
+from cortex.neuron.kernels.moe.routing import ExpertPairs
 from cortex.neuron.kernels.norm import rms_norm
 from cortex.neuron.kernels.quantised.levels import levels_option
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
@@ -75,29 +76,15 @@ def expert_rows_product(
     x: Tensor,
     matrix: PackedMatrix,
     out: Tensor,
-    chosen: Tensor,
-    weights: Tensor | None,
+    pairs: ExpertPairs,
     norm_weight: Tensor | None,
     eps: float,
-    *,
-    pairs_per_row: int,
 ) -> None:
     """Each pair of a row and one of its experts: a vector times that expert's rows of the matrix.
 
-    Without `weights` the rows are gate and up: out = silu(norm(x) Gᵀ) · norm(x) Uᵀ; with them out = weight · x Wᵀ.
-    x: [pairs / pairs_per_row, inputs]; out: [pairs, outputs]; chosen, weights: [pairs]
+    x: [pairs / pairs.per_row, inputs]; out: [pairs, outputs]
     """
-    pairs = ExpertPairs(chosen, weights, len(out), pairs_per_row)
-    _launch(x, matrix, out, None, norm_weight, eps, None, gated=weights is None, pairs=pairs)
-
-
-class ExpertPairs(NamedTuple):
-    """Which expert each pair takes, and with which weight."""
-
-    chosen: Tensor
-    weights: Tensor | None
-    num_pairs: int
-    per_row: int
+    _launch(x, matrix, out, None, norm_weight, eps, None, gated=pairs.weights is None, pairs=pairs)
 
 
 def _launch(
@@ -119,7 +106,7 @@ def _launch(
     if norm_weight is not None and norm_weight.dtype != x.dtype:  # zero-centred norms are kept in float32
         x, norm_weight = rms_norm(x, norm_weight, eps), None
     rows = tiles.outputs // 2 if gated else tiles.outputs
-    num_pairs = pairs.num_pairs if pairs else 1
+    num_pairs = len(out)
     num_blocks = triton.cdiv(outputs, rows)
     programs = num_blocks
     if tiles.programs:

@@ -29,7 +29,7 @@ from cortex.neuron.kernels.jit import (
     triton,
 )
 from cortex.neuron.kernels.quantised.few_rows import MAX_FEW_ROWS, few_rows_product
-from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.layout import Q4, Layout
 from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS, PackedMatrix, unpacked
 from cortex.neuron.kernels.quantised.unpack import RESTORE, add_product, layout_options, restored, unpack_units
 from cortex.neuron.kernels.shared_memory import MIN_STAGES, SharedMemory, shared_memory
@@ -180,6 +180,9 @@ def small_batch_tiles(
     The columns are cut until there are enough programs, and there are few enough stages that all of them run at once.
     """
     columns = max(16, triton.next_power_of_2(rows))
+    lines = _line_tiles(columns, chunks, outputs, processors, shared) if layout == Q4 else None
+    if lines is not None:
+        return lines
     is_long = outputs > 8 * COUNTED_ROWS * processors  # as an output head
     matrix_rows = 2 * COUNTED_ROWS if is_long else COUNTED_ROWS
     warps = 8 if is_long and rows > 32 else 4
@@ -198,6 +201,28 @@ def small_batch_tiles(
             break
         stages -= 1
     return PackedTiles(matrix_rows, 1, warps, stages, split)
+
+
+def _line_tiles(columns: int, chunks: int, outputs: int, processors: int, shared: SharedMemory) -> PackedTiles | None:
+    """Tiles of two chunks, which in four bits are a whole line of the cache; None: one at a time is faster.
+
+    That takes so much memory that all programs have to run at once, and they have to be many. Long parts of many rows
+    are as fast with one chunk, because more stages fit.
+    """
+
+    def at_once(stages: int) -> int:
+        program_bytes = (stages - 1) * COUNTED_ROWS * (128 + 32) + stages * columns * 512 + 1024
+        registers = 76 + 38 * columns // 16  # of a thread
+        return min(shared.num_bytes // program_bytes, 65536 // (registers * 128)) * processors
+
+    programs, split = -(-outputs // COUNTED_ROWS), 1
+    while split < 8 and chunks % (4 * split) == 0 and chunks // split > 4 and 2 * programs * split <= at_once(3):
+        split *= 2
+    fills = programs * split <= at_once(3) <= 3 * programs * split
+    if shared.copies == 1 or chunks % 2 != 0 or not fills or (columns > 32 and chunks > 64):
+        return None
+    stages = 4 if columns <= 32 and programs * split <= at_once(4) else 3
+    return PackedTiles(COUNTED_ROWS, 2, 4, stages, split)
 
 
 def _programs_wanted(rows: int, bits: int, split: int) -> float:

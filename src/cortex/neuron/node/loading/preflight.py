@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.kernels.products.cpu_layout import CpuForm, cpu_layouts
@@ -115,11 +115,14 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
     return facts
 
 
+_CHOICES: Final = ", ".join(f"{name} on GPUs" if name == "fp8" else name for name in RECIPES)
+
+
 def objection(quant: str) -> str | None:
     """Why dense weights cannot be quantised as `quant` at load; None: they can, or may be published in it."""
     if recipe_of(quant) is not None or quant.upper() in PUBLISHED_LAYOUTS:
         return None
-    return f"dense weights cannot be quantised as {quant} at load; choose one of {', '.join(RECIPES)}"
+    return f"dense weights cannot be quantised as {quant} at load; choose one of {_CHOICES}"
 
 
 def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
@@ -135,7 +138,7 @@ def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
         return recipe
     if stored in _DENSE_FORMATS:
         raise LoadFailed(
-            f"{name} cannot be quantised as {quant} at load; choose one of {', '.join(RECIPES)}, or name a GGUF of "
+            f"{name} cannot be quantised as {quant} at load; choose one of {_CHOICES}, or name a GGUF of "
             f"{quant} as the source"
         )
     if recipe is not None and recipe == recipe_of(stored):

@@ -54,6 +54,11 @@ class ChatTemplate:
         """The prompt; raises TemplateRenderFailed with the template's own reason."""
         try:
             return self._compiled.render(**variables)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateRenderFailed(
+                f"the model's chat template is not valid, in line {error.lineno}: {shorten(error.message or '')}; "
+                "the file of the model that has it must be corrected"
+            ) from error
         except _FAILURES as error:
             reason = str(error) or type(error).__name__
             raise TemplateRenderFailed(

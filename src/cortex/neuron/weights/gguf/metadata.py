@@ -119,7 +119,7 @@ def _resolve_tensors(rows: list[_TensorRow], header: _Header, data_start: int, a
             num_elements *= extent
         if row.shape[-1] % kind.block_elements:
             raise header.malformed(
-                f"rows of tensor {row.name!r} have {row.shape[-1]} numbers, not a multiple of a {kind.name} block"
+                f"rows of tensor {row.name!r} have {row.shape[-1]} numbers, not whole {kind.name} blocks"
             )
         num_bytes = num_elements // kind.block_elements * kind.block_bytes
         offset = data_start + row.relative_offset

@@ -51,7 +51,7 @@ from cortex.neuron.kernels.moe.quantised import (
 )
 from cortex.neuron.kernels.moe.routing import ExpertChoice, PairLists
 from cortex.neuron.kernels.products.matvec import gated_matvec, matvec
-from cortex.neuron.kernels.quantised.few_rows import MAX_FEW_ROWS, few_rows_product, gated_few_rows_product
+from cortex.neuron.kernels.quantised.few_rows import few_rows_product, gated_few_rows_product, max_few_rows
 from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_numbers
@@ -168,7 +168,7 @@ def packed(layout: Layout, rows: int) -> None:
     if rows == 1:
         one_row_product(x, matrix, out, None, empty(4096), 1e-6, None)
         gated_one_row_product(x, matrix, empty(1, 2048), empty(4096), 1e-6)
-    elif rows <= MAX_FEW_ROWS:
+    elif rows <= max_few_rows(layout):
         few_rows_product(x, matrix, out, None, empty(4096), 1e-6, out)
         gated_few_rows_product(x, matrix, empty(4096), 1e-6)
     else:

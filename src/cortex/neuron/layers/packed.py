@@ -16,7 +16,7 @@ from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix
 from cortex.neuron.kernels.products.native import NativeMatrix
-from cortex.neuron.kernels.quantised.few_rows import MAX_FEW_ROWS, few_rows_product, gated_few_rows_product
+from cortex.neuron.kernels.quantised.few_rows import few_rows_product, gated_few_rows_product, max_few_rows
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.product import MAX_SMALL_ROWS, packed_product
@@ -32,8 +32,9 @@ class PackedProjections:
         self.outputs = sum(matrix.outputs for matrix in matrices)
         only = matrices[0] if len(matrices) == 1 else None
         self._float8 = only if isinstance(only, Float8Matrix) else None
-        is_packed = all(isinstance(matrix, PackedMatrix) for matrix in matrices)
-        self._max_normed_rows = MAX_FEW_ROWS if is_packed else 1
+        self._max_normed_rows = min(
+            max_few_rows(matrix.layout) if isinstance(matrix, PackedMatrix) else 1 for matrix in matrices
+        )
 
     def rounds_inputs(self, x: Tensor) -> bool:
         """Whether the rows of x are rounded to eight bits: `activated` does that together with the activation."""
@@ -75,9 +76,9 @@ class PackedProjections:
         if len(self.matrices) != 1 or not has_kernels(x):
             return None
         (matrix,) = self.matrices
-        if len(x) > 1:
-            if isinstance(matrix, Float8Matrix) or len(x) > MAX_FEW_ROWS:
-                return None
+        if len(x) > self._max_normed_rows:
+            return None
+        if len(x) > 1 and isinstance(matrix, PackedMatrix):
             return gated_few_rows_product(x.contiguous(), matrix, norm.weight, norm.eps)
         out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)
         if isinstance(matrix, Float8Matrix):

@@ -38,7 +38,7 @@ from cortex.neuron.kernels.float8 import support
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout
 from cortex.neuron.kernels.float8.matrix import empty_float8_matrix
 from cortex.neuron.kernels.float8.one_row import one_row_float8_product
-from cortex.neuron.kernels.float8.product import float8_product, widened_product
+from cortex.neuron.kernels.float8.product import float8_product, gated_float8_product, widened_product
 from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import contract_grouped, expand_grouped, tiling
@@ -51,7 +51,7 @@ from cortex.neuron.kernels.moe.quantised import (
 )
 from cortex.neuron.kernels.moe.routing import ExpertChoice, PairLists
 from cortex.neuron.kernels.products.matvec import gated_matvec, matvec
-from cortex.neuron.kernels.quantised.few_rows import MAX_FEW_ROWS, few_rows_product, gated_few_rows_product
+from cortex.neuron.kernels.quantised.few_rows import few_rows_product, gated_few_rows_product, max_few_rows
 from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_numbers
@@ -168,7 +168,7 @@ def packed(layout: Layout, rows: int) -> None:
     if rows == 1:
         one_row_product(x, matrix, out, None, empty(4096), 1e-6, None)
         gated_one_row_product(x, matrix, empty(1, 2048), empty(4096), 1e-6)
-    elif rows <= MAX_FEW_ROWS:
+    elif rows <= max_few_rows(layout):
         few_rows_product(x, matrix, out, None, empty(4096), 1e-6, out)
         gated_few_rows_product(x, matrix, empty(4096), 1e-6)
     else:
@@ -193,6 +193,8 @@ def float8(layout: Float8Layout, rows: int) -> None:
     elif support.has_float8_products(x.device):
         rounded = float8_rows(x, grouped=layout.block > 0, norm_weight=empty(4096), eps=1e-6)
         float8_product(rounded, matrix, None, out)
+        if not layout.block:
+            gated_float8_product(rounded, matrix)
         float8_rows(empty(rows, 8192), grouped=layout.block > 0, gated=True)
     else:
         widened_product(x, matrix, out, None, out)

@@ -10,7 +10,7 @@ from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.leases import Lease
-from cortex.wire.errors import InsufficientCapacity, LoadFailed, UpstreamUnavailable
+from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, UpstreamUnavailable
 
 from ..fake_fleet import GB, FakeFleet, lease_of, node_of
 
@@ -68,7 +68,12 @@ def test_out_of_memory_evicts_nothing_for_background_requests(is_joined: bool) -
     fake.dispatcher.load_ended(ModelOnNode("n", "a"), InsufficientCapacity("out of memory"))
     assert fake.unloads == ([("n", "old", "evicted")] if is_joined else [])
     assert joined == []
-    assert [type(each) for each in got] == ([] if is_joined else [LoadFailed])
+    if not is_joined:
+        (error,) = got
+        assert isinstance(error, CortexError)
+        assert "background requests evict nothing" in error.message
+        assert fake.ask("a") == []
+        assert fake.unloads == [("n", "old", "evicted")], "a client's request is not held up by what failed before"
 
 
 def test_out_of_memory_of_a_manual_model_that_the_operator_loads_is_retried() -> None:

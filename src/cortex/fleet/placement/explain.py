@@ -74,7 +74,7 @@ def as_json(decision: Decision) -> dict[str, Any]:
 def rejection(decision: Decision) -> CortexError:
     """The error for a request whose decision is `reject`, or `wait` for an operator's order."""
     error = _ERRORS.get(_decisive(decision), InsufficientCapacity)
-    if any(_waits_for_foreground(assessment) for assessment in decision.assessments):
+    if any(waits_for_foreground(assessment) for assessment in decision.assessments):
         error = Overloaded
     details = {"nodes": [_assessment_json(assessment) for assessment in decision.assessments]}
     return error(_rejection_message(decision, error), details=details)
@@ -93,7 +93,7 @@ _ERRORS: dict[Verdict | None, type[CortexError]] = {
 }
 
 
-def _waits_for_foreground(assessment: Assessment) -> bool:
+def waits_for_foreground(assessment: Assessment) -> bool:
     """Whether the model is kept out only because the request is a background one; another request could load it."""
     return assessment.verdict is Verdict.HELD and assessment.held_by == {Protection.BACKGROUND}
 

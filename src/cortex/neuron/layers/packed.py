@@ -10,13 +10,14 @@ from torch import Tensor
 from cortex.neuron.kernels.device_matrix import DeviceMatrix
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.float8.one_row import one_row_float8_product
-from cortex.neuron.kernels.float8.product import float8_product, widened_product
+from cortex.neuron.kernels.float8.product import MAX_SMALL_ROWS as MAX_SMALL_FLOAT8_ROWS
+from cortex.neuron.kernels.float8.product import float8_product, gated_float8_product, widened_product
 from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix
 from cortex.neuron.kernels.products.native import NativeMatrix
-from cortex.neuron.kernels.quantised.few_rows import MAX_FEW_ROWS, few_rows_product, gated_few_rows_product
+from cortex.neuron.kernels.quantised.few_rows import few_rows_product, gated_few_rows_product, max_few_rows
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.product import MAX_SMALL_ROWS, packed_product
@@ -32,8 +33,9 @@ class PackedProjections:
         self.outputs = sum(matrix.outputs for matrix in matrices)
         only = matrices[0] if len(matrices) == 1 else None
         self._float8 = only if isinstance(only, Float8Matrix) else None
-        is_packed = all(isinstance(matrix, PackedMatrix) for matrix in matrices)
-        self._max_normed_rows = MAX_FEW_ROWS if is_packed else 1
+        self._max_normed_rows = min(
+            max_few_rows(matrix.layout) if isinstance(matrix, PackedMatrix) else 1 for matrix in matrices
+        )
 
     def rounds_inputs(self, x: Tensor) -> bool:
         """Whether the rows of x are rounded to eight bits: `activated` does that together with the activation."""
@@ -70,14 +72,19 @@ class PackedProjections:
         return self._rounded(gate_up, bias, residual, gated=True)
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
-        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` without storing gate and up; None if that is not possible: many rows, or
-        two formats."""
+        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` without storing gate and up; None if that is not possible: many rows, two
+        formats, or several rows and eight-bit floating-point numbers with scales of blocks."""
         if len(self.matrices) != 1 or not has_kernels(x):
             return None
         (matrix,) = self.matrices
-        if len(x) > 1:
-            if isinstance(matrix, Float8Matrix) or len(x) > MAX_FEW_ROWS:
+        if isinstance(matrix, Float8Matrix) and self.rounds_inputs(x):
+            if matrix.layout.block or len(x) > MAX_SMALL_FLOAT8_ROWS:
                 return None
+            rows = float8_rows(x, grouped=False, norm_weight=norm.weight, eps=norm.eps)
+            return gated_float8_product(rows, matrix)
+        if len(x) > self._max_normed_rows:
+            return None
+        if len(x) > 1 and isinstance(matrix, PackedMatrix):
             return gated_few_rows_product(x.contiguous(), matrix, norm.weight, norm.eps)
         out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)
         if isinstance(matrix, Float8Matrix):

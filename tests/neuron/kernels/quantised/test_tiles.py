@@ -88,9 +88,8 @@ def test_parts_of_many_rows_are_long(chunks: int, outputs: int, split: int) -> N
     assert small_batch_tiles(64, chunks, outputs, Q5, 132, HOPPER).split == split
 
 
-@pytest.mark.parametrize("layout", [Q4, Q6, Q8])
-@pytest.mark.parametrize("outputs", [64, 151_936])
-def test_programs_of_a_few_rows_fit_on_a_processor_together(layout: Layout, outputs: int) -> None:
-    tiles = few_rows_tiles(layout, outputs)
+@pytest.mark.parametrize("layout", [Q6, Q8])
+def test_programs_of_a_few_rows_fit_on_a_processor_together(layout: Layout) -> None:
+    tiles = few_rows_tiles(layout)
     assert tiles.programs * tiles.warps * 32 * tiles.registers <= 65_536
     assert tiles.chunks % tiles.warps == 0

@@ -1,4 +1,4 @@
-"""A packed matrix times a few vectors: what a decode step of two to eight streams is made of.
+"""A packed matrix of more than four bits times a few vectors, in a decode step of two to eight streams.
 
 A program takes sixteen rows of the matrix after the other, and a stretch of their columns. Its warps share the columns,
 so the vectors' numbers for them stay in registers from the first row to the last, and words go from memory into
@@ -40,12 +40,14 @@ class FewRowsTiles(NamedTuple):
     """That a thread has at most, so that the programs fit."""
 
 
-def few_rows_tiles(layout: Layout, outputs: int) -> FewRowsTiles:
-    """The fastest of a sweep on Hopper, with what adds the parts. Codes of eight bits take more registers."""
-    if layout.low_bits == 8:
-        return FewRowsTiles(8, 4, 3, 168)
-    is_long = outputs > 16384 and not layout.high_bits
-    return FewRowsTiles(4, 2, 8, 128) if is_long else FewRowsTiles(8, 4, 4, 128)
+def max_few_rows(layout: Layout) -> int:
+    """How many rows are multiplied here. Matrices with one plane are faster in `product.py`, by measurements."""
+    return MAX_FEW_ROWS if layout.low_bits == 8 or layout.high_bits else 1
+
+
+def few_rows_tiles(layout: Layout) -> FewRowsTiles:
+    """The fastest of a sweep on Hopper. Codes of eight bits take more registers."""
+    return FewRowsTiles(8, 4, 3, 168) if layout.low_bits == 8 else FewRowsTiles(8, 4, 4, 128)
 
 
 class Parts(NamedTuple):
@@ -112,7 +114,7 @@ def gated_few_rows_product(x: Tensor, gate_up: PackedMatrix, norm_weight: Tensor
 
 def _products(x: Tensor, matrix: PackedMatrix, norm_weight: Tensor | None) -> Parts:
     rows, layout = len(x), matrix.layout
-    tiles = few_rows_tiles(layout, matrix.outputs)
+    tiles = few_rows_tiles(layout)
     chunks = matrix.low.shape[1] // 16
     num_parts, num_blocks = triton.cdiv(chunks, tiles.chunks), triton.cdiv(matrix.outputs, _TILE_ROWS)
     products = torch.empty(num_parts, rows, matrix.outputs, dtype=torch.float32, device=x.device)
@@ -132,6 +134,7 @@ def _products(x: Tensor, matrix: PackedMatrix, norm_weight: Tensor | None) -> Pa
         INPUTS=matrix.inputs,
         CHUNKS=chunks,
         PART_CHUNKS=tiles.chunks,
+        WARPS=tiles.warps,
         NORM=norm_weight is not None,
         WHOLE=matrix.outputs % _TILE_ROWS == 0,
         TILE_ROWS=_TILE_ROWS,
@@ -160,6 +163,7 @@ def _few_rows_kernel(
     INPUTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     PART_CHUNKS: tl.constexpr,
+    WARPS: tl.constexpr,
     NORM: tl.constexpr,
     WHOLE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -183,7 +187,10 @@ def _few_rows_kernel(
     if OVERLAP:
         gdc_launch_dependents()
     part = tl.program_id(1)
-    chunk = part * PART_CHUNKS + tl.arange(0, PART_CHUNKS)
+    turn = tl.arange(
+        0, PART_CHUNKS
+    )  # warps take turns; so that each reads whole lines of the cache, theirs are adjacent
+    chunk = part * PART_CHUNKS + turn % WARPS * (PART_CHUNKS // WARPS) + turn // WARPS
     block = tl.program_id(0)
     words = _words(
         low, high, scales, block, chunk, outputs, num_blocks,

@@ -1,6 +1,6 @@
 """Products with packed matrices.
 
-At most eight rows: `few_rows.py`.
+At most eight rows, and more than four bits: `few_rows.py`.
 
 Small batches: one program reads BLOCK_OUT rows of the matrix once, unpacks them in registers into the left operand of a
 tensor-core product, and multiplies all rows of x. Matrices with few rows are cut along their columns as well (SPLIT),
@@ -28,7 +28,7 @@ from cortex.neuron.kernels.jit import (
     tl,
     triton,
 )
-from cortex.neuron.kernels.quantised.few_rows import MAX_FEW_ROWS, few_rows_product
+from cortex.neuron.kernels.quantised.few_rows import few_rows_product, max_few_rows
 from cortex.neuron.kernels.quantised.layout import Q4, Layout
 from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS, PackedMatrix, unpacked
 from cortex.neuron.kernels.quantised.unpack import RESTORE, add_product, layout_options, restored, unpack_units
@@ -65,7 +65,7 @@ def packed_product(
     """
     if not has_kernels(x):
         out.copy_(packed_product_reference(x, matrix, bias, residual))
-    elif len(x) <= MAX_FEW_ROWS:
+    elif 1 < len(x) <= max_few_rows(matrix.layout):
         few_rows_product(x, matrix, out, bias, None, 0.0, residual)
     elif len(x) <= MAX_SMALL_ROWS:
         small_batch_product(x, matrix, out, bias, residual)
@@ -133,7 +133,7 @@ def _large_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
 def small_batch_product(
     x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> None:
-    """`packed_product` for at most MAX_SMALL_ROWS rows, and more than a few."""
+    """`packed_product` for at most MAX_SMALL_ROWS rows."""
     rows, inputs = x.shape
     shared = shared_memory(x.device)
     chunks = matrix.low.shape[1] // 16

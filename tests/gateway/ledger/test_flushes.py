@@ -74,15 +74,29 @@ async def test_loses_nothing_while_the_database_is_unavailable(database: str, ca
     assert ledger.account(key.section).total_spent() == 300
     with pytest.raises(InsufficientQuota):
         admit(meter, key, limit=200)
+    assert ledger.is_failing
     store.is_away = False
     settle(admit(meter, key), 50, 50)
     await ledger.flush()
+    assert not ledger.is_failing
     assert ledger.account(key.section).total_spent() == 400
     await ledger.close()
     assert [record.levelname for record in caplog.records if "ledger" in record.name] == ["ERROR", "INFO"]
     again = open_store(database)
     assert again.exchange({}, {key.section.id: 0})[key.section.id].total == 400
     again.close()
+
+
+async def test_flush_of_nothing_does_not_take_a_database_for_available(tmp_path: object) -> None:
+    store = Away(open_store(f"{tmp_path}/spend.db"))
+    ledger = Ledger(store, Keyring(()), flush_s=1000)  # type: ignore[arg-type]
+    store.is_away = ledger.is_failing = True
+    await ledger.flush()
+    assert ledger.is_failing
+    store.is_away = False
+    await ledger.flush()
+    assert not ledger.is_failing
+    await ledger.close()
 
 
 async def ledger_with_a_failed_flush(path: str, key: NewKey) -> tuple[Ledger, Away]:

@@ -38,7 +38,7 @@ from cortex.neuron.kernels.float8 import support
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout
 from cortex.neuron.kernels.float8.matrix import empty_float8_matrix
 from cortex.neuron.kernels.float8.one_row import one_row_float8_product
-from cortex.neuron.kernels.float8.product import float8_product, widened_product
+from cortex.neuron.kernels.float8.product import float8_product, gated_float8_product, widened_product
 from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import contract_grouped, expand_grouped, tiling
@@ -193,6 +193,8 @@ def float8(layout: Float8Layout, rows: int) -> None:
     elif support.has_float8_products(x.device):
         rounded = float8_rows(x, grouped=layout.block > 0, norm_weight=empty(4096), eps=1e-6)
         float8_product(rounded, matrix, None, out)
+        if not layout.block:
+            gated_float8_product(rounded, matrix)
         float8_rows(empty(rows, 8192), grouped=layout.block > 0, gated=True)
     else:
         widened_product(x, matrix, out, None, out)

@@ -24,11 +24,14 @@ NUM_LAYERS = 8
 PEER_KEY = "key-of-the-second-node"
 
 
+PROMPTS = ("The capital of France is", "x" * 200)
+
+
 class Nodes(NamedTuple):
     lead: Daemon
     peer: Daemon
-    whole: Daemon
-    """One device without a limit: what the others must respond."""
+    expected: dict[str, str]
+    """Prompt → response of the lead while it has the whole model on its device."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def nodes(start_daemon: StartDaemon, source: Path) -> Nodes:
-    models = [f'[[models]]\nid = "{name}"\nsource = "{source}"' for name in MODELS]
+    models = [f'[[models]]\nid = "{name}"\nsource = "{source}"' for name in ("whole", *MODELS)]
     ports = free_port(), free_port()
 
     def start(number: int, *settings: str, key: str = "") -> Daemon:
@@ -56,9 +59,11 @@ def nodes(start_daemon: StartDaemon, source: Path) -> Nodes:
 
     endpoint = f"http://127.0.0.2:{ports[1]}"
     peer = f'[[peers]]\nname = "{NODES[1]}"\nendpoint = "{endpoint}"\nkey_env = "PEER_KEY"'
-    found = Nodes(start(0, peer, *models), start(1, key=PEER_KEY), start_daemon(*models, loads_demo=False, waits=False))
-    for daemon in found:
+    found = Nodes(start(0, peer, *models), start(1, key=PEER_KEY), {})
+    for daemon in (found.lead, found.peer):
         daemon.wait_for("cold", "tiny")
+    found.expected.update({prompt: text_of(found.lead, "whole", prompt) for prompt in PROMPTS})
+    assert found.lead.call("/models/unload", {"model_id": "whole"}, TIMEOUT_S)[0] == 200
     return found
 
 
@@ -94,8 +99,8 @@ def test_gateway_divides_layers_by_memory_and_says_so_and_the_tokens_are_those_o
     planned = explained(gateway, "staged")
     assert "layers by memory" in planned
     assert "small with 32 MiB free has the fewest" in planned
-    for prompt in ("The capital of France is", "x" * 200):
-        assert text_of(gateway, "staged", prompt) == text_of(nodes.whole, "staged", prompt)
+    for prompt in PROMPTS:
+        assert text_of(gateway, "staged", prompt) == nodes.expected[prompt]
     until(lambda: len(layers(gateway, "staged")) == 2, "the part is not shown")
     assert sum(layers(gateway, "staged")) == NUM_LAYERS
     assert layers(gateway, "staged")[0] > 2 * layers(gateway, "staged")[1] > 0
@@ -109,7 +114,7 @@ def test_gateway_divides_layers_by_memory_and_says_so_and_the_tokens_are_those_o
 def test_staged_models_replace_each_other_asleep_and_drain_with_each_of_their_nodes(
     nodes: Nodes, gateway: Daemon
 ) -> None:
-    expected = text_of(nodes.whole, "staged")
+    expected = nodes.expected[PROMPTS[0]]
     for name in MODELS * 2:  # each node has one device, with a part of one of them
         assert text_of(gateway, name) == expected
     assert states(nodes) == {MODELS[0]: "asleep", MODELS[1]: "ready"}

@@ -71,11 +71,12 @@ _SIGNS = torch.tensor([[1.0], [-1.0]])
 def _rms_norm_kernel(x, weight, out, stride, size, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
     values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * size + column, (values * scale * gain).to(out.dtype.element_ty), mask=inside)

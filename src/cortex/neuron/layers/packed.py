@@ -10,7 +10,8 @@ from torch import Tensor
 from cortex.neuron.kernels.device_matrix import DeviceMatrix
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.float8.one_row import one_row_float8_product
-from cortex.neuron.kernels.float8.product import float8_product, widened_product
+from cortex.neuron.kernels.float8.product import MAX_SMALL_ROWS as MAX_SMALL_FLOAT8_ROWS
+from cortex.neuron.kernels.float8.product import float8_product, gated_float8_product, widened_product
 from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import has_kernels
@@ -71,11 +72,16 @@ class PackedProjections:
         return self._rounded(gate_up, bias, residual, gated=True)
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
-        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` without storing gate and up; None if that is not possible: many rows, or
-        two formats."""
+        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` without storing gate and up; None if that is not possible: many rows, two
+        formats, or several rows and eight-bit floating-point numbers with scales of blocks."""
         if len(self.matrices) != 1 or not has_kernels(x):
             return None
         (matrix,) = self.matrices
+        if isinstance(matrix, Float8Matrix) and self.rounds_inputs(x):
+            if matrix.layout.block or len(x) > MAX_SMALL_FLOAT8_ROWS:
+                return None
+            rows = float8_rows(x, grouped=False, norm_weight=norm.weight, eps=norm.eps)
+            return gated_float8_product(rows, matrix)
         if len(x) > self._max_normed_rows:
             return None
         if len(x) > 1 and isinstance(matrix, PackedMatrix):

@@ -104,7 +104,7 @@ def test_no_other_division_has_a_larger_cache_or_a_less_full_device(seed: int) -
     chosen = [plan.layers for plan in plans]
     assert [index for stage in chosen for index in stage] == list(range(len(layers)))
     assert all(plan.num_bytes <= capacity for plan, capacity in zip(plans, capacities, strict=True))
-    largest = max(step for step in range(1025) if fits(least.towards(most, step)))
+    largest = next(step for step in range(1024, -1, -1) if fits(least.towards(most, step)))
     cache = least.towards(most, largest)
     assert [plan.num_bytes for plan in plans] == used(chosen, cache)
 

@@ -12,6 +12,7 @@ from cortex.neuron.kernels.float8.product import (
     float8_embedding,
     float8_product,
     float8_product_reference,
+    gated_float8_product,
     widened_product,
 )
 from cortex.neuron.kernels.float8.rows import float8_rows, float8_rows_reference
@@ -147,6 +148,16 @@ def test_product_of_rounded_rows_agrees_with_the_reference(
         assert_near(out, float8_product_reference(rounded, matrix, bias, residual))
 
 
+@needs_kernels
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(2, 96, 256), (17, 64, 1536)])
+def test_gated_product_of_rounded_rows_agrees_with_the_reference(rows: int, outputs: int, inputs: int) -> None:
+    matrix, x = random_matrix(FLOAT8_ROWS, 2 * outputs, inputs), random_rows(rows, inputs) / 1000
+    rounded = float8_rows(x, grouped=False)
+    expected = silu_mul_reference(float8_product_reference(rounded, matrix))
+    for _ in range(2):
+        assert_near(gated_float8_product(rounded, matrix), expected)
+
+
 @pytest.mark.parametrize(
     ("layout", "inputs", "capability", "cuda", "expected"),
     [
@@ -191,16 +202,38 @@ def test_product_with_the_widened_matrix_agrees_with_it(
 
 
 @needs_kernels
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(128, 128), (256, 1152), (128, 8320)])
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "outputs", "inputs", "normed"),
+    [
+        (FLOAT8_BLOCKS, 128, 128, True),
+        (FLOAT8_ROWS, 130, 128, False),
+        (FLOAT8_BLOCKS, 128, 1152, False),
+        (FLOAT8_ROWS, 128, 8320, True),
+        (FLOAT8_BLOCKS, 128, 8320, False),
+        (FLOAT8_ROWS, 32, 16512, True),
+        (FLOAT8_BLOCKS, 128, 16512, False),
+    ],
+)
 def test_one_row_keeps_its_precision(layout: Float8Layout, outputs: int, inputs: int, normed: bool) -> None:
+    """Blocks of rows that are whole and not, rows that fit in a program and that go by in pieces."""
     matrix, x = random_matrix(layout, outputs, inputs), random_rows(1, inputs)
     weight = torch.rand(inputs, device=DEVICE).to(KIND) if normed else None
     bias, residual = (torch.randn(1, outputs, device=DEVICE).to(KIND) for _ in range(2))
     out = torch.full((1, outputs), torch.nan, dtype=KIND, device=DEVICE)
     one_row_float8_product(x, matrix, out, bias[0], weight, 1e-6, residual)
     assert_near(out, one_row_reference(x, matrix, bias[0], weight, 1e-6, residual))
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [0.0, 1e-20, 1e20])
+def test_one_row_of_any_size(size: float) -> None:
+    """The row is multiplied in float16, in units of its own."""
+    matrix = random_matrix(FLOAT8_ROWS, 16, 128)
+    x = random_rows(1, 128) * size
+    out = torch.full((1, 16), torch.nan, dtype=KIND, device=DEVICE)
+    one_row_float8_product(x, matrix, out, None, None, 0.0, None)
+    expected = one_row_reference(x, matrix, None, None, 0.0, None)
+    assert_near(out / (size or 1) + 1, expected / (size or 1) + 1)
 
 
 @needs_kernels

@@ -125,6 +125,35 @@ def test_small_numbers_are_quantised_as_exactly_as_large_ones(deviation: float, 
         assert (ours - exact).norm() < 0.015 * exact.norm()
 
 
+@pytest.mark.usefixtures("matrix")
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("inputs", [64, 256])
+def test_multiples_of_a_unit_are_looked_up_exactly(inputs: int, sign: int) -> None:
+    """Q2_K: scales and minimums are products of a float16 and a number of four bits."""
+    generator = torch.Generator().manual_seed(8)
+    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 2, 16, None), OUTPUTS, inputs, torch.device("cpu"))
+    code = torch.randint(0, 4, (OUTPUTS, inputs), dtype=torch.uint8, generator=generator)
+    units = torch.rand(2, OUTPUTS, inputs // 64, 1, generator=generator).mul(sign).half().float()
+    multiples = torch.randint(0, 16, (2, OUTPUTS, inputs // 64, 4), generator=generator)
+    multiples[:, ::3] *= 0
+    scale, minimum = (units * multiples).flatten(2)
+    matrix.put(0, code, scale, -minimum)
+    expected = code.view(OUTPUTS, -1, 16) * scale[..., None] - minimum[..., None]
+    assert torch.equal(matrix.rows(torch.arange(OUTPUTS)), expected.flatten(1))
+
+
+@pytest.mark.usefixtures("matrix")
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e6])
+def test_short_scales_that_float16_cannot_hold_stay_visible(number: float) -> None:
+    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 2, 16, None), 64, 128, torch.device("cpu"))
+    scale = torch.ones(64, 8)
+    scale[5, 3] = number
+    matrix.put(0, torch.ones(64, 128, dtype=torch.uint8), scale, -scale)
+    rows = matrix.rows(torch.arange(64))
+    assert not rows[5, :64].isfinite().any()
+    assert int(rows.isfinite().sum()) == rows.numel() - 64
+
+
 def test_scales_in_float16_are_looked_up_exactly(matrix: NativeMatrix) -> None:
     places = torch.arange(OUTPUTS * INPUTS // 32).mul(52).to(torch.int16)
     scale = places.view(torch.float16).view(OUTPUTS, -1).float() / 256
@@ -214,4 +243,5 @@ def test_reason_of_a_failed_compilation_is_logged_once(
 def test_host_without_a_home_folder_has_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CORTEX_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "~no-such-user/cache")
+    assert not native_library.may_have_library()
     assert native_library.native_library_or_none() is None

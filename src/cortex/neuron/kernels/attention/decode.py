@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.attention.rotate import rotated_heads
+from cortex.neuron.kernels.attention.rotate import rotated_heads, rotation_factors
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import (
@@ -235,24 +235,26 @@ def _decode_kernel(
             start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
             q.dtype.element_ty,
         )  # fmt: skip
+    rope_row = rope + newest * 2 * HALF
+    q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
+    k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
+    slot = tl.load(slots + index)
     if OVERLAP:
         gdc_wait()
 
     head = tl.arange(0, GROUP_BLOCK)
     dim = tl.arange(0, DIM_BLOCK)
     dim_inside = dim < DIM
-    rope_row = rope + newest * 2 * HALF
     source = q + index * q_token_stride + kv_head * GROUP * q_head_stride
-    exact = rotated_heads(source, head, q_head_stride, GROUP, q_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
+    exact = rotated_heads(source, head, q_head_stride, GROUP, q_factors, eps, DIM, DIM_BLOCK, HALF, NORM)
     query = exact.to(q.dtype.element_ty)  # [group, dim]
     # Only the last split needs the key and value of the new token. All load them here, where the latency is hidden.
     only = tl.arange(0, 1)
     source = k + index * k_token_stride + kv_head * DIM
-    exact = rotated_heads(source, only, DIM, 1, k_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
+    exact = rotated_heads(source, only, DIM, 1, k_factors, eps, DIM, DIM_BLOCK, HALF, NORM)
     new_key = exact.to(key_pages.dtype.element_ty)  # [1, dim]
     new_value = tl.load(v + index * v_token_stride + kv_head * DIM + dim, mask=dim_inside, other=0.0)
     new_value = new_value.to(value_pages.dtype.element_ty)  # what later steps will read
-    slot = tl.load(slots + index)
 
     highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((GROUP_BLOCK,), tl.float32)

@@ -118,13 +118,34 @@ def _store(pages: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 @jit
+def rotation_factors(
+    scales, rope_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
+):
+    """What elements of a head and their partners are multiplied by to scale and rotate them: two of [dim] float32."""
+    dim = tl.arange(0, DIM_BLOCK)
+    is_rotated = dim < 2 * HALF
+    pair = tl.where(dim < HALF, dim, dim - HALF)
+    own = tl.load(rope_row + pair, mask=is_rotated, other=1.0)
+    sine = tl.load(rope_row + HALF + pair, mask=is_rotated, other=0.0)
+    partner = tl.where(dim < HALF, -sine, sine)
+    if NORM:
+        own *= tl.load(scales + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+        partner *= tl.load(scales + _partner(dim, HALF), mask=dim < DIM, other=0.0).to(tl.float32)
+    return own, partner
+
+
+@jit
+def _partner(dim, HALF: tl.constexpr):
+    return tl.where(dim < 2 * HALF, tl.where(dim < HALF, dim + HALF, dim - HALF), dim)
+
+
+@jit
 def rotated_heads(
     source,
     head,
     head_stride,
     num_heads,
-    scales,
-    rope_row,
+    factors,
     eps,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
@@ -132,22 +153,16 @@ def rotated_heads(
     NORM: tl.constexpr,
 ):
     """[heads, dim] float32: the heads `head` of one token at `source`, normed and rotated; zero beyond `num_heads`."""
+    own, partner = factors
     dim = tl.arange(0, DIM_BLOCK)
     inside = (head < num_heads)[:, None] & (dim < DIM)[None, :]
-    is_rotated = dim < 2 * HALF
-    partner = tl.where(is_rotated, tl.where(dim < HALF, dim + HALF, dim - HALF), dim)
     line = source + head[:, None] * head_stride
     value = tl.load(line + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(line + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(line + _partner(dim, HALF)[None, :], mask=inside, other=0.0).to(tl.float32)
+    rotated = value * own[None, :] + other * partner[None, :]
     if NORM:
-        scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
-        value *= scale * tl.load(scales + dim, mask=dim < DIM, other=0.0).to(tl.float32)[None, :]
-        other *= scale * tl.load(scales + partner, mask=dim < DIM, other=0.0).to(tl.float32)[None, :]
-    pair = tl.where(dim < HALF, dim, dim - HALF)
-    cosine = tl.load(rope_row + pair, mask=is_rotated, other=1.0)
-    sine = tl.load(rope_row + HALF + pair, mask=is_rotated, other=0.0)
-    sine = tl.where(dim < HALF, -sine, sine)
-    return value * cosine[None, :] + other * sine[None, :]
+        rotated *= tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
+    return rotated
 
 
 # Slices after the decode rows have any alignment: do not compile a variant for each.
@@ -186,18 +201,20 @@ def _rotate_kernel(
     dim = tl.arange(0, DIM_BLOCK)
     rope_row = rope + tl.load(positions + token) * 2 * HALF
     slot = tl.load(slots + token) * KV_HEADS * DIM
+    q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
+    k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
     for first in tl.static_range(0, HEADS, AT_ONCE):
         head = first + tl.arange(0, AT_ONCE)
         inside = (head < HEADS)[:, None] & (dim < DIM)[None, :]
         source = q + token * q_token_stride
-        y = rotated_heads(source, head, q_head_stride, HEADS, q_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
+        y = rotated_heads(source, head, q_head_stride, HEADS, q_factors, eps, DIM, DIM_BLOCK, HALF, NORM)
         where = (token * HEADS + head[:, None]) * DIM + dim[None, :]
         tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
     for first in tl.static_range(0, KV_HEADS, AT_ONCE):
         head = first + tl.arange(0, AT_ONCE)
         inside = (head < KV_HEADS)[:, None] & (dim < DIM)[None, :]
         source = k + token * k_token_stride
-        y = rotated_heads(source, head, DIM, KV_HEADS, k_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
+        y = rotated_heads(source, head, DIM, KV_HEADS, k_factors, eps, DIM, DIM_BLOCK, HALF, NORM)
         where = slot + head[:, None] * DIM + dim[None, :]
         y = y.to(out.dtype.element_ty)  # rounded as the queries are, then to what the pages hold
         tl.store(key_pages + where, y.to(key_pages.dtype.element_ty), mask=inside)

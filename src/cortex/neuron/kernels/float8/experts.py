@@ -124,10 +124,10 @@ def _grouped_kernel(
         column = start + tl.arange(0, BLOCK_IN)
         value = tl.load(source + column[:, None], mask=valid[None, :], other=0.0)  # [in, pairs]
         tile = tl.load(line + column[None, :], mask=output_inside[:, None], other=0.0)
-        factor = tile if NATIVE else wide(tile, False).to(value.dtype)
+        factor = tile if NATIVE else wide(tile).to(value.dtype)
         if GATED:
             tile_up = tl.load(line + OUTPUTS * INPUTS + column[None, :], mask=output_inside[:, None], other=0.0)
-            factor_up = tile_up if NATIVE else wide(tile_up, False).to(value.dtype)
+            factor_up = tile_up if NATIVE else wide(tile_up).to(value.dtype)
         if BLOCK > 0:
             across: tl.constexpr = INPUTS // BLOCK
             scale = scales + (expert_row + block) // BLOCK * across + start // BLOCK

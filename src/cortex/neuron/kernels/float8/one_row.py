@@ -1,7 +1,9 @@
-"""A matrix of eight-bit floating-point numbers times one row, which stays as it is.
+"""A matrix of eight-bit floating-point numbers times one row, which keeps its precision.
 
-The numbers of the matrix are widened and summed in float32. The norm before and the addition after are part of the
-pass.
+Four numbers of the matrix are one word. A program prepares the row once, as float16 numbers in units of a sixteenth of
+the largest, and takes block after block of rows of the matrix, the next one on its way while one is multiplied. Eight
+products are added in float16, at most 448 x 16 each, so that nothing overflows. All other sums are in float32. The norm
+before and the addition after are part of the pass.
 """
 
 from __future__ import annotations
@@ -14,24 +16,44 @@ from torch import Tensor
 
 from cortex.neuron.kernels.float8.matrix import Float8Matrix, widened
 from cortex.neuron.kernels.float8.support import has_float8_products
-from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.kernels.jit import (
+    constant,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch_options,
+    num_processors,
+    tl,
+    triton,
+)
 from cortex.neuron.kernels.moe.routing import ExpertPairs
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.silu import silu_mul_reference
 
 
 class OneRowTiles(NamedTuple):
+    """How a product with one row is cut into programs."""
+
     outputs: int
-    inputs: int
+    words: int
+    """Of four columns, at a time."""
     warps: int
+    programs: int
+    """On each processor, which share the blocks of rows; 0: one for each block."""
+
+    @property
+    def registers(self) -> int | None:
+        """That a thread has at most, so that the programs fit."""
+        return 65536 // (self.programs * self.warps * 32) if self.programs else None
 
 
-def one_row_tiles(outputs: int, inputs: int) -> OneRowTiles:
-    """The fastest of a sweep on Hopper."""
-    if inputs > 8192:
-        return OneRowTiles(4, 4096, 8)
-    columns = min(2048, triton.next_power_of_2(inputs))
-    return OneRowTiles(8 if outputs > 4096 else 4, columns, max(1, columns // 512))
+def one_row_tiles(inputs: int) -> OneRowTiles:
+    """The fastest of a sweep on Hopper. Longer rows go by in pieces."""
+    words = triton.next_power_of_2(inputs // 4)
+    if words > 2048:
+        return OneRowTiles(2, min(words, 4096), 8, 2 if words <= 4096 else 0)
+    warps = max(1, words // 256)
+    return OneRowTiles(4, words, warps, 16 // warps)
 
 
 def one_row_float8_product(
@@ -81,11 +103,15 @@ def _launch(
 ) -> None:
     if norm_weight is not None and norm_weight.dtype != x.dtype:  # zero-centred norms are kept in float32
         x, norm_weight = rms_norm(x, norm_weight, eps), None
-    outputs, is_native = out.shape[1], has_float8_products(x.device)
-    tiles = one_row_tiles(outputs, matrix.inputs)
-    _one_row_kernel[(triton.cdiv(outputs, tiles.outputs // (2 if gated else 1)), len(out))](
+    outputs, num_pairs = out.shape[1], len(out)
+    tiles = one_row_tiles(matrix.inputs)
+    rows = tiles.outputs // 2 if gated else tiles.outputs
+    num_blocks = programs = triton.cdiv(outputs, rows)
+    if tiles.programs:
+        programs = min(num_blocks, max(1, tiles.programs * num_processors(x.device) // num_pairs))
+    _one_row_kernel[(programs, num_pairs)](
         x,
-        matrix.codes if is_native else matrix.codes.view(torch.uint8),
+        matrix.codes.view(torch.int32),
         matrix.scales,
         bias,
         norm_weight,
@@ -94,19 +120,22 @@ def _launch(
         pairs.chosen if pairs else None,
         pairs.weights if pairs else None,
         outputs,
+        num_blocks,
         eps,
         INPUTS=matrix.inputs,
         BLOCK=matrix.layout.block,
-        NATIVE=is_native,
+        NATIVE=has_float8_products(x.device),
         BIAS=bias is not None,
         NORM=norm_weight is not None,
         RESIDUAL=residual is not None,
         GATED=gated,
+        WHOLE=outputs % rows == 0,
         PAIRS_PER_ROW=pairs.per_row if pairs else 0,
         WEIGHTED=pairs is not None and pairs.weights is not None,
         BLOCK_OUT=tiles.outputs,
-        BLOCK_IN=tiles.inputs,
+        WORDS=tiles.words,
         num_warps=tiles.warps,
+        maxnreg=tiles.registers,
         **launch_options(x.device),
     )
 
@@ -130,19 +159,156 @@ def one_row_reference(
 
 
 @jit
-def wide(codes, NATIVE: tl.constexpr):
-    """Float32 numbers of eight-bit ones. Cards that do not know the type get bytes: shifted, their exponent is 2¹²⁰ too
-    small."""
-    if NATIVE:
-        numbers = codes.to(tl.float32)
-    else:
-        bits = codes.to(tl.int32)
-        shifted = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-        numbers = shifted.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return numbers
+def wide(codes):
+    """Float32 numbers of bytes: shifted, their exponent is 2¹²⁰ too small."""
+    bits = codes.to(tl.int32)
+    shifted = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+    return shifted.to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+_DOT = constant("""{
+.reg .b16 low, high; .reg .b32 first, second, sum; .reg .f32 even, odd;
+mov.b32 {low, high}, $4; cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high;
+mul.rn.f16x2 sum, first, $8; fma.rn.f16x2 sum, second, $12, sum;
+mov.b32 {low, high}, $5; cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high;
+fma.rn.f16x2 sum, first, $9, sum; fma.rn.f16x2 sum, second, $13, sum;
+mov.b32 {low, high}, $6; cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high;
+fma.rn.f16x2 sum, first, $10, sum; fma.rn.f16x2 sum, second, $14, sum;
+mov.b32 {low, high}, $7; cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high;
+fma.rn.f16x2 sum, first, $11, sum; fma.rn.f16x2 sum, second, $15, sum;
+mov.b32 {low, high}, sum; cvt.f32.f16 even, low; cvt.f32.f16 odd, high;
+add.f32 $0, even, odd; mov.f32 $1, 0f00000000; mov.f32 $2, 0f00000000; mov.f32 $3, 0f00000000;
+}""")
+"""Four words of one row of the matrix, which a thread has loaded at once: their sum stands at the first."""
 
 
 @jit
+def _dot(words, first, second, NATIVE: tl.constexpr):
+    """Sums of the numbers in words times those of the row. words: [rows, words] → [rows, words / 4] float32"""
+    if NATIVE:
+        kinds: tl.constexpr = "=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,r,r"
+        sums = tl.inline_asm_elementwise(_DOT, kinds, [words, first, second], tl.float32, is_pure=True, pack=4)
+    else:
+        sums = wide(words & 0xFF) * _half(first) + wide((words >> 8) & 0xFF) * _half(first >> 16)
+        sums += wide((words >> 16) & 0xFF) * _half(second) + wide((words >> 24) & 0xFF) * _half(second >> 16)
+    return tl.sum(tl.reshape(sums, (words.shape[0], words.shape[1] // 4, 4)), 2)
+
+
+@jit
+def _half(bits):
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def _pair(low, high):
+    """Two float16 numbers in a word."""
+    return _bits(low) | (_bits(high) << 16)
+
+
+@jit
+def _bits(number):
+    return number.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@jit
+def _prepared(x, gain, start, INPUTS: tl.constexpr, NORM: tl.constexpr, WORDS: tl.constexpr):
+    """The row's numbers from column `start` on, times `gain`, as pairs of float16: columns 0 and 1 of each word, then
+    2 and 3; their unit; and the sum of squares without `gain`."""
+    column = start + tl.arange(0, 4 * WORDS)
+    value = tl.load(x + column, mask=column < INPUTS, other=0.0).to(tl.float32)
+    squares = 0.0
+    if NORM:
+        squares = tl.sum(value * value, 0)
+        value *= gain
+    unit = tl.maximum(tl.max(tl.abs(value), 0), 1e-30) / 16
+    even, odd = tl.split(tl.reshape(value * (1.0 / unit), (WORDS, 2, 2)))
+    value_0, value_2 = tl.split(even)
+    value_1, value_3 = tl.split(odd)
+    return _pair(value_0, value_1)[None, :], _pair(value_2, value_3)[None, :], unit, squares
+
+
+@jit
+def _gain(norm_weight, start, INPUTS: tl.constexpr, NORM: tl.constexpr, WORDS: tl.constexpr):
+    gain = 1.0
+    if NORM:
+        column = start + tl.arange(0, 4 * WORDS)
+        gain = tl.load(norm_weight + column, mask=column < INPUTS, other=0.0).to(tl.float32)
+    return gain
+
+
+@jit
+def _matrix_rows(block, outputs, GATED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    """Which rows of the matrix a block has."""
+    rows: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
+    line = tl.arange(0, BLOCK_OUT)
+    row = block * rows + line % rows
+    if not WHOLE:
+        row = tl.minimum(row, outputs - 1)
+    if GATED:
+        row += line // rows * outputs
+    return row
+
+
+@jit
+def _words(
+    weight,
+    scales,
+    block,
+    num_blocks,
+    outputs,
+    start,
+    INPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """The words of a block of rows from column `start` on, and a scale for each sixteen columns.
+
+    Undefined beyond the last block. Beyond the last column the row's numbers are 0. Scales of rows are repeated: the
+    sums take the layout of what they are multiplied with, and in this one few threads exchange them to add them up.
+    """
+    row = _matrix_rows(block, outputs, GATED, WHOLE, BLOCK_OUT)[:, None]
+    exists = tl.full((1, 1), 0, tl.int32) + block < num_blocks
+    word = start // 4 + tl.arange(0, WORDS)[None, :]
+    inside = exists if INPUTS % (4 * WORDS) == 0 else exists & (word < INPUTS // 4)
+    other: tl.constexpr = None if INPUTS % (4 * WORDS) == 0 else 0
+    where = weight + row.to(tl.int64) * (INPUTS // 4) + word
+    words = tl.load(where, mask=inside, other=other, eviction_policy="evict_first")
+    down: tl.constexpr = BLOCK if BLOCK > 0 else 1
+    across: tl.constexpr = BLOCK if BLOCK > 0 else INPUTS
+    part = start // 16 + tl.arange(0, WORDS // 4)[None, :]
+    scale = scales + row // down * (INPUTS // across) + part // (across // 16)
+    return words, tl.load(scale, mask=exists & (part * 16 < INPUTS), other=0.0)
+
+
+@jit
+def _added(bias, residual, block, outputs, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    """What is added to the products of a block. Loaded before they are computed, so that its latency is hidden."""
+    row = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    added = tl.zeros((BLOCK_OUT,), tl.float32)
+    if BIAS:
+        added += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        added += tl.load(residual + row, mask=row < outputs, other=0.0).to(tl.float32)
+    return added
+
+
+@jit
+def _store(y, added, out, block, outputs, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    """What comes after the product of a block of rows. y: [BLOCK_OUT]"""
+    rows: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, rows)), (1, 0)))
+        y = gate * tl.sigmoid(gate) * up
+    else:
+        y += added
+    row = block * rows + tl.arange(0, rows)
+    tl.store(out + row, y.to(out.dtype.element_ty), mask=row < outputs)
+
+
+@jit(do_not_specialize=["num_blocks"])
 def _one_row_kernel(
     x,
     weight,
@@ -154,6 +320,7 @@ def _one_row_kernel(
     chosen,
     weights,
     outputs,
+    num_blocks,
     eps,
     INPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -162,16 +329,17 @@ def _one_row_kernel(
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    WHOLE: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+    WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per BLOCK_OUT rows of the matrix. The next tile is loaded while this one is summed.
+    """One program for one or more blocks of BLOCK_OUT rows of the matrix, or for one if the row goes by in pieces.
 
-    A thread sums sixteen columns, which is what it loads at once. GATED: half of the rows are the gate's.
-    PAIRS_PER_ROW: the second coordinate is a pair, whose expert's rows begin further down; 0: there are no pairs.
+    GATED: half of the rows are the gate's. WHOLE: every block has all its rows. PAIRS_PER_ROW: the second coordinate is
+    a pair, whose expert's rows begin further down; 0: there are no pairs.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -180,56 +348,51 @@ def _one_row_kernel(
             gdc_wait()  # the kernel before chose the experts
         pair = tl.program_id(1).to(tl.int64)
         expert_row = tl.load(chosen + pair).to(tl.int64) * (outputs * (2 if GATED else 1))
-        weight += expert_row * INPUTS
+        weight += expert_row * (INPUTS // 4)
         scales += expert_row // BLOCK * (INPUTS // BLOCK) if BLOCK > 0 else expert_row
         x += pair // PAIRS_PER_ROW * INPUTS
         out += pair * outputs
-    rows: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
-    line = tl.arange(0, BLOCK_OUT)
-    row = tl.program_id(0) * rows + line % rows
-    row_inside = row < outputs
-    if GATED:
-        row += line // rows * outputs
-    where = weight + row.to(tl.int64)[:, None] * INPUTS
-    column = tl.arange(0, BLOCK_IN)
-    inside = row_inside[:, None] & (column < INPUTS)[None, :]
-    tile = tl.load(where + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+    block = tl.program_id(0)
+    words, scale = _words(
+        weight, scales, block, num_blocks, outputs, 0, INPUTS, BLOCK, GATED, WHOLE, BLOCK_OUT, WORDS
+    )  # fmt: skip
+    gain = _gain(norm_weight, 0, INPUTS, NORM, WORDS)
     if OVERLAP and PAIRS_PER_ROW == 0:
         gdc_wait()
-    total = tl.zeros((BLOCK_OUT, BLOCK_IN // 16), tl.float32)
-    squares = tl.zeros((BLOCK_IN // 16,), tl.float32)
-    for start in tl.static_range(0, INPUTS, BLOCK_IN):
-        here = start + column
-        value = tl.load(x + here, mask=here < INPUTS, other=0.0).to(tl.float32)
-        if NORM:
-            squares += tl.sum(tl.reshape(value * value, (BLOCK_IN // 16, 16)), 1)
-            value *= tl.load(norm_weight + here, mask=here < INPUTS, other=0.0).to(tl.float32)
-        if start + BLOCK_IN < INPUTS:
-            there = here + BLOCK_IN
-            inside = row_inside[:, None] & (there < INPUTS)[None, :]
-            next_tile = tl.load(where + there[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        sums = tl.sum(tl.reshape(wide(tile, NATIVE) * value[None, :], (BLOCK_OUT, BLOCK_IN // 16, 16)), 2)
-        if BLOCK > 0:
-            part = start // 16 + tl.arange(0, BLOCK_IN // 16)
-            scale = scales + (row // BLOCK)[:, None] * (INPUTS // BLOCK) + (part // (BLOCK // 16))[None, :]
-            sums *= tl.load(scale, mask=row_inside[:, None] & (part * 16 < INPUTS)[None, :], other=0.0)
-        total += sums
-        if start + BLOCK_IN < INPUTS:
-            tile = next_tile
-    y = tl.sum(total, 1)
-    if BLOCK == 0:
-        y *= tl.load(scales + row, mask=row_inside, other=0.0)
-    if NORM:
-        y *= tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, rows)), (1, 0)))
-        y = gate * tl.sigmoid(gate) * up
-    output = tl.program_id(0) * rows + tl.arange(0, rows)
-    output_inside = output < outputs
-    if BIAS:
-        y += tl.load(bias + output, mask=output_inside, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        y += tl.load(residual + output, mask=output_inside, other=0.0).to(tl.float32)
+    factor = 1.0
     if WEIGHTED:
-        y *= tl.load(weights + pair)
-    tl.store(out + output, y.to(out.dtype.element_ty), mask=output_inside)
+        factor = tl.load(weights + tl.program_id(1))
+    first, second, unit, squares = _prepared(x, gain, 0, INPUTS, NORM, WORDS)
+    if INPUTS <= 4 * WORDS:
+        factor *= unit
+        if NORM:
+            factor *= tl.rsqrt(squares / INPUTS + eps)
+        while block < num_blocks:
+            following = block + tl.num_programs(0)
+            added = _added(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
+            next_words, next_scale = _words(
+                weight, scales, following, num_blocks, outputs, 0, INPUTS, BLOCK, GATED, WHOLE, BLOCK_OUT, WORDS
+            )  # fmt: skip
+            y = tl.sum(_dot(words, first, second, NATIVE) * scale, 1) * factor
+            _store(y, added, out, block, outputs, GATED, BLOCK_OUT)
+            block = following
+            words, scale = next_words, next_scale
+    else:
+        added = _added(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
+        total = tl.zeros((BLOCK_OUT, WORDS // 4), tl.float32)
+        for start in tl.static_range(0, INPUTS, 4 * WORDS):
+            if start + 4 * WORDS < INPUTS:
+                next_words, next_scale = _words(
+                    weight, scales, block, num_blocks, outputs, start + 4 * WORDS,
+                    INPUTS, BLOCK, GATED, WHOLE, BLOCK_OUT, WORDS,
+                )  # fmt: skip
+            if start > 0:
+                gain = _gain(norm_weight, start, INPUTS, NORM, WORDS)
+                first, second, unit, more = _prepared(x, gain, start, INPUTS, NORM, WORDS)
+                squares += more
+            total += _dot(words, first, second, NATIVE) * (scale * unit)
+            if start + 4 * WORDS < INPUTS:
+                words, scale = next_words, next_scale
+        if NORM:
+            factor *= tl.rsqrt(squares / INPUTS + eps)
+        _store(tl.sum(total, 1) * factor, added, out, block, outputs, GATED, BLOCK_OUT)

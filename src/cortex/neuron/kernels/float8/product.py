@@ -21,7 +21,7 @@ from torch import Tensor
 from cortex.neuron.kernels.float8.layout import GROUP
 from cortex.neuron.kernels.float8.matrix import Float8Matrix, widened
 from cortex.neuron.kernels.float8.one_row import wide
-from cortex.neuron.kernels.float8.rows import Float8Rows
+from cortex.neuron.kernels.float8.rows import ROW_STEP, Float8Rows
 from cortex.neuron.kernels.float8.support import capability_of, has_library_product
 from cortex.neuron.kernels.jit import (
     gdc_launch_dependents,
@@ -80,7 +80,9 @@ def small_batch_tiles(
 
 def float8_product(x: Float8Rows, matrix: Float8Matrix, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """x Wᵀ + bias + residual on FP8 tensor cores. residual: [rows, outputs], maybe columns of more → [rows, outputs]"""
-    has_library = has_library_product(matrix.layout, matrix.inputs, capability_of(matrix.device))
+    has_library = matrix.outputs % ROW_STEP == 0 and has_library_product(
+        matrix.layout, matrix.inputs, capability_of(matrix.device)
+    )
     if x.num_rows <= MAX_SMALL_ROWS or not has_library:
         out = torch.empty(x.num_rows, matrix.outputs, dtype=x.dtype, device=matrix.device)
         for start in range(0, x.num_rows, MAX_SMALL_ROWS):
@@ -100,6 +102,13 @@ def float8_product(x: Float8Rows, matrix: Float8Matrix, bias: Tensor | None, res
     if bias is not None:
         product.add_(bias)
     return product if residual is None else product.add_(residual)
+
+
+def gated_float8_product(x: Float8Rows, gate_up: Float8Matrix) -> Tensor:
+    """silu(x Gᵀ) · x Uᵀ for at most MAX_SMALL_ROWS rows, where the matrix is G above U with a scale for each row."""
+    out = torch.empty(x.num_rows, gate_up.outputs // 2, dtype=x.dtype, device=gate_up.device)
+    _small_batch(x.codes[: x.num_rows], x.scales, gate_up, out, None, None, gated=True)
+    return out
 
 
 def widened_product(x: Tensor, matrix: Float8Matrix, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
@@ -149,6 +158,8 @@ def _small_batch(
     out: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
+    *,
+    gated: bool = False,
 ) -> None:
     """x_scales: those of eight-bit rows; None: the rows are of another type, to which the matrix is widened."""
     rows, outputs, inputs = len(x), matrix.outputs, matrix.inputs
@@ -173,7 +184,7 @@ def _small_batch(
         matrix.counters,
         rows,
         0 if x_scales is None else x_scales.stride(0),
-        outputs,
+        out.shape[1],
         out.stride(0),
         0 if residual is None else residual.stride(0),
         INPUTS=inputs,
@@ -182,6 +193,7 @@ def _small_batch(
         ROWS=max(16, triton.next_power_of_2(rows)),
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
+        GATED=gated,
         BLOCK_OUT=COUNTED_ROWS,
         BLOCK_IN=tiles.inputs,
         SPLIT=tiles.split,
@@ -214,6 +226,7 @@ def _small_batch_kernel(
     ROWS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -223,26 +236,43 @@ def _small_batch_kernel(
     """One program per BLOCK_OUT rows of the matrix and one of SPLIT stretches of its columns, all rows of x.
 
     The matrix is the left operand: out = (W xᵀ)ᵀ. The program that finishes last adds the parts in a fixed order.
+    GATED: the matrix has twice `outputs` rows, the gate's first; a program takes as many of either, without bias and
+    residual.
     """
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     block = tl.program_id(0)
     part = tl.program_id(1)
     steps: tl.constexpr = INPUTS // BLOCK_IN
     per_part: tl.constexpr = steps // SPLIT
-    output = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    matrices: tl.constexpr = 2 if GATED else 1
+    height: tl.constexpr = BLOCK_OUT // matrices
+    output = block * height + tl.arange(0, BLOCK_OUT) % height
     output_inside = output < outputs
+    if GATED:
+        output += tl.arange(0, BLOCK_OUT) // height * outputs  # the row of the matrix
     line = weight + output.to(tl.int64)[:, None] * INPUTS
     row = tl.arange(0, ROWS)
     row_inside = row < rows
+    inside = output_inside[:, None] & row_inside[None, :]
+    # What the end of the program needs is loaded at its start: there, nothing would hide the latency.
+    if BLOCK == 0:
+        output_scale = tl.load(scales + output, mask=output_inside, other=0.0)
+    if BIAS:
+        output_bias = tl.load(bias + output, mask=output_inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    if BLOCK == 0 and NATIVE:
+        row_scale = tl.load(x_scales + row, mask=row_inside, other=0.0)
+    if RESIDUAL:
+        before = tl.load(residual + row[None, :] * residual_stride + output[:, None], mask=inside, other=0.0)
     column = tl.arange(0, BLOCK_IN)
     total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     for step in tl.range(part * per_part, (part + 1) * per_part, num_stages=STAGES):
         here = step * BLOCK_IN + column
         tile = tl.load(line + here[None, :], mask=output_inside[:, None], other=0.0)
         value = tl.load(x + row[None, :] * INPUTS + here[:, None], mask=row_inside[None, :], other=0.0)  # [in, rows]
-        factor = tile if NATIVE else wide(tile, False).to(value.dtype)
+        factor = tile if NATIVE else wide(tile).to(value.dtype)
         if BLOCK > 0:  # BLOCK_IN columns, with the same scale
             scale = tl.load(scales + (block * BLOCK_OUT // BLOCK) * steps + step)
             if NATIVE:
@@ -250,27 +280,32 @@ def _small_batch_kernel(
             total += tl.dot(factor, value) * scale
         else:
             total = tl.dot(factor, value, total)
-    inside = output_inside[:, None] & row_inside[None, :]
     is_last = True
     if SPLIT > 1:
-        place = row[None, :] * outputs + output[:, None]
-        tl.store(partial + part * rows * outputs + place, total, mask=inside)
+        place = row[None, :] * (outputs * matrices) + output[:, None]
+        tl.store(partial + part * rows * (outputs * matrices) + place, total, mask=inside)
         tl.debug_barrier()
         is_last = tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLIT - 1
         if is_last:
             total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
             for other in tl.static_range(SPLIT):
-                stretch = partial + other * rows * outputs
+                stretch = partial + other * rows * (outputs * matrices)
                 total += tl.load(stretch + place, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(counters + block, 0)
     if is_last:
         if BLOCK == 0:
-            total *= tl.load(scales + output, mask=output_inside, other=0.0)[:, None]
+            total *= output_scale[:, None]
             if NATIVE:
-                total *= tl.load(x_scales + row, mask=row_inside, other=0.0)[None, :]
+                total *= row_scale[None, :]
         if BIAS:
-            total += tl.load(bias + output, mask=output_inside, other=0.0).to(tl.float32)[:, None]
+            total += output_bias[:, None]
         if RESIDUAL:
-            before = residual + row[None, :] * residual_stride + output[:, None]
-            total += tl.load(before, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row[None, :] * out_stride + output[:, None], total.to(out.dtype.element_ty), mask=inside)
+            total += before.to(tl.float32)
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(total, (2, height, ROWS)), (1, 2, 0)))
+            gated = block * height + tl.arange(0, height)
+            where = out + row[None, :] * out_stride + gated[:, None]
+            is_output = (gated < outputs)[:, None] & row_inside[None, :]
+            tl.store(where, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=is_output)
+        else:
+            tl.store(out + row[None, :] * out_stride + output[:, None], total.to(out.dtype.element_ty), mask=inside)

@@ -95,17 +95,20 @@ def _rows_kernel(
     """One program per row, or per row and BLOCK columns where groups stand alone."""
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INPUTS
+    if NORM:
+        gain = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
     values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(x + row * stride + INPUTS + column, mask=inside, other=0.0).to(tl.float32)
         values = values * tl.sigmoid(values) * up
     if NORM:
         factor = tl.rsqrt(tl.sum(values * values, 0) / INPUTS + eps)
-        values *= factor * tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+        values *= factor * gain
     if GROUPED:
         groups: tl.constexpr = BLOCK // _GROUP
         values = tl.reshape(values, (groups, _GROUP))

@@ -74,7 +74,10 @@ def compiler() -> str | None:
 def may_have_library() -> bool:
     """Whether this host has the functions in C, or has a compiler that has not failed on them. Loads nothing."""
     command = compiler()
-    return command is not None and not _failure(_built(command)).exists()
+    try:
+        return command is not None and not _failure(_built(command)).exists()
+    except (OSError, RuntimeError):  # there is no folder for them
+        return False
 
 
 def native_library() -> NativeLibrary:

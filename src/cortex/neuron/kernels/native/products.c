@@ -57,10 +57,6 @@ INLINE Floats halves_at(const uint8_t *from) {
 #endif
 }
 
-INLINE float half_of(const uint8_t *from, int64_t lane) {
-    return halves_at(from + lane / LANES * WIDTH / 2)[lane % LANES];
-}
-
 // Where a tile has which bits of its codes. `bits` is CODEBOOK for four bits that number the entries of a table.
 INLINE int has_four(int bits) { return bits == CODEBOOK || bits == 4 || bits == 5 || bits == 6; }
 INLINE int has_two(int bits) { return bits == 2 || bits == 3 || bits == 6; }
@@ -95,8 +91,30 @@ INLINE Bytes codes_of(const uint8_t *tile, int bits, int step, int part, const u
     return codes;
 }
 
+// Matrices of two bits have short scales: of four bits, in units that two tiles share.
 INLINE int64_t tile_bytes(const Matrix *m) {
+    if (m->bits == 2) return codes_bytes(2) + 4 * ROWS;
     return codes_bytes(m->bits) + COLUMNS / m->group * ROWS * 2 * (m->has_minimums ? 2 : 1);
+}
+
+INLINE int64_t block_bytes(const Matrix *m) { return (m->tiles + (m->bits == 2 ? m->tiles % 2 : 0)) * tile_bytes(m); }
+
+// The short scales of a part of a tile's rows in the low halves of bytes, and the minimums in the high ones.
+INLINE Ints shorts_at(const uint8_t *tile, int group, int part) {
+    const uint8_t *from = tile + codes_bytes(2) + group * ROWS + part * LANES;
+#if WIDTH == 16
+    return (Ints)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vld1_dup_u32((const uint32_t *)from)))));
+#elif WIDTH == 64
+    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#endif
+}
+
+// Their units. The first tile of two has those of the scales, the second those of the minimums.
+INLINE Floats units_at(const uint8_t *tile, int64_t number, int part, int of_minimums) {
+    const int64_t size = codes_bytes(2) + 4 * ROWS;
+    return halves_at(tile + (of_minimums - number % 2) * size + codes_bytes(2) + 2 * ROWS + part * WIDTH / 2);
 }
 
 // Inputs, quantised to eight bits: each tile's 32 columns have one scale, which includes UNIT.
@@ -167,8 +185,8 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
     const Product *call = job->call;
     const Matrix *m = call->matrix;
     const int64_t tiles = m->tiles, size = tile_bytes(m);
-    const uint8_t *tile = m->packed + block * tiles * size;
-    const int is_split = m->group == 16, has_minimums = m->has_minimums;
+    const uint8_t *tile = m->packed + block * block_bytes(m);
+    const int is_split = bits == 2 || m->group == 16, has_minimums = m->has_minimums;
     const int zero = m->zero - (bits == 8 || bits == CODEBOOK ? FLIP : 0);
     const uint8_t *table = m->table;
     Floats totals[4][PARTS] = {0};
@@ -176,7 +194,7 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
         if (FETCHED_AHEAD)
             for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(tile + FETCHED_AHEAD + line);
         const uint8_t *scales = tile + codes_bytes(bits), *minimums = scales + (is_split ? 2 : 1) * ROWS * 2;
-        Ints sums[4][PARTS] = {0};
+        Ints sums[4][PARTS] = {0}, scaled[4][PARTS] = {0}, lowered[4][PARTS] = {0};
 #pragma GCC unroll 8
         for (int step = 0; step < STEPS; step++) {
 #pragma GCC unroll 4
@@ -194,17 +212,29 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
 #pragma GCC unroll 4
                 for (int i = 0; i < count; i++) {
                     const int64_t at = (row + i) * tiles + t;
-                    const float scale = job->inputs.scales[at];
+                    const float unit = job->inputs.scales[at];
                     const int32_t *halves = job->inputs.sums + 2 * at;
                     const int32_t sum = is_split ? halves[group] : halves[0] + halves[1];
 #pragma GCC unroll 4
                     for (int part = 0; part < PARTS; part++) {
-                        const int offset = group * ROWS * 2 + part * WIDTH / 2;
-                        Floats exact = __builtin_convertvector(sums[i][part] - zero * sum, Floats);
-                        Floats value = exact * halves_at(scales + offset);
-                        if (has_minimums) value += halves_at(minimums + offset) * (float)sum;
-                        totals[i][part] += value * scale;
+                        if (bits == 2) {
+                            const Ints shorts = shorts_at(tile, group, part);
+                            scaled[i][part] += (shorts & 15) * sums[i][part];
+                            lowered[i][part] += (shorts >> 4) * sum;
+                        } else {
+                            const int offset = group * ROWS * 2 + part * WIDTH / 2;
+                            Floats exact = __builtin_convertvector(sums[i][part] - zero * sum, Floats);
+                            Floats value = exact * halves_at(scales + offset);
+                            if (has_minimums) value += halves_at(minimums + offset) * (float)sum;
+                            totals[i][part] += value * unit;
+                        }
                         sums[i][part] = (Ints){0};
+                        if (bits == 2 && group) {
+                            Floats value = __builtin_convertvector(scaled[i][part], Floats) * units_at(tile, t, part, 0);
+                            value -= __builtin_convertvector(lowered[i][part], Floats) * units_at(tile, t, part, 1);
+                            totals[i][part] += value * unit;
+                            scaled[i][part] = lowered[i][part] = (Ints){0};
+                        }
                     }
                 }
             }
@@ -267,8 +297,8 @@ void run_product(const Product *call, const Member *member) {
 
 static void look_up(const Matrix *m, int64_t number, float *out) {
     const int64_t size = tile_bytes(m), lane = number % ROWS;
-    const int bits = m->bits, groups = COLUMNS / m->group;
-    const uint8_t *tile = m->packed + number / ROWS * m->tiles * size;
+    const int bits = m->bits;
+    const uint8_t *tile = m->packed + number / ROWS * block_bytes(m);
     for (int64_t t = 0; t < m->tiles; t++, tile += size) {
         for (int column = 0; column < COLUMNS; column++) {
             const int step = column / 4;
@@ -282,9 +312,18 @@ static void look_up(const Matrix *m, int64_t number, float *out) {
                 place += 2;
             }
             if (has_one(bits)) code |= (from[ones_at(bits)] >> step & 1) << place;
-            const uint8_t *scales = tile + codes_bytes(bits) + column / m->group * ROWS * 2;
-            const float minimum = m->has_minimums ? half_of(scales + groups * ROWS * 2, lane) : 0;
-            out[t * COLUMNS + column] = ((float)(code - m->zero) * half_of(scales, lane) + minimum) * UNIT;
+            const int part = lane / LANES, at = lane % LANES, group = column / m->group;
+            float scale, minimum = 0;
+            if (bits == 2) {
+                const int32_t shorts = shorts_at(tile, group, part)[at];
+                scale = units_at(tile, t, part, 0)[at] * (shorts & 15);
+                minimum = -units_at(tile, t, part, 1)[at] * (shorts >> 4);
+            } else {
+                const uint8_t *scales = tile + codes_bytes(bits) + group * ROWS * 2 + part * WIDTH / 2;
+                scale = halves_at(scales)[at];
+                if (m->has_minimums) minimum = halves_at(scales + COLUMNS / m->group * ROWS * 2)[at];
+            }
+            out[t * COLUMNS + column] = ((float)(code - m->zero) * scale + minimum) * UNIT;
         }
     }
 }

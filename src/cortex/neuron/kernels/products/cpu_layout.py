@@ -85,11 +85,16 @@ class CpuLayout:
         """Whether groups have a constant of their own."""
         return self.zero is None or self.low_offset > 0
 
+    @property
+    def has_short_scales(self) -> bool:
+        """Whether scales and minimums have four bits, in units that two tiles share (native form): those of Q2_K."""
+        return self.bits == 2
+
     def num_bytes(self, outputs: int, inputs: int) -> int:
         """Of a matrix with `outputs` rows and `inputs` columns."""
         rows, columns = padded_rows(outputs), self.stored_columns(inputs)
         if self.form is CpuForm.NATIVE:
-            return rows // TILE_ROWS * (inputs // GROUP) * tile_bytes(self)
+            return rows // TILE_ROWS * num_tiles(self, inputs) * tile_bytes(self)
         if self.form is CpuForm.WEIGHT_ONLY:
             return rows * weight_only_row_bytes(columns)
         constants = 4 * inputs // self.group if self.has_constants else 0
@@ -107,9 +112,18 @@ def weight_only_row_bytes(columns: int) -> int:
 
 
 def tile_bytes(layout: CpuLayout) -> int:
-    """Codes, and per group a scale and perhaps a minimum in float16, of 16 rows and 32 columns (native form)."""
+    """Of 16 rows and 32 columns (native form): codes, and per group a scale and perhaps a minimum in float16; or, if
+    those have four bits, their unit: the first tile of two has that of the scales, the second that of the minimums."""
+    if layout.has_short_scales:
+        return TILE_ROWS * (GROUP * layout.bits // 8 + 2 + 2)
     numbers = GROUP // layout.group * (2 if layout.zero is None else 1)
     return TILE_ROWS * (GROUP * (4 if layout.levels else layout.bits) // 8 + 2 * numbers)
+
+
+def num_tiles(layout: CpuLayout, inputs: int) -> int:
+    """Of a row of tiles (native form)."""
+    tiles = inputs // GROUP
+    return tiles + tiles % 2 if layout.has_short_scales else tiles
 
 
 def padded_rows(rows: int) -> int:

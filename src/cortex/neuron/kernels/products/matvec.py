@@ -175,6 +175,12 @@ def _one_row_kernel(
         tile_up = tl.load(line_up + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
     if OVERLAP:
         gdc_wait()
+    # Loaded here, where the latency is hidden; the products come at the end.
+    added = tl.zeros((BLOCK_OUT,), tl.float32)
+    if BIAS:
+        added += tl.load(bias + row, mask=row_inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        added += tl.load(residual + row, mask=row_inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     squares = tl.zeros((BLOCK_IN,), tl.float32)
@@ -204,11 +210,7 @@ def _one_row_kernel(
         y *= scale
     if GATED:
         y = y * tl.sigmoid(y) * (tl.sum(total_up, 1) * scale)
-    if BIAS:
-        y += tl.load(bias + row, mask=row_inside, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        y += tl.load(residual + row, mask=row_inside, other=0.0).to(tl.float32)
-    tl.store(out + row, y.to(out.dtype.element_ty), mask=row_inside)
+    tl.store(out + row, (y + added).to(out.dtype.element_ty), mask=row_inside)
 
 
 @jit(do_not_specialize=["rows"])

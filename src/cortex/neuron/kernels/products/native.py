@@ -1,9 +1,9 @@
 """Matrices of codes of any width, multiplied by functions of our own (`native/products.c`).
 
 The memory is [blocks of 16 rows, tiles of 32 columns, bytes of a tile]. A tile has its codes, then a float16 scale per
-row and group, then the minimums, if groups have them. Codes are in the order [8 steps, 16 rows, 4 columns]. Those of
-eight bits are bytes. Others are divided into their lowest four bits, two steps per byte, then two bits, four steps per
-byte, then one bit, eight steps per byte; whichever of them make up the width.
+row and group, then the minimums, if groups have them; `tile_bytes` describes shorter ones. Codes are in the order
+[8 steps, 16 rows, 4 columns]. Those of eight bits are bytes. Others are divided into their lowest four bits, two steps
+per byte, then two bits, four steps per byte, then one bit, eight steps per byte; whichever of them make up the width.
 
 Inputs are quantised to eight bits with one scale per tile.
 """
@@ -23,6 +23,7 @@ from cortex.neuron.kernels.products.cpu_layout import (
     ROW_BLOCK,
     TILE_ROWS,
     CpuLayout,
+    num_tiles,
     padded_rows,
     tile_bytes,
 )
@@ -49,7 +50,7 @@ class NativeMatrix:
 
     @classmethod
     def empty(cls, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> NativeMatrix:
-        shape = (padded_rows(outputs) // TILE_ROWS, inputs // GROUP, tile_bytes(layout))
+        shape = (padded_rows(outputs) // TILE_ROWS, num_tiles(layout, inputs), tile_bytes(layout))
         packed = torch.empty(shape, dtype=torch.uint8, device=device)
         table = bytes(layout.levels) if layout.levels else None
         struct = NativeMemory(
@@ -84,10 +85,15 @@ class NativeMatrix:
         blocks, tiles = len(code) // TILE_ROWS, self.inputs // GROUP
         steps = code.view(blocks, TILE_ROWS, tiles, _STEPS, 4).permute(0, 2, 3, 1, 4).flatten(3)
         parts = [*_planes(steps, 4 if layout.levels else layout.bits)]
-        for numbers in (scale,) if layout.zero is not None else (scale, minimum):
-            grouped = (numbers / _UNIT).view(blocks, TILE_ROWS, tiles, -1).permute(0, 2, 3, 1).half()
-            parts.append(grouped.contiguous().view(torch.uint8).flatten(2))
+        grouped = [
+            (numbers / _UNIT).view(blocks, TILE_ROWS, tiles, -1).permute(0, 2, 3, 1)  # [blocks, tiles, groups, 16]
+            for numbers in ((scale,) if layout.zero is not None else (scale, minimum))
+        ]
         first = first_row // TILE_ROWS
+        if layout.has_short_scales:
+            parts = [*(F.pad(part, (0, 0, 0, tiles % 2)) for part in parts), *_short(*grouped)]
+        else:
+            parts += [_bytes(numbers.half()) for numbers in grouped]
         torch.cat(parts, 2, out=self.packed[first : first + blocks])
 
     def put_numbers(self, first_row: int, numbers: Tensor) -> None:
@@ -158,6 +164,43 @@ class NativeMatrix:
         """The matrix as C sees it. Its memory may have moved: a sleeping model has none."""
         self.struct.packed = self.packed.data_ptr()
         return self.struct
+
+
+def _bytes(numbers: Tensor) -> Tensor:
+    """[blocks, tiles, …] → [blocks, tiles, bytes]"""
+    return numbers.contiguous().view(torch.uint8).flatten(2)
+
+
+def _short(scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minimums of four bits, and the units of both, as `tile_bytes` says. Exact if the numbers are products
+    of a float16 and up to 15, as in files. Each: [blocks, tiles, 2, 16]"""
+    odd = scale.shape[1] % 2
+    (scales, unit), (minimums, other) = (
+        _multiples(F.pad(numbers, (0, 0, 0, 0, 0, odd)).unflatten(1, (-1, 2))) for numbers in (scale, -minimum)
+    )
+    numbers = (scales | minimums << 4).flatten(1, 2)
+    return _bytes(numbers), _bytes(torch.stack((unit, other), 2).flatten(1, 2))
+
+
+def _multiples(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """As multiples, from 0 to 15, of a unit in float16 that two tiles share: of those by which the largest number is a
+    multiple, the one with the smallest error.
+
+    numbers: [blocks, pairs, 2, groups, 16] → multiples uint8, units [blocks, pairs, 16]
+    """
+    low, high = numbers.aminmax(dim=2)
+    low, high = low.amin(2), high.amax(2)
+    unit = largest = torch.where(low + high < 0, low, high)  # stays if it is not a number that float16 has
+    least, multiples = torch.full_like(largest, torch.inf), torch.zeros_like(numbers)
+    for count in range(15, 0, -1):
+        tried = (largest / count).half().float()
+        spread = tried[:, :, None, None]
+        rounded = (numbers / spread).round().clamp(0, 15).nan_to_num(0)
+        error = (rounded * spread - numbers).abs().amax((2, 3))
+        is_better = error < least
+        least, unit = torch.where(is_better, error, least), torch.where(is_better, tried, unit)
+        multiples = torch.where(is_better[:, :, None, None], rounded, multiples)
+    return multiples.to(torch.uint8), unit.half()
 
 
 def _planes(steps: Tensor, bits: int) -> list[Tensor]:

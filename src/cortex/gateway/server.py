@@ -127,7 +127,7 @@ class Gateway:
         self._inference = Inference(self._services)
         self._responses = ResponsesService(config, directory, self._inference, self.tasks)
         self._certificate = certificate_of(config, directory)
-        self._health = GatewayHealth(self.tasks, self._certificate)
+        self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=self._is_database_away)
         self._files = files
         self._reloading = asyncio.Lock()
         self._deferred = DeferredResponses()
@@ -250,6 +250,10 @@ class Gateway:
             self._health.stale_reason = None
             self.metrics.config_reloads.labels("applied").inc()
             log.info("configuration reloaded, nodes: %d", len(self.config.neurons))
+
+    def _is_database_away(self) -> bool:
+        ledger = self._metering.ledger
+        return self._operator_state.is_failing or (ledger is not None and ledger.is_failing)
 
     async def _reload_files(self) -> None:
         if self._files is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.ledger.keys import generate
+from cortex.tasks import Supervisor
 from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
@@ -40,6 +42,12 @@ async def test_ready_while_a_node_takes_requests_and_degraded_while_one_does_not
     assert "node near takes no new requests" in body["reasons"]
     status, body = await client.get("/health")
     assert (status, body["status"], body["ready"]) == (200, "degraded", False), "the gateway itself runs"
+
+
+def test_degraded_while_the_database_is_away() -> None:
+    body = GatewayHealth(Supervisor(), is_database_away=lambda: True).body((), for_operator=False)
+    assert body["status"] == "degraded"
+    assert "the database cannot be used; usage and pins are kept in memory" in body["reasons"]
 
 
 async def test_gateway_without_nodes_is_not_ready(start_gateway: StartGateway) -> None:

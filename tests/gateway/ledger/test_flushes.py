@@ -85,6 +85,19 @@ async def test_loses_nothing_while_the_database_is_unavailable(database: str, ca
     again.close()
 
 
+async def test_flush_of_nothing_does_not_take_a_database_for_available(tmp_path: object) -> None:
+    store = Away(open_store(f"{tmp_path}/spend.db"))
+    ledger = Ledger(store, Keyring(()), flush_s=1000)  # type: ignore[arg-type]
+    ledger.is_failing = True
+    found = []
+    for is_away in (True, False):
+        store.is_away = is_away
+        await ledger.flush()
+        found.append(ledger.is_failing)
+    assert found == [True, False]
+    await ledger.close()
+
+
 async def ledger_with_a_failed_flush(path: str, key: NewKey) -> tuple[Ledger, Away]:
     """One whose flush of ten tokens failed with an error that nobody expects. The store is still away."""
     restarted = asyncio.Event()

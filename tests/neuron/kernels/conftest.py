@@ -11,6 +11,7 @@ from cortex.neuron.kernels.jit import INTERPRETED, tl
 
 if INTERPRETED:  # no kernel of Triton is in them, and the rest of the suite runs them
     collect_ignore = [
+        "native",
         "products/test_cpu_matrix.py",
         "products/test_native.py",
         "delta/test_reference.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ class GatewayHealth:
     certificate: ServerCertificate | None = None
     stale_reason: str | None = None
     """Why the files on disk are not in force; None when they are."""
+    is_database_away: Callable[[], bool] = bool
+    """Whether usage, pins or drained nodes wait in memory for their database."""
 
     def body(self, nodes: Iterable[Node], *, for_operator: bool) -> dict[str, Any]:
         """The body of `/health`. Reasons, which may name files, are for operators."""
@@ -33,7 +35,10 @@ class GatewayHealth:
                 config["certificate_reason"] = self.certificate.stale_reason
         nodes = tuple(nodes)
         failing = self.tasks.failing
-        reasons = [*_process_reasons(config, failing), *_node_reasons(nodes, for_operator=for_operator)]
+        reasons = [
+            *_process_reasons(config, failing, self.is_database_away()),
+            *_node_reasons(nodes, for_operator=for_operator),
+        ]
         body: dict[str, Any] = {
             "status": "degraded" if reasons else "ok",
             "ready": is_ready(nodes),
@@ -62,8 +67,10 @@ def is_ready(nodes: Iterable[Node]) -> bool:
     return any(node.healthy and not node.draining for node in nodes)
 
 
-def _process_reasons(config: dict[str, str], failing: tuple[str, ...]) -> list[str]:
+def _process_reasons(config: dict[str, str], failing: tuple[str, ...], is_database_away: bool) -> list[str]:
     reasons = []
+    if is_database_away:
+        reasons.append("the database cannot be used; usage and pins are kept in memory")
     if failing:
         reasons.append(f"{plural(len(failing), 'task keeps', 'tasks keep')} failing in the gateway")
     if config["status"] == "stale":

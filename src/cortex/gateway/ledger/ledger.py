@@ -80,7 +80,8 @@ class Ledger:
         self._writing = asyncio.Lock()  # two writes at once would replace the same claim twice
         self._closing = asyncio.Event()
         self._keyring = keyring
-        self._failing = False
+        self.is_failing = False
+        """Whether the database could not be written to; usage is kept in memory meanwhile."""
 
     async def start(self) -> None:
         """Read past usage and start the regular flush. Raises `StoreError` when the database cannot be read."""
@@ -153,13 +154,13 @@ class Ledger:
             await self._settle_dead_gateways()
         except StoreError as error:
             self._others.clear()  # nobody could renew while the database was unavailable
-            if not self._failing:
+            if not self.is_failing:
                 log.error("usage is kept in memory until the database is available: %s", error)
-            self._failing = True
+            self.is_failing = True
         else:
-            if self._failing:
+            if self.is_failing:
                 log.info("usage is written to %s again", self._store.name)
-            self._failing = False
+            self.is_failing = False
 
     async def _flush_regularly(self) -> None:
         while not self._closing.is_set():
@@ -173,8 +174,8 @@ class Ledger:
         now = self.clock()
         before, after = self._claim, self._renewed_claim(now)
         limited = [key for key in self._keyring if key.window_tokens is not None or key.balance_tokens is not None]
-        if not self._batch and not limited and after is before:
-            return
+        if not self._batch and not limited and after is before and not self.is_failing:
+            return  # while it fails, an empty batch finds out whether the database is back
         batch, self._batch = self._batch, {}
         windows = _windows(limited, now)
         try:

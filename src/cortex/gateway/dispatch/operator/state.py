@@ -58,7 +58,8 @@ class OperatorState:
         self._stored = Decisions()
         """As the database had it last."""
         self._num_calls = 0
-        self._is_failing = False
+        self.is_failing = False
+        """Whether the database could not be used; what changes is kept in memory meanwhile."""
         self._is_closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="operator state")
 
@@ -79,11 +80,11 @@ class OperatorState:
         try:
             stored = await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, added, removed)
         except StoreError as error:
-            if not self._is_failing:
+            if not self.is_failing:
                 log.error("pins and drained nodes are kept in memory until the database is available: %s", error)
-            self._is_failing = True
+            self.is_failing = True
             return
-        self._is_failing = False
+        self.is_failing = False
         self._stored = stored
         self._adopt(stored.changed(*self._local().since(local)))  # with what changed here meanwhile
 

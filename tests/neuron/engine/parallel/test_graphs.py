@@ -55,7 +55,7 @@ class _Replay:
     def __init__(self, captures: Captures, step: Callable[[], Outputs], outputs: Outputs) -> None:
         self._captures, self._step, self._outputs = captures, step, outputs
 
-    def replay(self, rows: int) -> None:  # noqa: ARG002
+    def replay(self, rows: int) -> None:
         self._captures.replays += 1
         for kept, new in zip(self._outputs, self._step(), strict=True):
             kept.copy_(new)

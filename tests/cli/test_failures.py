@@ -22,6 +22,11 @@ def _error_of_system(number: int) -> OSError:
             _error_of_system(errno.EACCES),
             "/etc/cortex/cortex.toml: Permission denied; run it as a user who may do that, or change the permissions",
         ),
+        (
+            _error_of_system(errno.EIO),
+            "/etc/cortex/cortex.toml: Input/output error; run again with --verbose to see where it happened",
+        ),
+        (OSError("no such device"), "no such device; run again with --verbose to see where it happened"),
         (CommandError("m failed: is it a model?", "choose another"), "m failed: is it a model? choose another"),
         (CommandError("m failed", "choose another"), "m failed; choose another"),
     ],

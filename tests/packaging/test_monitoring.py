@@ -118,6 +118,14 @@ def test_every_query_uses_existing_metrics_and_labels(existing: Mapping[str, fro
         assert problems(query, existing) == [], f"{where}: {query}"
 
 
+def test_all_parts_of_a_query_have_the_same_filters() -> None:
+    """A quotient of which one half is filtered is a share of nothing."""
+    for where, query in dashboard_queries():
+        for variable in ("model", "node", "key"):
+            is_filtered = {f'{variable}=~"${variable}"' in matchers for _, matchers in _SELECTOR.findall(query)}
+            assert len(is_filtered) == 1, f"{where}: only a part of it has ${variable}: {query}"
+
+
 def test_a_wrong_name_or_label_is_found(existing: Mapping[str, frozenset[str]]) -> None:
     assert problems("rate(cortex_requests_total[5m])", existing) == []
     assert problems("rate(cortex_request_total[5m])", existing) == ["there is no cortex_request_total"]

@@ -98,6 +98,8 @@ def test_what_a_model_cannot_do_is_a_bad_request(family: Family, code: str) -> N
         ("org/m", "org/m: too large", "org/m: too large"),
         ("org/m", "org/model is gated", "org/m: org/model is gated"),
         ("small", OSError("no space"), "small: no space"),
+        ("small", PermissionError(13, "Permission denied", "/hub/m"), "small: /hub/m: Permission denied"),
+        ("/hub/m", PermissionError(13, "Permission denied", "/hub/m"), "/hub/m: Permission denied"),
     ],
 )
 def test_message_names_its_subject_once(subject: str, problem: object, message: str) -> None:

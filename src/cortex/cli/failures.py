@@ -19,6 +19,7 @@ from rich.text import Text
 
 from cortex.exits import ExitCode as ExitCode
 from cortex.settings import SettingsError
+from cortex.wire.words import os_error_in_words
 
 VERBOSE_KEY = "cortex.verbose"
 
@@ -137,11 +138,11 @@ def explanation(error: BaseException) -> str:
             where = f" for {error.filename}" if error.filename else ""
             return f"no space left on the disk{where}; free some, or put the cache elsewhere with CORTEX_CACHE=/path"
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS, filename=str()):
-            return f"{error.filename}: {error.strerror}; run it as a user who may do that, or change the permissions"
+            return f"{os_error_in_words(error)}; run it as a user who may do that, or change the permissions"
         case OSError(errno=errno.ENOENT | errno.ENOTDIR | errno.EISDIR | errno.EEXIST, filename=str()):
-            return f"{error.filename}: {error.strerror}; check the path"
+            return f"{os_error_in_words(error)}; check the path"
         case OSError():
-            return f"{error}; run again with --verbose to see where it happened"
+            return f"{os_error_in_words(error)}; run again with --verbose to see where it happened"
         case _:
             return str(error)
 

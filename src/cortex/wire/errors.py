@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from cortex.wire.words import os_error_in_words
+
 MAX_ECHO = 200
 """Characters of a client's own text that an error repeats."""
 MAX_MESSAGE = 4000
@@ -18,7 +20,7 @@ MAX_MESSAGE = 4000
 
 def about(subject: str, problem: object) -> str:
     """A message that names its subject first, once."""
-    text = str(problem)
+    text = os_error_in_words(problem) if isinstance(problem, OSError) else str(problem)
     return text if text.startswith((f"{subject} ", f"{subject}: ")) else f"{subject}: {text}"
 
 

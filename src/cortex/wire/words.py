@@ -11,6 +11,12 @@ def plural(count: float, noun: str, several: str | None = None) -> str:
     return f"{number} {noun if count == 1 else several or f'{noun}s'}"
 
 
+def os_error_in_words(error: OSError) -> str:
+    """`/etc/cortex/cortex.toml: Permission denied`, or the reason alone where the error names no file."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if isinstance(error.filename, str) else reason
+
+
 def replicas_in_words(replica_devices: Sequence[Sequence[int]]) -> str:
     """`2 replicas on devices 0, 1`, or `0+1, 2+3` where each is divided; empty if there are not several."""
     if len(replica_devices) < 2:

@@ -101,6 +101,9 @@ def test_doctor_uses_the_gateway_address_of_the_config(invoke: Invoke, tmp_path:
     assert f"start it with `cortex serve --config {config}`" in outcome.stdout
     assert "127.0.0.1:7" in outcome.stdout
     assert "31313" not in outcome.stdout
+    other = invoke("doctor", "--config", str(config), "--url", "http://127.0.0.1:8").stdout
+    assert "no gateway at http://127.0.0.1:8" in other
+    assert "cortex serve --config" not in other, "which starts another one"
 
 
 def test_doctor_counts_one_node_in_the_singular(invoke: Invoke, tmp_path: Path) -> None:

@@ -138,11 +138,13 @@ class Conversation:
         self._socket.close()
 
 
-def until(condition: Callable[[], Any]) -> None:
+def until(condition: Callable[[], Any]) -> Any:
+    """What `condition` returns, once that is true."""
     deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline_s, "it did not happen in time"
         time.sleep(0.02)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -321,8 +323,7 @@ def test_request_moves_if_its_node_is_killed_before_the_first_token_and_fails_wi
         alive = [node for node in fleet.nodes.values() if node.process.poll() is None]
         return [node for node in alive if node.model(DEMO)["load"]["running"]]
 
-    until(working)
-    (first,) = working()
+    (first,) = until(working)  # asked again, it may have produced its tokens
     first.process.send_signal(signal.SIGSTOP)  # it holds the request and says nothing
     asked.read_until(b": keepalive")
     first.process.send_signal(signal.SIGKILL)

@@ -26,7 +26,7 @@ MEBIBYTE = 1 << 20
 @pytest.fixture(scope="module")
 def daemon(start_daemon: StartDaemon, wide_model: Path) -> Daemon:
     limits = "[limits]\nsleep_mb = 4096\nmax_num_seqs = 16"
-    entry = f'[[default_models]]\nmodel_id = "{WIDE}"\nsource = "{wide_model}"'
+    entry = f'[[default_models]]\nid = "{WIDE}"\nsource = "{wide_model}"'
     daemon = start_daemon("drain_s = 5.0", limits, entry, loads_demo=False)
     daemon.wait_ready(WIDE)
     return daemon

@@ -53,7 +53,7 @@ def test_unwritable_directory_is_logged_once(tmp_path: Path, caplog: pytest.LogC
     sizes.write(MEASURED)
     sizes.write(MEASURED)
     assert caplog.text.count("not written") == 1
-    assert "gateway.state" in caplog.text
+    assert f"not written: {tmp_path / 'file'}: File exists; set gateway.state" in caplog.text
 
 
 async def test_restarted_gateway_places_by_measured_size(

@@ -98,7 +98,8 @@ async def test_sleeping_model_is_cold_after_its_worker_died(tmp_path: Path, capl
         os.kill(worker_of(node), signal.SIGKILL)
         await until(lambda: node.model("m").state is ModelState.COLD)
         assert "lost while it slept" in (node.model("m").reason or "")
-        assert any("asleep → cold" in line and "lost while it slept" in line for line in caplog.messages)
+        (line,) = [record for record in caplog.records if "asleep → cold" in record.message]
+        assert (line.levelno, "lost while it slept" in line.message) == (logging.WARNING, True)
         await until(lambda: node.model("other").state is ModelState.READY)
         assert node.model("m").state is ModelState.COLD, "only models that served recover by themselves"
         assert (await load(node)).state is ModelState.READY

@@ -26,6 +26,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.settings import SettingsError
 from cortex.wire.errors import CortexError, InvalidValue, OperatorOnly, RouteNotFound, shorten
+from cortex.wire.words import os_error_in_words
 
 T = TypeVar("T")
 
@@ -168,7 +169,9 @@ class KeyRoutes:
             result = await asyncio.to_thread(partial(edit, KeyFile(self._path)))
         except UnknownKey as problem:
             raise RouteNotFound(f"{problem}.") from problem
-        except (KeyFileError, SettingsError, OSError) as problem:
+        except OSError as problem:
+            raise CortexError(f"The keys were not changed: {os_error_in_words(problem)}.") from problem
+        except (KeyFileError, SettingsError) as problem:
             raise CortexError(f"The keys were not changed: {problem}.") from problem
         await self._reload()
         return result

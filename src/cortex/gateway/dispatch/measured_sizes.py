@@ -9,6 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from cortex.wire.errors import about
+from cortex.wire.words import os_error_in_words
+
 log = logging.getLogger(__name__)
 
 FILE_NAME = "cortex-sizes.json"
@@ -39,7 +42,8 @@ class MeasuredSizes:
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as problem:
-            log.warning("measured sizes not read, models are placed by estimates: %s: %s", self._path, problem)
+            reason = about(str(self._path), problem)
+            log.warning("measured sizes not read, models are placed by estimates: %s", reason)
             return {}
         self._written = {(size.model, size.quant, size.context_tokens): size.bytes for size in sizes}
         return self._written
@@ -59,7 +63,8 @@ class MeasuredSizes:
             draft.replace(self._path)
         except OSError as problem:
             if not self._failing:
-                log.warning("measured sizes not written: %s; set gateway.state to a writable directory", problem)
+                reason = os_error_in_words(problem)
+                log.warning("measured sizes not written: %s; set gateway.state to a writable directory", reason)
             self._failing = True
         else:
             self._written = dict(measured)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.http.request import Request
-from cortex.wire.errors import InvalidAPIKey
+from cortex.wire.errors import InvalidAPIKey, about
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Sessions:
                 file.write(secret)
             return secret
         except OSError as problem:
-            log.warning("sign-ins to the page end with this process: cannot use %s: %s", self._path, problem)
+            log.warning("sign-ins to the page end with this process: cannot use %s", about(str(self._path), problem))
             return secrets.token_bytes(_SECRET_BYTES)
 
     def _existing(self) -> bytes | None:

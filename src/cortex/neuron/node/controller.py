@@ -183,7 +183,7 @@ class ModelController:
         after = self.life.state
         if after is not before:
             reason = f": {self.life.reason.removeprefix(f'{self.model_id}: ')}" if self.life.reason else ""
-            level = logging.WARNING if after in (ModelState.FAILED, ModelState.RECOVERING) else logging.INFO
+            level = logging.WARNING if reason else logging.INFO
             log.log(level, "%s: %s → %s%s", self.model_id, before.value, after.value, reason)
             if after not in (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING):
                 self.progress = None

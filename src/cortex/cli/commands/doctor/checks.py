@@ -73,7 +73,7 @@ def engine() -> Iterator[Finding]:
 
 
 def gateway(client: GatewayClient, config: Path | None) -> Iterator[Finding]:
-    """Whether the gateway of `config`, or any, responds, and what it reports about itself."""
+    """Whether a gateway responds, and what it reports about itself. `config`: its file, if that is known."""
     try:
         health = client.get("/health")
         yield Finding("gateway", Severity.FINE, f"{client.url} responds")

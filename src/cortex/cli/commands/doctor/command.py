@@ -32,8 +32,9 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
     With --config, the gateway is expected at the address in that file, unless --url names another.
     """
     listens = configuration_checks.addresses(config)
-    if config is not None and gateway.url == DEFAULT_URL:
-        tls = configuration_checks.own_certificate(config)
+    expected = config if gateway.url == DEFAULT_URL else None
+    if expected is not None:
+        tls = configuration_checks.own_certificate(expected)
         gateway = gateway.at(f"{'http' if tls is None else 'https'}://{listens[0]}", tls)
     findings = [
         *checks.versions(),
@@ -42,7 +43,7 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
         *configuration_checks.discovery(config),
         *configuration_checks.references(config),
         *configuration_checks.database(config),
-        *checks.gateway(gateway, config),
+        *checks.gateway(gateway, expected),
         *configuration_checks.nodes(config),
         *checks.devices(),
         *checks.ports(listens),

@@ -31,6 +31,7 @@ from cortex.wire.node.protocol import (
     PullState,
     PullStatus,
 )
+from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class ModelFiles:
         except CheckpointError as error:
             raise ModelNotFound(about(model.id, error), param="model_id") from error
         except OSError as error:
-            raise LoadFailed(f"the files of {model.id} could not be deleted: {error}") from error
+            raise LoadFailed(f"the files of {model.id} could not be deleted: {os_error_in_words(error)}") from error
         finally:
             self._deleting.discard(source.repository)
         self._loader.forget(model.id)

@@ -38,7 +38,7 @@ class Captures:
         self.fails: tuple[bool, int, Exception] | None = None
         """Whether the leader's capture fails, or the other's; of which size; with what."""
 
-    def new(self, *_: object) -> Callable[[Callable[[], Outputs]], tuple[Any, Outputs]]:
+    def new(self, *_: object, is_uniform: bool = False) -> Callable[[Callable[[], Outputs]], tuple[Any, Outputs]]:
         leads = threading.current_thread() is threading.main_thread()
 
         def capture(step: Callable[[], Outputs]) -> tuple[Any, Outputs]:
@@ -55,7 +55,7 @@ class _Replay:
     def __init__(self, captures: Captures, step: Callable[[], Outputs], outputs: Outputs) -> None:
         self._captures, self._step, self._outputs = captures, step, outputs
 
-    def replay(self) -> None:
+    def replay(self, rows: int) -> None:
         self._captures.replays += 1
         for kept, new in zip(self._outputs, self._step(), strict=True):
             kept.copy_(new)

@@ -206,6 +206,35 @@ def test_recorded_steps_draw_the_tokens_of_others(
     assert [len(responses[0][str(number)]) for number in range(6)] == [3 + 4 * number for number in range(6)]
 
 
+def test_recorded_steps_may_be_read_late_and_survive_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of one token have no other steps than recorded ones."""
+    if native_library_or_none() is None:
+        pytest.skip("nothing can be compiled on this host")
+    write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
+    monkeypatch.setattr(loading, "best_form", lambda _: CpuForm.NATIVE)
+    spec = LoadSpec(str(tmp_path / "model.gguf"), max_num_seqs=3, context_tokens=64)
+    responses: list[list[list[int]]] = []
+    for is_recorded in (True, False):
+        if not is_recorded:
+            monkeypatch.setattr(runner, "default_capture", lambda *_, **__: None)
+        loaded = load_model(spec, CPU, lambda *_: None, lambda: False)
+        engine = Engine(loaded, spec, overlaps=is_recorded, moves_weights=is_recorded)
+        engine.warm_up()
+        for sleeps in (is_recorded, False):
+            tokens: list[list[int]] = [[], [], []]
+            for number in range(3):
+                sampling = SamplingParams(temperature=0.0)
+                engine.submit(EngineRequest(str(number), (7 * number,), max_tokens=9, sampling=sampling))
+            while engine.has_work:
+                for output in engine.step():
+                    tokens[int(output.request_id)] += output.tokens
+            responses.append(tokens)
+            if sleeps:
+                engine.sleep()
+                engine.wake(lambda *_: None)
+    assert all(tokens == responses[-1] for tokens in responses), responses
+
+
 def test_quantising_at_load_is_rejected_where_no_product_is_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

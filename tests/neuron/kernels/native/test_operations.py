@@ -110,6 +110,14 @@ def test_operations_that_are_not_known_are_not_recorded(unknown: Callable[[Tenso
         unknown(torch.randn(4, 4))
 
 
+def test_operations_that_are_not_known_are_not_run() -> None:
+    """Their inputs may be results that a recording has not computed."""
+    numbers = torch.zeros(4)
+    with torch.inference_mode(), pytest.raises(NotRecorded), Recording():
+        numbers.add_(1)
+    assert numbers.eq(0).all()
+
+
 def test_replay_reports_a_token_that_does_not_exist() -> None:
     tokens, embedding = torch.tensor([3]), matrix(VOCAB, HIDDEN)
     with Recording() as recording:

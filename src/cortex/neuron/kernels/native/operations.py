@@ -25,6 +25,7 @@ _VIEWS = frozenset(
 _REPEATED = frozenset(("index_select", "add", "to", "float", "mul", "sigmoid"))
 """They compute the same shapes from any numbers, so that a recording may compute them again."""
 _REPEATED_IN_PLACE = frozenset(("index_copy_",))
+_KNOWN = _WITHOUT_WORK | _VIEWS | _REPEATED | _REPEATED_IN_PLACE
 
 
 class NotRecorded(Exception):
@@ -135,8 +136,10 @@ class Recording(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
-        compute = partial(func, *args, **(kwargs or {}))
-        out, name = compute(), func.__name__
+        compute, name = partial(func, *args, **(kwargs or {})), func.__name__
+        if name not in _KNOWN:  # not run either: its inputs may have no numbers yet
+            raise NotRecorded(f"{name} is not known to recordings")
+        out = compute()
         if name in _WITHOUT_WORK or (name in _VIEWS and _memory(out) <= _memory(args)):
             return out
         if name in _REPEATED:
@@ -144,7 +147,7 @@ class Recording(TorchFunctionMode):
         elif name in _REPEATED_IN_PLACE:
             self._recorded.append(compute)
         else:
-            raise NotRecorded(f"{name} is not known to recordings")
+            raise NotRecorded(f"{name} copies, which is not known to recordings")
         return out
 
     def replay(self, rows: int) -> None:

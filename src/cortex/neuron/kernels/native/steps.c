@@ -33,7 +33,7 @@ void meet(const Member *member) {
     }
     __atomic_add_fetch(&team->sleepers, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&team->meetings, __ATOMIC_SEQ_CST) == meetings)
-        syscall(SYS_futex, &team->meetings, FUTEX_WAIT_PRIVATE, meetings, 0);
+        syscall(SYS_futex, &team->meetings, FUTEX_WAIT_PRIVATE, meetings, (void *)0);
     __atomic_sub_fetch(&team->sleepers, 1, __ATOMIC_SEQ_CST);
 }
 

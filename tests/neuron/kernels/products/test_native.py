@@ -101,6 +101,16 @@ def test_numbers_without_bounds_stay_visible(matrix: NativeMatrix) -> None:
     assert y[1].isnan().all()
 
 
+@pytest.mark.usefixtures("matrix")
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38, 1e-37])
+def test_products_of_numbers_next_to_zero_are_next_to_zero(size: float) -> None:
+    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 4, 32, None), OUTPUTS, INPUTS, torch.device("cpu"))
+    matrix.put_numbers(0, torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(9)))
+    x = torch.full((1, INPUTS), size)
+    x[0, ::40] = 0
+    assert matrix.product(x).abs().max() <= matrix.rows(torch.arange(OUTPUTS)).abs().sum(1).max() * size
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e6])
 def test_scales_that_float16_cannot_hold_stay_visible(matrix: NativeMatrix, number: float) -> None:
     code = torch.full((OUTPUTS, INPUTS), 200, dtype=torch.uint8)

@@ -46,11 +46,13 @@ class _WithoutPadding:
 
 
 def console() -> Console:
-    """Standard output; wide and without padding when it is not a terminal, so that pipes get whole lines."""
-    out = Console(highlight=False)
+    """Standard output; wide and without padding when it is not a terminal, so that pipes get whole lines. Brackets in
+    names and reasons, such as `[[peers]]`, are no markup."""
+    out = Console(highlight=False, markup=False, emoji=False)
     if out.is_terminal:
         return out
-    return Console(file=cast("IO[str]", _WithoutPadding(sys.stdout)), highlight=False, width=_PIPE_WIDTH)
+    whole_lines = cast("IO[str]", _WithoutPadding(sys.stdout))
+    return Console(file=whole_lines, highlight=False, markup=False, emoji=False, width=_PIPE_WIDTH)
 
 
 def file_here(name: str) -> Path | None:

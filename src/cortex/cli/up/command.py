@@ -40,7 +40,10 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
 
 @click.command(cls=Command)
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
-@click.option("--quant", help="Take this GGUF file of a repository, or quantise dense weights at load: q4, q5, q6, q8.")
+@click.option(
+    "--quant",
+    help="Take this GGUF file of a repository, or quantise dense weights at load: q4, q5, q6, q8; on a GPU also fp8.",
+)
 @click.option(
     "-p", "--port", type=click.IntRange(1, 65535), help=f"Port of the API. [default: {DEFAULT_PORTS.gateway}]"
 )

@@ -87,4 +87,4 @@ def loaded_models(gateway: GatewayClient, statuses: Sequence[ModelStatus]) -> se
 
 def load_failure(failed: Sequence[ModelStatus]) -> CommandError:
     reasons = "; ".join(f"{status.id} could not be loaded: {reason_of(status)}" for status in failed)
-    return CommandError(reasons.rstrip("."), "choose another model or fix this one, then start again")
+    return CommandError(reasons.rstrip("."), "start again once this is fixed")

@@ -14,9 +14,9 @@ import traceback
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 
+from cortex.cli.output import PlainConsole
 from cortex.exits import ExitCode as ExitCode
 from cortex.settings import SettingsError
 from cortex.wire.words import os_error_in_words
@@ -122,7 +122,7 @@ def run(command: click.Command) -> None:
         if {"-v", "--verbose"} & set(arguments):
             traceback.print_exc()
         if line := explanation(error):
-            console = Console(stderr=True, soft_wrap=True, highlight=False)
+            console = PlainConsole(stderr=True, soft_wrap=True)
             console.print(Text.assemble((f"{command.name}: ", "red"), line))
         sys.exit(exit_code_of(error))
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, cast
 
 import click
 import msgspec
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PADDING = re.compile(r" +\n")
 _PIPE_WIDTH = 10_000
 """Of lines that are not for a terminal: nothing is wrapped or cut. Its spaces are removed."""
@@ -45,12 +48,29 @@ class _WithoutPadding:
         return getattr(self._stream, name)
 
 
+def for_terminal(text: str) -> str:
+    """Text of models, clients and nodes without control characters, which could command the terminal."""
+    return _CONTROLS.sub("", text)
+
+
+class PlainConsole(Console):
+    """Shows text as it is: brackets, such as `[[peers]]`, are no markup. A terminal gets no control characters."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control or not self.is_terminal else for_terminal(text), style, control)
+
+
 def console() -> Console:
     """Standard output; wide and without padding when it is not a terminal, so that pipes get whole lines."""
-    out = Console(highlight=False)
+    out = PlainConsole()
     if out.is_terminal:
         return out
-    return Console(file=cast("IO[str]", _WithoutPadding(sys.stdout)), highlight=False, width=_PIPE_WIDTH)
+    whole_lines = cast("IO[str]", _WithoutPadding(sys.stdout))
+    return PlainConsole(file=whole_lines, width=_PIPE_WIDTH)
 
 
 def file_here(name: str) -> Path | None:
@@ -86,14 +106,6 @@ def size(num_bytes: float) -> str:
             value = num_bytes / scale
             return f"{value:.0f} {unit}" if value >= 100 or scale <= 1 << 20 else f"{value:.1f} {unit}"
     return f"{num_bytes:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: `42 s`, `3 min`, `5 h`, `2 d`."""
-    for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * scale:
-            return f"{seconds / scale:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def bar(fraction: float, width: int = 20, style: str = "") -> Text:

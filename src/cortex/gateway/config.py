@@ -22,7 +22,7 @@ from cortex.gateway.database import check_location, is_url
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.store import LedgerSection
 from cortex.settings import Listen, Section
-from cortex.telemetry import TelemetrySection
+from cortex.telemetry import TelemetrySection, logs
 
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -92,9 +92,9 @@ class GatewaySection(Section, frozen=True):
     """Name the node that served a request in the response header `x-cortex-node`."""
     access_log: bool = False
     """Log one line for every request."""
-    log_format: Literal["text", "json"] = "text"
+    log_format: logs.Format = "text"
     """`json` for collectors."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: logs.Level = "info"
     """The lowest level that is logged."""
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from cortex import settings
 from cortex.settings import Listen, SamplingSection, Section
-from cortex.telemetry import TelemetrySection
+from cortex.telemetry import TelemetrySection, logs
 from cortex.wire.node.protocol import KVDtype
 
 Count = Annotated[int, Meta(ge=1)]
@@ -243,9 +243,9 @@ class NeuronConfig(Section, frozen=True):
     strip_billing_header: bool = True
     """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching.
     Applies to clients that connect to this node directly; a gateway decides for its own clients."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: logs.Level = "info"
     """The lowest level that is logged."""
-    log_format: Literal["text", "json"] = "text"
+    log_format: logs.Format = "text"
     """`json` for log collectors."""
     telemetry: TelemetrySection = TelemetrySection()
     cpu_devices: Count = 1

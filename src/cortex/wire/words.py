@@ -11,6 +11,14 @@ def plural(count: float, noun: str, several: str | None = None) -> str:
     return f"{number} {noun if count == 1 else several or f'{noun}s'}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds for people: `42 s`, `3 min`, `5 h`, `2 d`."""
+    for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * scale:
+            return f"{seconds / scale:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def os_error_in_words(error: OSError) -> str:
     """`/etc/cortex/cortex.toml: Permission denied`, or the reason alone where the error names no file."""
     reason = error.strerror or str(error)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from cortex.cli.client import GatewayClient
 from cortex.cli.commands.chat import ChatSession, Conversation, run_command
+from cortex.cli.output import console
 
 if TYPE_CHECKING:
     from ..conftest import CannedGateway
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def run(session: ChatSession, line: str) -> str:
     out = io.StringIO()
-    assert run_command(session, Console(file=out, width=80), line)
+    with redirect_stdout(out):
+        assert run_command(session, console(), line)
     return out.getvalue().strip()
 
 
@@ -41,3 +42,13 @@ def test_commands_that_lack_something_say_what(gateway: CannedGateway) -> None:
     assert run(session, "/model") == "using small; /model NAME continues with another"
     assert run(session, "/retry") == "there is no response yet"
     assert "unknown command /modle" in run(session, "/modle")
+    assert run(session, "/srv/[/x]") == "unknown command /srv/[/x]; /help lists the commands"
+
+
+def test_reason_of_a_rejected_prompt_keeps_its_brackets(gateway: CannedGateway) -> None:
+    message = "`b` is no peer of this node: add it under [[peers]], or is it [b]?"
+    error = {"message": message, "code": "load_failed", "type": "server_error"}
+    gateway.responses["POST", "/v1/chat/completions"] = (503, {"error": error})
+    session = ChatSession(GatewayClient(gateway.url, None), Conversation("small"), None, None)
+    session.conversation.turns.append({"role": "user", "content": "hello"})
+    assert message in run(session, "/retry")

@@ -198,12 +198,13 @@ def test_rejection_has_one_remedy(
 
 
 def test_piped_jobs_have_whole_lines_and_the_reasons_below(gateway: CannedGateway, invoke: Invoke) -> None:
-    job = {"id": "job_1", "kind": "load", "model": "m", "nodes": ["n"], "by": "x", "started_at": 0, "state": "failed"}
-    reason = f"the path {'x' * 300} is outside the model roots of this node"
+    job = {"id": "job_1", "kind": "load", "model": "m", "nodes": ["n"], "by": "[x]", "started_at": 0, "state": "failed"}
+    reason = f"the path {'x' * 300} is outside the model roots of this node [limits]"
     gateway.responses["GET", "/fleet/jobs"] = {"jobs": [{**job, "error": {"code": "load_failed", "message": reason}}]}
     header, row, below = invoke("jobs").stdout.splitlines()
     assert header.split() == ["ID", "KIND", "MODEL", "NODE", "STATE", "AGE", "BY"]
     assert row.startswith("job_1  load  m      n     failed")
+    assert row.endswith(" [x]")
     assert below == f"job_1: {reason}"
 
 

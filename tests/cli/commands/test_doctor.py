@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from cortex.cli.client import DEFAULT_URL
 from cortex.cli.failures import ExitCode
 from cortex.cli.neuron import neuron
+from cortex.neuron.kernels.native.library import native_library_or_none
 
 if TYPE_CHECKING:
     from ..conftest import CannedGateway, Invoke, Outcome
@@ -194,14 +195,29 @@ def test_doctor_reports_a_certificate_that_keeps_the_gateway_from_starting(invok
 
 
 @pytest.mark.parametrize(
-    ("path", "expected"), [("", ("no C compiler", "note")), (None, ("C compiler /", "fine"))], ids=["without", "with"]
+    ("has_compiler", "has_failed", "expected"),
+    [
+        (False, False, ("no C compiler", "note")),
+        (True, False, ("C compiler /", "fine")),
+        (True, True, ("C compiler /", "note")),
+    ],
+    ids=["without", "with", "failed"],
 )
 def test_doctor_says_whether_there_is_a_c_compiler(
-    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | None, expected: tuple[str, str]
+    invoke: Invoke,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_compiler: bool,
+    has_failed: bool,
+    expected: tuple[str, str],
 ) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o700)
     monkeypatch.delenv("CC", raising=False)
-    (tmp_path / "cc").write_text("#!/bin/sh\n")
-    (tmp_path / "cc").chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path) if path is None else path)
+    monkeypatch.setenv("PATH", str(tmp_path) if has_compiler else "")
+    monkeypatch.setenv("CORTEX_CACHE", str(tmp_path / "cache"))
+    if has_failed:
+        native_library_or_none.__wrapped__()
     found = findings(invoke("doctor", "--json"), "engine")
     assert any(what.startswith(expected[0]) and verdict == expected[1] for what, verdict in found.items()), found

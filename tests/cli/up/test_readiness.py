@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+import pytest
 
+from cortex.cli.output import console
 from cortex.cli.up.command import print_ready
 from cortex.cli.up.plan import UpPlan
 from cortex.cli.up.readiness import wait_until_loaded
@@ -19,19 +19,23 @@ if TYPE_CHECKING:
     from ..conftest import CannedGateway
 
 
-def test_failed_model_is_not_among_those_that_are_ready(gateway: CannedGateway, tmp_path: Path) -> None:
+def test_failed_model_is_not_among_those_that_are_ready(
+    gateway: CannedGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     port = int(gateway.url.rpartition(":")[2])
     models = tuple(ModelSource(name, f"/models/{name}.gguf") for name in ("broken", "whole"))
     plan = UpPlan("127.0.0.1", Ports(port, port, port), models, tmp_path / "cortex.toml", tmp_path, None, False, {})
-    statuses = [{"id": "broken", "state": "failed"}, {"id": "whole", "state": "ready"}]
+    statuses = [
+        {"id": "broken", "state": "failed", "reason": "add it under [[peers]]"},
+        {"id": "whole", "state": "ready"},
+    ]
     gateway.responses["GET", "/health"] = {"status": "ok", "uptime_s": 1, "devices": [], "models": statuses}
     gateway.responses["GET", "/v1/models"] = {"data": [{"id": "whole", "loaded": True}]}
-    console = Console(file=io.StringIO(), width=80)
     with ProcessSupervisor(grace_s=5) as supervisor:
-        ready = wait_until_loaded(console, plan, supervisor)
+        ready = wait_until_loaded(console(), plan, supervisor)
     assert ready == ["whole"]
-    print_ready(console, plan, ready, 1.0)
-    output = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "broken is not available" in output
+    print_ready(console(), plan, ready, 1.0)
+    output = capsys.readouterr().out
+    assert "broken is not available: add it under [[peers]]" in output
     assert "1.0 s: whole at" in output
     assert '"model": "whole"' in output

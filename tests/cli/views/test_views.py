@@ -9,11 +9,11 @@ from rich.console import Console
 
 from cortex.cli.commands.status import render
 from cortex.cli.fleet_view import DeviceView, FleetView, HeldModel, NodeView
-from cortex.cli.output import bar, console, duration, size, table
+from cortex.cli.output import PlainConsole, bar, console, size, table
 from cortex.cli.views.load import describe, show
 from cortex.cli.views.progress import ProgressView
 from cortex.wire.node.protocol import ModelLoad, ModelState, ModelStatus, Progress
-from cortex.wire.words import plural
+from cortex.wire.words import duration, plural
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,15 @@ def test_size_has_a_readable_unit(num_bytes: int, text: str) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(3, "3 s"), (119, "119 s"), (600, "10 min"), (86400 * 3, "3 d")])
 def test_duration_has_a_readable_unit(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, "a]0;b[bold]c[2J"), (False, "a\x1b]0;b[bold]c\x9b[2J")])
+@pytest.mark.parametrize("in_table", [True, False])
+def test_text_of_others_cannot_command_the_terminal(in_table: bool, is_terminal: bool, shown: str) -> None:
+    hostile, rows, out = "a\x1b]0;b[bold]c\x9b[2J", table("MODEL"), io.StringIO()
+    rows.add_row(hostile)
+    PlainConsole(file=out, force_terminal=is_terminal, width=60, color_system=None).print(rows if in_table else hostile)
+    assert out.getvalue().splitlines()[-1].strip() == shown
 
 
 @pytest.mark.parametrize("fraction", [-1.0, 0.0, 0.01, 0.5, 0.999, 1.0, 7.0])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cortex.gateway.api.health import GatewayHealth
+from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import generate
-from cortex.tasks import Supervisor
 from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
@@ -44,8 +45,11 @@ async def test_ready_while_a_node_takes_requests_and_degraded_while_one_does_not
     assert (status, body["status"], body["ready"]) == (200, "degraded", False), "the gateway itself runs"
 
 
-def test_degraded_while_the_database_is_away() -> None:
-    body = GatewayHealth(Supervisor(), is_database_away=lambda: True).body((), for_operator=False)
+async def test_degraded_while_the_database_cannot_be_used(start_gateway: StartGateway, tmp_path: Path) -> None:
+    with sqlite3.connect(Config().database(tmp_path)) as database:
+        database.execute("CREATE VIEW pin AS SELECT 1 AS of_another_program")
+    client = await start_gateway()
+    _, body = await client.get("/health")
     assert body["status"] == "degraded"
     assert "the database cannot be used; usage and pins are kept in memory" in body["reasons"]
 

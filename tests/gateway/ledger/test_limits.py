@@ -112,7 +112,7 @@ def test_rejects_everything_with_a_balance_of_zero() -> None:
 def test_spend_leaves_the_window() -> None:
     limited = account(window_tokens=100, window_s=600)
     limited.settle(limited.reserve(tokens(100), NOW), 100, NOW)
-    with pytest.raises(RateLimitExceeded) as caught:
+    with pytest.raises(RateLimitExceeded, match=r"its window of 10 min .* try again in 5 min") as caught:
         limited.reserve(tokens(50), NOW + 300)
     wait_s = caught.value.retry_after_s
     assert wait_s is not None

@@ -62,10 +62,11 @@ def start(folder: Path, config: str, port: int) -> Daemon:
     return Daemon(process, f"http://127.0.0.1:{port}", log)
 
 
-@pytest.fixture
-def daemon(model_folder: Path, tmp_path: Path) -> Iterator[Daemon]:
+@pytest.fixture(scope="module")
+def daemon(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One for all tests. The first finds the model cold, the last ends it."""
     config = f'drain_s = 1.5\n[[models]]\nid = "tiny"\nsource = "{model_folder}"\ncontext_tokens = 3000\n'
-    started = start(tmp_path, config, free_port())
+    started = start(tmp_path_factory.mktemp("daemon"), config, free_port())
     yield started
     started.process.kill()
     started.process.wait()
@@ -145,9 +146,7 @@ async def check_prompt_scores(http: ClientSession) -> None:
     assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
 
 
-async def test_request_loads_the_model_disconnect_frees_it_and_sigterm_drains(
-    daemon: Daemon, http: ClientSession
-) -> None:
+async def test_request_loads_the_model_and_disconnect_frees_it(daemon: Daemon, http: ClientSession) -> None:
     assert (await model(http))["state"] == "cold"
     async with http.post("/v1/chat/completions", json=chat(stream=True, max_tokens=5, ignore_eos=True)) as response:
         data = await response.read()
@@ -180,24 +179,6 @@ async def test_request_loads_the_model_disconnect_frees_it_and_sigterm_drains(
                 await asyncio.sleep(0.01)
     assert await completion_tokens(http) < 2900, "neither response was generated to its end"
 
-    children = daemon.children()
-    assert children
-    long = asyncio.create_task(_read(http, chat(stream=True, max_tokens=2900, ignore_eos=True)))
-    async with asyncio.timeout(WAIT_S):
-        while not (await model(http))["load"]["running"]:
-            await asyncio.sleep(0.01)
-    daemon.process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(WAIT_S):
-        while await health(http) != "draining":
-            await asyncio.sleep(0.01)
-    async with http.post("/v1/chat/completions", json=chat()) as response:
-        assert response.status == 503
-        assert (await response.json())["error"]["code"] == "shutting_down"
-    ended = await long
-    assert b"shutting_down" in ended or ended.endswith(b"data: [DONE]\n\n")
-    assert await asyncio.to_thread(daemon.process.wait, WAIT_S) == 0
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
-
 
 async def test_killed_worker_ends_the_stream_with_an_error_and_the_model_recovers(
     daemon: Daemon, http: ClientSession
@@ -218,6 +199,26 @@ async def test_killed_worker_ends_the_stream_with_an_error_and_the_model_recover
         while (await model(http))["state"] != "ready":
             await asyncio.sleep(0.05)
     assert b'"finish_reason"' in await _read(http, chat(max_tokens=2))
+
+
+async def test_sigterm_drains(daemon: Daemon, http: ClientSession) -> None:
+    long = asyncio.create_task(_read(http, chat(stream=True, max_tokens=2900, ignore_eos=True)))
+    async with asyncio.timeout(WAIT_S):
+        while not (await model(http))["load"]["running"]:
+            await asyncio.sleep(0.01)
+    children = daemon.children()
+    assert children
+    daemon.process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(WAIT_S):
+        while await health(http) != "draining":
+            await asyncio.sleep(0.01)
+    async with http.post("/v1/chat/completions", json=chat()) as response:
+        assert response.status == 503
+        assert (await response.json())["error"]["code"] == "shutting_down"
+    ended = await long
+    assert b"shutting_down" in ended or ended.endswith(b"data: [DONE]\n\n")
+    assert await asyncio.to_thread(daemon.process.wait, WAIT_S) == 0
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
 async def _read(http: ClientSession, body: dict[str, Any]) -> bytes:

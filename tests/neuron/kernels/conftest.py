@@ -1,13 +1,11 @@
 """Kernels run on a GPU, or on the CPU under Triton's interpreter (`TRITON_INTERPRET=1`, as `make test` does)."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from cortex.neuron.kernels.jit import INTERPRETED, tl
+from cortex.neuron.kernels.jit import INTERPRETED
 
 if INTERPRETED:  # no kernel of Triton is in them, and the rest of the suite runs them
     collect_ignore = [
@@ -21,22 +19,9 @@ if INTERPRETED:  # no kernel of Triton is in them, and the rest of the suite run
         "test_gumbel.py",
         "test_shared_memory.py",
     ]
+    from .fast_interpreter import speed_up
 
-
-def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function.rewrite()(*args, **kwargs)
-
-
-if INTERPRETED:
-    # The interpreter replaces the functions of the language again at every call of a device function, and asserts at
-    # every sum and product of integers that it does not overflow, which tensors as small as these never do. Together
-    # that takes twice as long as all the rest.
-    from triton.runtime import interpreter
-
-    interpreter._patch_lang(tl.standard.sum.fn)  # noqa: SLF001
-    interpreter.InterpretedFunction.__call__ = _call_device_function  # type: ignore[method-assign, assignment]
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    speed_up()
 
 AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
 

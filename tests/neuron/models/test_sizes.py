@@ -24,6 +24,7 @@ from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_
 from ..tiny_models import tiny_delta, tiny_sizes
 
 META = torch.device("meta")
+FORMS = list(CpuForm)
 SIZES: dict[str, Any] = {
     **tiny_sizes(
         vocab_size=192,
@@ -94,10 +95,16 @@ def test_computed_size_of_a_stage_is_what_its_layers_allocate(family: str, chang
     assert state_bytes(architecture, 4) == states
 
 
-@pytest.mark.parametrize("form", CpuForm)
-@pytest.mark.parametrize("mixed", ["Q4_K", "Q6_K", "Q8_0", "F32"])
-@pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "changes", "mixed", "form"),
+    [
+        # Every form with every family, every change and every format.
+        (family, change, mixed, FORMS[(row + column + number) % len(FORMS)])
+        for row, family in enumerate(FAMILIES)
+        for column, change in enumerate(CHANGES)
+        for number, mixed in enumerate(("Q4_K", "Q6_K", "Q8_0", "F32"))
+    ],
+)
 def test_computed_size_on_a_cpu_is_what_the_layers_allocate(
     family: str, changes: str, mixed: str, form: CpuForm
 ) -> None:

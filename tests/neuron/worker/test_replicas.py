@@ -143,7 +143,9 @@ async def test_prompt_goes_where_its_prefix_was_computed_unless_that_replica_is_
     assert second.requests[-1] == "long"  # five blocks are known there, four on the first
 
 
-async def test_lost_replica_fails_its_own_requests_and_comes_back(loaded: Loaded) -> None:
+async def test_lost_replica_fails_its_own_requests_and_comes_back(
+    loaded: Loaded, caplog: pytest.LogCaptureFixture
+) -> None:
     replicas, resident, (first, second), sink = loaded
     replicas.submit(resident, request("a"))
     replicas.submit(resident, request("b"))
@@ -152,6 +154,7 @@ async def test_lost_replica_fails_its_own_requests_and_comes_back(loaded: Loaded
     old.on_lost("killed")
     assert [(name, kind) for name, (kind, _) in sink.failed.items()] == [("a", FaultKind.DEVICE)]
     assert sink.lost == []
+    assert caplog.messages == ["the replica of m on device 0 is lost: killed"], "which nobody else reports"
     second.sink.on_stats(EngineStats(completion_tokens=2, used_pages=1))
     assert (sink.stats.completion_tokens, sink.stats.used_pages) == (7, 1)
     replicas.submit(resident, request("c"))

@@ -11,10 +11,11 @@ from urllib.parse import quote
 
 import click
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
+from cortex.cli.output import console, for_terminal
 from cortex.cli.views.response import ResponseView
 from cortex.wire.words import plural
 
@@ -124,10 +125,10 @@ def converse(
         session.conversation.turns.append({"role": "user", "content": question})
         for delta in session.respond():
             if not delta.is_reasoning:
-                click.echo(delta.text, nl=False)
+                click.echo(for_terminal(delta.text) if sys.stdout.isatty() else delta.text, nl=False)
         click.echo()
     elif sys.stdin.isatty():
-        interact(session, Console(highlight=False))
+        interact(session, console())
     else:
         raise CommandError("there is no prompt", "pass a PROMPT or pipe one in", ExitCode.USAGE)
 
@@ -199,7 +200,7 @@ def interact(session: ChatSession, console: Console) -> None:
     # Importing it gives `input` line editing and a history.
     import readline  # noqa: F401
 
-    console.print(f"[bold]{session.conversation.model}[/bold]  [dim]/help for commands, Ctrl-D to quit[/dim]")
+    console.print(Text.assemble((session.conversation.model, "bold"), ("  /help for commands, Ctrl-D to quit", "dim")))
     while (line := read_line(console)) is not None:
         if line.startswith("/"):
             if not run_command(session, console, line):
@@ -231,9 +232,9 @@ def show_response(session: ChatSession, console: Console) -> None:
             for delta in session.respond():
                 view.show(delta.text, is_reasoning=delta.is_reasoning)
     except KeyboardInterrupt:
-        console.print("\n[dim]stopped[/dim]")
+        console.print("\nstopped", style="dim")
     except CommandError as error:
-        console.print(f"\n[red]{error.message}[/red]; {error.remedy}")
+        console.print(f"\n{error}", style="red")
         if len(session.conversation.turns) == num_turns:
             session.conversation.turns.pop()
 
@@ -246,7 +247,7 @@ def run_command(session: ChatSession, console: Console, line: str) -> bool:
         case "/quit" | "/exit":
             return False
         case "/help":
-            console.print(HELP, markup=False)
+            console.print(HELP)
         case "/system":
             conversation.system = rest or None
             console.print("system prompt set" if rest else "system prompt removed", style="dim")
@@ -257,9 +258,9 @@ def run_command(session: ChatSession, console: Console, line: str) -> bool:
             try:
                 session.use_model(rest)
             except CommandError as error:
-                console.print(f"[red]{escape(error.message)}[/red]; still using {escape(conversation.model)}")
+                console.print(Text.assemble((error.message, "red"), f"; still using {conversation.model}"))
             else:
-                console.print(f"now using {rest}", style="dim", markup=False)
+                console.print(f"now using {rest}", style="dim")
         case "/stats":
             console.print(session.last.stats())
         case "/retry" if any(turn["role"] == "user" for turn in conversation.turns):
@@ -267,7 +268,7 @@ def run_command(session: ChatSession, console: Console, line: str) -> bool:
                 conversation.turns.pop()
             show_response(session, console)
         case "/model":
-            console.print(f"using {conversation.model}; /model NAME continues with another", style="dim", markup=False)
+            console.print(f"using {conversation.model}; /model NAME continues with another", style="dim")
         case "/retry":
             console.print("there is no response yet", style="dim")
         case _:

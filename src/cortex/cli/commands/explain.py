@@ -35,7 +35,7 @@ def explain(model: str, history: bool, gateway: GatewayClient, as_json: bool) ->
         return
     out = console()
     if not decisions:
-        out.print(f"no decision about {model} yet", markup=False)
+        out.print(f"no decision about {model} yet")
     for decision in decisions:
         when = f"{datetime.fromtimestamp(decision['at']):%Y-%m-%d %H:%M:%S}  " if history else ""
         show_decision(out, decision, when)

@@ -37,7 +37,7 @@ def pull(model: str, node: str | None, wait: bool, gateway: GatewayClient, as_js
         return
     what = "is on the disk of" if wait else "is being downloaded to"
     then = "" if wait else f": {job.id}"
-    console().print(f"{job.model} {what} {', '.join(job.nodes)}{then}", markup=False, soft_wrap=True)
+    console().print(f"{job.model} {what} {', '.join(job.nodes)}{then}", soft_wrap=True)
 
 
 def start_pull(gateway: GatewayClient, model: str, node: str | None) -> object:
@@ -82,7 +82,7 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
         return
     for each in deleted:
         line = f"{model} deleted from {each['node']}, {size(each['freed_bytes'])} are free again"
-        console().print(line, markup=False, soft_wrap=True)
+        console().print(line, soft_wrap=True)
 
 
 def _outside(gateway: GatewayClient, model: str) -> str | None:

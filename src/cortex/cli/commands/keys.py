@@ -14,13 +14,14 @@ import msgspec
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import CommandError, ExitCode, Group
 from cortex.cli.ledger_source import ask, configuration
-from cortex.cli.output import console, duration, json_option, print_json, table
+from cortex.cli.output import console, json_option, print_json, table
 from cortex.gateway.config import Config, load
 from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.key_file import AmbiguousKey, KeyFile, KeyFileError, UnknownKey
 from cortex.gateway.ledger.keys import KeySection, as_toml, generate
 from cortex.gateway.ledger.limits import MINUTE_S, Spent
 from cortex.gateway.ledger.store import open_store
+from cortex.wire.words import duration
 
 
 @click.group(cls=Group)
@@ -78,12 +79,12 @@ def add(
         print_json({"key": made.text, **msgspec.to_builtins(made.section)})
         return
     out = console()
-    out.print(f"{made.text}\n", markup=False, soft_wrap=True)
+    out.print(f"{made.text}\n", soft_wrap=True)
     if config is not None:
-        out.print(f"Added to {config}. This is the only time the whole key is shown.", markup=False, soft_wrap=True)
+        out.print(f"Added to {config}. This is the only time the whole key is shown.", soft_wrap=True)
     else:
         out.print("This is the only time the whole key is shown. Put this into cortex.toml:\n")
-        out.print(as_toml(made.section), markup=False, soft_wrap=True)
+        out.print(as_toml(made.section), soft_wrap=True)
 
 
 @keys.command()
@@ -130,7 +131,7 @@ def change(
     if as_json:
         print_json(section)
     else:
-        console().print(f"Changed {section.name} ({section.id}) in {config}.", markup=False, soft_wrap=True)
+        console().print(f"Changed {section.name} ({section.id}) in {config}.", soft_wrap=True)
 
 
 @keys.command()
@@ -151,7 +152,7 @@ def remove(key: str, config: Path, as_json: bool) -> None:
     if as_json:
         print_json({"removed": {"name": section.name, "id": section.id}})
         return
-    console().print(f"Removed {section.name} ({section.id}) from {config}.", markup=False, soft_wrap=True)
+    console().print(f"Removed {section.name} ({section.id}) from {config}.", soft_wrap=True)
     if not is_one_left:
         console().print("No key is left: a gateway that had keys rejects every request, unless gateway.open is set.")
 

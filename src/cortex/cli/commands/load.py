@@ -211,4 +211,4 @@ def _body(**fields: Any) -> dict[str, Any]:
 
 
 def _print(line: str) -> None:
-    console().print(line, markup=False, soft_wrap=True)
+    console().print(line, soft_wrap=True)

@@ -12,10 +12,11 @@ from rich.text import Text
 from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
-from cortex.cli.output import console, duration, json_option, print_json, size, state, table
+from cortex.cli.output import console, json_option, print_json, size, state, table
 from cortex.cli.views.jobs import parse
 from cortex.cli.views.load import describe, memory_of
 from cortex.wire.node.protocol import ModelState
+from cortex.wire.words import duration
 
 
 @click.command(cls=Command)
@@ -123,4 +124,4 @@ def _drain(gateway: GatewayClient, node: str, order: str, result: str, as_json: 
     if as_json:
         print_json(response)
     else:
-        console().print(f"{node} {result}", markup=False, soft_wrap=True)
+        console().print(f"{node} {result}", soft_wrap=True)

@@ -16,10 +16,10 @@ from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.fleet_view import FleetView, HeldModel, NodeView
-from cortex.cli.output import bar, console, duration, json_option, print_json, size, state, table
+from cortex.cli.output import bar, console, json_option, print_json, size, state, table
 from cortex.cli.views.load import fraction_done, memory_of, reason_of
 from cortex.wire.node.protocol import ModelState
-from cortex.wire.words import replicas_in_words
+from cortex.wire.words import duration, replicas_in_words
 
 
 @click.command(cls=Command)
@@ -59,7 +59,7 @@ def _watch(gateway: GatewayClient, interval_s: float) -> None:
             try:
                 shown: RenderableType = render(fleet_view.fetch(gateway))
             except CommandError as error:
-                shown = Text(f"{error.message}; {error.remedy}", style="red")
+                shown = Text(str(error), style="red")
             live.update(Lines(shown, Text("\nCtrl-C to quit", style="dim")), refresh=True)
             time.sleep(interval_s)
 

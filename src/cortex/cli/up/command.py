@@ -15,10 +15,12 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from cortex.cli.cache import run_directory
 from cortex.cli.client import DEFAULT_URL
 from cortex.cli.failures import Command, CommandError, is_verbose
+from cortex.cli.output import console
 from cortex.cli.up import run_files
 from cortex.cli.up.demo import SMOLLM2, ensure_demo_model
 from cortex.cli.up.plan import UpPlan, distinct, overrides
@@ -38,7 +40,10 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
 
 @click.command(cls=Command)
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
-@click.option("--quant", help="Take this GGUF file of a repository, or quantise dense weights at load: q4, q5, q6, q8.")
+@click.option(
+    "--quant",
+    help="Take this GGUF file of a repository, or quantise dense weights at load: q4, q5, q6, q8; on a GPU also fp8.",
+)
 @click.option(
     "-p", "--port", type=click.IntRange(1, 65535), help=f"Port of the API. [default: {DEFAULT_PORTS.gateway}]"
 )
@@ -78,7 +83,7 @@ def up(
       cortex up Qwen/Qwen3-8B --quant q4
       cortex up ./my-model-dir ./other.gguf --port 8000
     """
-    console = Console(highlight=False)
+    out = console()
     require_engine()
     settings = load(config, os.environ, defaults=ONE_MACHINE)
     load_catalogue(settings, config)
@@ -93,7 +98,7 @@ def up(
     named = (parse_source(text) for text in models)
     sources = distinct(replace(model, quant=model.quant or quant) for model in named)
     if not sources:
-        demo = ensure_demo_model(console)
+        demo = ensure_demo_model(out)
         sources = (ModelSource(SMOLLM2.id, str(demo), temperature=SMOLLM2.temperature),)
     folder = run_directory(ports.gateway)
     gateway_file = config.absolute() if config else folder / "cortex.toml"
@@ -116,7 +121,7 @@ def up(
             "neuron.toml": run_files.neuron_config(ports, sources),
         },
     )
-    supervise(console, plan)
+    supervise(out, plan)
 
 
 def local_node_key() -> str | None:
@@ -167,13 +172,12 @@ def print_ready(console: Console, plan: UpPlan, ready: Sequence[str], seconds: f
     key = ' -H "authorization: Bearer $CORTEX_API_KEY"' if plan.has_keys else ""
     route = f"{plan.url}/v1/chat/completions"
     curl = f"curl {route}{key} -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
-    console.print(
-        f"[bold green]ready[/bold green] after {seconds:.1f} s: {', '.join(ready)} at {plan.url}", soft_wrap=True
-    )
-    console.print(f"\n  {curl}\n", soft_wrap=True, markup=False)
+    when = f" after {seconds:.1f} s: {', '.join(ready)} at {plan.url}"
+    console.print(Text.assemble(("ready", "bold green"), when), soft_wrap=True)
+    console.print(f"\n  {curl}\n", soft_wrap=True)
     where = "" if plan.url == DEFAULT_URL else f" --url {plan.url}"
     if plan.has_keys and not os.environ.get("CORTEX_API_KEY"):
-        console.print(f"  key      export CORTEX_API_KEY=…, a key of {plan.config}", soft_wrap=True, markup=False)
+        console.print(f"  key      export CORTEX_API_KEY=…, a key of {plan.config}", soft_wrap=True)
     console.print(f"  chat     {program()} chat{where}", soft_wrap=True)
     console.print(f"  metrics  {plan.metrics_url}", soft_wrap=True)
     console.print(f"  logs     {plan.folder}", soft_wrap=True)

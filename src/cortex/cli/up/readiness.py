@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
+from rich.text import Text
 
 from cortex.cli.client import GatewayClient, GatewayRejected, GatewayUnreachable
 from cortex.cli.failures import CommandError
@@ -56,7 +57,9 @@ def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervi
     if supervisor.stopping:
         return []
     for status in failed:
-        console.print(f"[yellow]{status.id} is not available:[/yellow] {reason_of(status)}", soft_wrap=True)
+        console.print(
+            Text.assemble((f"{status.id} is not available:", "yellow"), f" {reason_of(status)}"), soft_wrap=True
+        )
     return [model.id for model in plan.models if model.id not in {status.id for status in failed}]
 
 
@@ -84,4 +87,4 @@ def loaded_models(gateway: GatewayClient, statuses: Sequence[ModelStatus]) -> se
 
 def load_failure(failed: Sequence[ModelStatus]) -> CommandError:
     reasons = "; ".join(f"{status.id} could not be loaded: {reason_of(status)}" for status in failed)
-    return CommandError(reasons.rstrip("."), "choose another model or fix this one, then start again")
+    return CommandError(reasons.rstrip("."), "start again once this is fixed")

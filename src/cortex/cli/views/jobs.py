@@ -10,9 +10,10 @@ import msgspec
 
 from cortex.cli.client import GatewayClient, GatewayRejected
 from cortex.cli.failures import CommandError
-from cortex.cli.output import console, duration, size
+from cortex.cli.output import console, size
 from cortex.cli.views.progress import ProgressView
 from cortex.wire.errors import from_code
+from cortex.wire.words import duration
 
 POLL_S = 0.25
 

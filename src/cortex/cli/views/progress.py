@@ -17,9 +17,9 @@ class ProgressView:
         self._printed: dict[str, str] = {}
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.fields[model]}", style="bold"),
+            TextColumn("{task.fields[model]}", style="bold", markup=False),
             BarColumn(bar_width=28),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
             console=console,
             transient=True,
@@ -42,4 +42,4 @@ class ProgressView:
         self._progress.update(self._tasks[model], description=description, total=total, completed=fraction or 0.0)
         if not self._console.is_terminal and self._printed.get(model) != step:
             self._printed[model] = step
-            self._console.print(f"{model}: {step}", highlight=False, markup=False, soft_wrap=True)
+            self._console.print(f"{model}: {step}", soft_wrap=True)

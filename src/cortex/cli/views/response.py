@@ -77,7 +77,7 @@ class ResponseView:
             self._console.print(Markdown(text))
 
     def _print(self, text: str, style: str | None) -> None:
-        self._console.print(text, end="", soft_wrap=True, markup=False, style=style)
+        self._console.print(text, end="", soft_wrap=True, style=style)
         self._ends_open = not text.endswith("\n")
 
     def _end_line(self) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from cortex.gateway.ledger.keys import KeySection
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 from cortex.wire.fields.sampling import DEFAULT_COMPLETION_TOKENS
-from cortex.wire.words import plural
+from cortex.wire.words import duration, plural
 
 MINUTE_S = 60
 MAX_SKEW_MINUTES = 5
@@ -179,7 +179,7 @@ class Account:
             wait_s = self._bucket.take(key.requests_per_min, now if monotonic_now is None else monotonic_now)
             if wait_s:
                 message = f"The key `{key.name}` has used its {plural(key.requests_per_min, 'request')} per minute"
-                raise RateLimitExceeded(f"{message}; try again in {_seconds(wait_s)}.", retry_after_s=wait_s)
+                raise RateLimitExceeded(f"{message}; try again in {duration(max(1.0, wait_s))}.", retry_after_s=wait_s)
         tokens = self._cost(estimate)
         try:
             if key.balance_tokens is not None:
@@ -251,14 +251,15 @@ class Account:
         left = budget - self.window_spent(now) - self._reserved - self._reserved_elsewhere
         if tokens > budget:
             raise InsufficientQuota(
-                f"The key `{self.key.name}` has {budget} tokens in any {_seconds(self.key.window_s)} and this request "
+                f"The key `{self.key.name}` has {budget} tokens in any {duration(self.key.window_s)} and this request "
                 f"may take {tokens}; lower max_tokens or the number of choices, or shorten the prompt."
             )
         if left < tokens or budget == 0:
             wait_s = self._until_free(tokens - left, now)
             raise RateLimitExceeded(
                 f"The key `{self.key.name}` has {max(0, left)} of {budget} tokens left in its window of "
-                f"{_seconds(self.key.window_s)} and this request may take {tokens}; try again in {_seconds(wait_s)}.",
+                f"{duration(self.key.window_s)} and this request may take {tokens}; "
+                f"try again in {duration(max(1.0, wait_s))}.",
                 retry_after_s=wait_s,
             )
 
@@ -266,7 +267,3 @@ class Account:
         """Seconds until the window has passed `missing` tokens. Reservations may settle much sooner."""
         minute = self._window.minute_of_oldest(missing)
         return 1.0 if minute is None else max(1.0, (minute + 1) * MINUTE_S + self.key.window_s - now)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{max(1, round(seconds))} s"

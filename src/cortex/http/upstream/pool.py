@@ -14,6 +14,7 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.call import Sink, UpstreamCall
 from cortex.http.upstream.connection import UpstreamConnection
 from cortex.http.upstream.faults import ConnectFailed, MalformedResponse, UpstreamFault, UpstreamSilent
+from cortex.wire.words import os_error_in_words
 
 __all__ = ["Pool", "Sink", "UpstreamCall", "UpstreamResponse"]
 
@@ -143,8 +144,10 @@ class Pool:
                 )
         except TimeoutError:
             call.fail(ConnectFailed(f"no connection to {self.origin} within {self.limits.connect_s:g} s"))
-        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
-            call.fail(ConnectFailed(f"no connection to {self.origin}: {error}"))
+        except OSError as error:
+            call.fail(ConnectFailed(f"no connection to {self.origin}: {os_error_in_words(error)}"))
+        except UnicodeError as error:
+            call.fail(ConnectFailed(f"no connection to {self.origin}: its host name is invalid: {error}"))
         else:
             if call.done:
                 self.keep(connection)

@@ -23,6 +23,7 @@ from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.replicas.host import LockDevices, WorkerReplicas
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.node.protocol import Device, DeviceHealth
+from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class NodeDevices:
         try:
             await self._worker_factory.warm()
         except OSError as error:
-            log.warning("the engine cannot be imported ahead of the first load: %s", error)
+            log.warning("the engine cannot be imported ahead of the first load: %s", os_error_in_words(error))
 
     async def close(self) -> None:
         """Ends all workers, whatever is in them."""

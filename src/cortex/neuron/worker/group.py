@@ -25,6 +25,7 @@ from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Re
 from cortex.neuron.worker.process import WorkerLost
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.tasks import run_once
+from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,8 @@ class WorkerGroup:
             directory = tempfile.mkdtemp(prefix="neuron-group-")
         except OSError as error:
             await self._ended(loads)
-            raise LoadRejected(FaultKind.REQUEST, f"no directory for the ranks of the model: {error}") from error
+            message = f"no directory for the ranks of the model: {os_error_in_words(error)}"
+            raise LoadRejected(FaultKind.REQUEST, message) from error
         try:
             loads += [
                 asyncio.create_task(member.load(replace(spec, rank=place), self._sink_of(number, sink)))

@@ -23,6 +23,7 @@ from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident, SleepRejected
 from cortex.neuron.worker.process import WorkerLost, WorkerProcess, WorkerTimeouts
 from cortex.neuron.worker.protocol import Command, DeviceAddress, Event, MemoryReading, Reply
+from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +240,7 @@ class WorkerSupervisor:
                     await worker.spawn(self._worker_factory)
                 except OSError as error:
                     self.state = "faulted"
-                    raise WorkerLost(f"the worker cannot be started: {error}") from error
+                    raise WorkerLost(f"the worker cannot be started: {os_error_in_words(error)}") from error
                 self._worker = worker
             return self._worker
 

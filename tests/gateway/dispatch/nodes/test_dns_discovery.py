@@ -70,11 +70,11 @@ async def test_nodes_stay_while_there_is_no_response(caplog: pytest.LogCaptureFi
     resolver = Resolver("10.0.0.1")
     discovery = DNSDiscovery(resolver)
     await discovery.refresh(SECTION)
-    resolver.response = OSError("temporary failure in name resolution")
+    resolver.response = OSError(-3, "temporary failure in name resolution")
     for _ in range(2 * MAX_MISSES):
         await discovery.refresh(SECTION)
     assert endpoints(discovery) == ["http://10.0.0.1:13131"]
-    assert caplog.text.count("cannot resolve neurons.svc") == 1
+    assert caplog.text.count("cannot resolve neurons.svc: temporary failure in name resolution; the known nodes") == 1
 
 
 async def test_name_without_addresses_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -45,9 +45,16 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", EXPERTS | SHARED | DELTA),
 }
-DIVISIONS = [(3, 2), (1, 4), (2, 1, 2)]
-"""Layers of each stage. In the second, the first stage of hybrid models has no attention; in the third, the second one
-has no recurrent layer."""
+DIVISIONS: dict[str, list[tuple[int, ...]]] = {
+    "llama": [(3, 2), (2, 1, 2)],
+    "qwen3": [(1, 4)],
+    "qwen3_moe": [(2, 1, 2)],
+    "qwen3_next": [(3, 2), (1, 4), (2, 1, 2)],
+    "qwen3_5": [(1, 4)],
+    "qwen3_5_moe": [(2, 1, 2)],
+}
+"""Layers of each stage. In (1, 4), the first stage of hybrid models has no attention; in (2, 1, 2), the second one has
+no recurrent layer."""
 
 
 def write_family(family: str, folder: Path) -> str:
@@ -113,7 +120,7 @@ def test_stages_compute_the_distributions_of_one_device(family: str, tmp_path: P
     expected = run(whole, *requests())
     weight_bytes = whole.info.weight_bytes
     whole.close()
-    for layers in DIVISIONS:
+    for layers in DIVISIONS[family]:
         group = load_stages(path, layers, tmp_path / f"group {layers}")
         engines = (group.leader, *group.followers.values())
         assert sum(engine.info.weight_bytes for engine in engines) == weight_bytes

@@ -101,6 +101,16 @@ def test_numbers_without_bounds_stay_visible(matrix: NativeMatrix) -> None:
     assert y[1].isnan().all()
 
 
+@pytest.mark.usefixtures("matrix")
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38, 1e-37])
+def test_products_of_numbers_next_to_zero_are_next_to_zero(size: float) -> None:
+    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 4, 32, None), OUTPUTS, INPUTS, torch.device("cpu"))
+    matrix.put_numbers(0, torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(9)))
+    x = torch.full((1, INPUTS), size)
+    x[0, ::40] = 0
+    assert matrix.product(x).abs().max() <= matrix.rows(torch.arange(OUTPUTS)).abs().sum(1).max() * size
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e6])
 def test_scales_that_float16_cannot_hold_stay_visible(matrix: NativeMatrix, number: float) -> None:
     code = torch.full((OUTPUTS, INPUTS), 200, dtype=torch.uint8)
@@ -127,19 +137,21 @@ def test_small_numbers_are_quantised_as_exactly_as_large_ones(deviation: float, 
 
 @pytest.mark.usefixtures("matrix")
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("inputs", [64, 256])
+@pytest.mark.parametrize("inputs", [32, 96, 256])
 def test_multiples_of_a_unit_are_looked_up_exactly(inputs: int, sign: int) -> None:
     """Q2_K: scales and minimums are products of a float16 and a number of four bits."""
-    generator = torch.Generator().manual_seed(8)
+    generator, pairs = torch.Generator().manual_seed(8), -(-inputs // 64)
     matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 2, 16, None), OUTPUTS, inputs, torch.device("cpu"))
     code = torch.randint(0, 4, (OUTPUTS, inputs), dtype=torch.uint8, generator=generator)
-    units = torch.rand(2, OUTPUTS, inputs // 64, 1, generator=generator).mul(sign).half().float()
-    multiples = torch.randint(0, 16, (2, OUTPUTS, inputs // 64, 4), generator=generator)
+    units = torch.rand(2, OUTPUTS, pairs, 1, generator=generator).mul(sign).half().float()
+    multiples = torch.randint(0, 16, (2, OUTPUTS, pairs, 4), generator=generator)
     multiples[:, ::3] *= 0
-    scale, minimum = (units * multiples).flatten(2)
+    scale, minimum = (units * multiples).flatten(2)[..., : inputs // 16]
     matrix.put(0, code, scale, -minimum)
-    expected = code.view(OUTPUTS, -1, 16) * scale[..., None] - minimum[..., None]
-    assert torch.equal(matrix.rows(torch.arange(OUTPUTS)), expected.flatten(1))
+    expected = (code.view(OUTPUTS, -1, 16) * scale[..., None] - minimum[..., None]).flatten(1)
+    assert torch.equal(matrix.rows(torch.arange(OUTPUTS)), expected)
+    x = torch.randn(5, inputs, generator=generator)
+    assert (matrix.product(x) - x @ expected.T).norm() < 0.015 * (x @ expected.T).norm()
 
 
 @pytest.mark.usefixtures("matrix")

@@ -63,11 +63,15 @@ def engine() -> Iterator[Finding]:
         yield Finding("engine", Severity.NOTE, what, remedy)
         return
     yield Finding("engine", Severity.FINE, f"torch {importlib.metadata.version('torch')}")
-    from cortex.neuron.kernels.native.library import compiler  # here, because a gateway-only installation lacks it
+    # Here, because a gateway-only installation lacks it.
+    from cortex.neuron.kernels.native.library import compiler, may_have_library
 
     if (command := compiler()) is None:
         what = "no C compiler: CPUs use slower products that take more memory, and kernels for GPUs cannot be built"
         yield Finding("engine", Severity.NOTE, what, "install gcc or clang, for example: apt install gcc libc6-dev")
+    elif not may_have_library():
+        what = f"C compiler {command} has failed: CPUs use slower products that take more memory"
+        yield Finding("engine", Severity.NOTE, what, "the log of the node has the reason; then load a model again")
     else:
         yield Finding("engine", Severity.FINE, f"C compiler {command}")
 

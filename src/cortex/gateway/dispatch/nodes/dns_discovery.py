@@ -8,6 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable, Collection
 
 from cortex.gateway.config import DiscoverySection, NeuronSection
+from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +54,8 @@ class DNSDiscovery:
                 found = await self._resolve(section.dns)
         except OSError as error:  # TimeoutError is one
             if not self._is_failing:
-                log.warning(
-                    "discovery: cannot resolve %s: %s; the known nodes stay", section.dns, error or "no response"
-                )
+                reason = os_error_in_words(error) or "no response"
+                log.warning("discovery: cannot resolve %s: %s; the known nodes stay", section.dns, reason)
             self._is_failing = True
             return
         if not found and not self._is_failing:

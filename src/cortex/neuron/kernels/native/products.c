@@ -167,7 +167,7 @@ INLINE void quantise(const float *x, Inputs inputs, int64_t at) {
         largest = size > largest ? size : largest;
         doubt += x[i] * 0;
     }
-    const float factor = largest > 0 ? 127 / largest : 0;
+    const float factor = largest > 1e-30f ? 127 / largest : 0;  // of smaller ones it would not be finite
     inputs.scales[at] = largest / 127 * UNIT + doubt;
     for (int half = 0; half < 2; half++) {
         int32_t sum = 0;

@@ -25,6 +25,7 @@ from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
 from cortex.neuron.worker.process import WorkerLost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.protocol import LoadRequest
+from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
 
@@ -165,8 +166,9 @@ def _held_ports(host: str) -> tuple[socket.socket, socket.socket]:
         try:
             store, steps = (held.enter_context(ports.held(host)) for _ in range(2))
         except OSError as error:
+            reason = os_error_in_words(error)
             raise LoadFailed(
-                f"`peer_address` {host} is no address of this host: {error}; correct it in neuron.toml"
+                f"`peer_address` {host} is no address of this host: {reason}; correct it in neuron.toml"
             ) from error
         held.pop_all()
     return store, steps

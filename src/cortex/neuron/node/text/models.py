@@ -18,6 +18,7 @@ from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.wire.errors import LoadFailed, PreparationLimitExceeded
 from cortex.wire.fields.constraints import is_constrained
 from cortex.wire.packed_request import PackedRequest
+from cortex.wire.words import os_error_in_words
 
 _REST_AFTER_S = 60.0
 """The tokenizer process of a model that is not in memory ends after this long without use."""
@@ -133,7 +134,8 @@ class Texts:
         try:
             await entry.source.wake()
         except OSError as error:
-            raise LoadFailed(f"{model_id}: the tokenizer process cannot be started: {error}") from error
+            reason = os_error_in_words(error)
+            raise LoadFailed(f"{model_id}: the tokenizer process cannot be started: {reason}") from error
 
     async def rest(self, model_id: str) -> None:
         """Ends the process of a model that is not in memory, unless its text is being read."""

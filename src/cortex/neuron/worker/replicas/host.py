@@ -206,6 +206,7 @@ class WorkerReplicas:
         if replica.is_extra and replica not in self._replicas.extras:  # it was just loaded, or has just been unloaded
             replica.is_lost = True
             return
+        log.warning("%s is lost: %s", self._described(replica), reason)
         lost = self._replicas.take_requests(replica)
         if replica.is_extra:
             self.extras.forget(replica)
@@ -220,6 +221,9 @@ class WorkerReplicas:
             self._sink.on_request_failed(request_id, FaultKind.DEVICE, message)
         if self._may_reload and not replica.is_extra:
             self._start_reload(replica)  # else when the model wakes
+
+    def _described(self, replica: Replica) -> str:
+        return f"the replica of {self._spec.path} on device {'+'.join(map(str, replica.host.device_indices))}"
 
     def _model_lost(self, reason: str) -> None:
         if not self._is_lost:
@@ -238,7 +242,7 @@ class WorkerReplicas:
             replica.history = replica.history.faulted(asyncio.get_running_loop().time(), self._policy)
             delay_s = replica.history.delay_s(self._policy)
             if delay_s is None:
-                log.error("a replica on devices %s is given up: it was lost too often", replica.host.device_indices)
+                log.error("%s is given up: it was lost too often; load the model again", self._described(replica))
                 return
             await asyncio.sleep(delay_s)
             try:
@@ -247,7 +251,7 @@ class WorkerReplicas:
                     replica.resident = await self._load_with_context(replica, self._spec)
                 return
             except (LoadRejected, WorkerLost) as error:
-                log.warning("a lost replica cannot be loaded again yet: %s", error)
+                log.warning("%s cannot be loaded again yet: %s", self._described(replica), error)
 
     async def _load_with_context(self, replica: Replica, spec: LoadSpec) -> Resident:
         """Loads a replica of a model that serves. Raises LoadRejected (also if it has less context than the model was

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 
-ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"] if os.geteuid() == 0 else []
-"""Chromium has no sandbox for root, as which containers often run."""
+ARGUMENTS = ["--process-per-site", *(["--no-sandbox", "--disable-dev-shm-usage"] if os.geteuid() == 0 else [])]
+"""Pages of one site share a process. Chromium has no sandbox for root, as which containers often run."""
 
 
 def executable() -> str | None:

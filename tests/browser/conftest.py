@@ -50,7 +50,9 @@ def window(browser: Browser, stage: Stage) -> Iterator[BrowserContext]:
         reduced_motion="reduce",  # animations take CPU time while a test waits
     )
     context.set_default_timeout(60_000)
-    context.new_page()  # keeps the window open
+    empty = context.new_page()  # keeps the window, and the process of the site
+    empty.route("**", lambda route: route.fulfill(body=""))
+    empty.goto("")
     yield context
     context.close()
 

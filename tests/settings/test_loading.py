@@ -96,6 +96,10 @@ def test_reads_file_into_typed_values(tmp_path: Path) -> None:
             "unknown key eviction.zzzzzz in cortex.toml line 2: known here are `strategy`",
         ),
         (
+            "[timeouts]\npatience = 1",
+            "unknown key timeouts.patience in cortex.toml line 2: did you mean `idle_s`?",
+        ),
+        (
             "[gatway]\n",
             "unknown key gatway in cortex.toml line 1: did you mean `gateway`?",
         ),

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
+from types import MappingProxyType
 from typing import Any
 
 import msgspec.inspect as inspect
@@ -87,7 +88,8 @@ def _section(table: inspect.StructType, data: dict[str, Any], source: Source, pa
             continue
         name = schema.renamed(table).get(key, key)
         if name not in fields:
-            raise source.error(f"unknown key {dotted(here)}", here, _suggestion(key, fields, "known here are"))
+            advice = _suggestion(key, fields, "known here are", schema.renamed(table))
+            raise source.error(f"unknown key {dotted(here)}", here, advice)
         if name != key:
             if name in data:
                 raise source.error(f"two names for one key: {dotted(here)}", here, f"keep only `{name}`, its new name")
@@ -121,10 +123,13 @@ def _moved(table: inspect.StructType, data: dict[str, Any], source: Source, path
     return data
 
 
-def _suggestion(given: str, known: Iterable[object], otherwise: str) -> str:
+def _suggestion(
+    given: str, known: Iterable[object], otherwise: str, renamed: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The known name that is nearest, also by the name that it had before; else all known names."""
     names = [str(name) for name in known]
-    if near := difflib.get_close_matches(given.lower(), names, n=1):
-        return f"did you mean `{near[0]}`?"
+    if near := difflib.get_close_matches(given.lower(), [*names, *renamed], n=1):
+        return f"did you mean `{renamed.get(near[0], near[0])}`?"
     return f"{otherwise} {', '.join(f'`{name}`' for name in names)}"
 
 

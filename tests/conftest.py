@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 BUDGET_S = 20.0
 """Time limit of one phase of a test on a machine with two slow cores. Slower tests are reported at the end."""
 
-SHARED_UP, SHARED_BROWSER = "tests/e2e", "tests/browser"
-"""The tests of the files right in these folders share one `cortex up`, or one chromium."""
+SHARED_UP, SHARED_BROWSER, SHARED_DAEMON = "tests/e2e", "tests/browser", "tests/e2e/daemon/shared"
+"""The tests of the files right in these folders share one `cortex up`, one chromium, or one daemon."""
 
 NEURON = "tests/neuron/"
 KERNELS = NEURON + "kernels/"
@@ -128,7 +128,7 @@ def _group(nodeid: str) -> str:
     if file.startswith(KERNELS):
         return nodeid.partition("[")[0]
     folder = file.rpartition("/")[0]
-    return folder if folder in (SHARED_UP, SHARED_BROWSER) else file
+    return folder if folder in (SHARED_UP, SHARED_BROWSER, SHARED_DAEMON) else file
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -118,16 +118,6 @@ def test_ctrl_c_while_it_loads_leaves_no_process(start: Start) -> None:
     run.assert_nothing_left()
 
 
-def test_killing_the_supervisor_leaves_no_process(start: Start, small_model: str) -> None:
-    run = start(small_model)
-    run.wait_ready()
-    run.stop(signal.SIGKILL)
-    deadline = time.monotonic() + TIMEOUT_S
-    while (left := run.processes()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == []
-
-
 def test_up_ends_with_one_line_if_the_gateway_dies_while_models_load(start: Start, small_model: str) -> None:
     run = start(small_model)
     os.kill(wait_for_program(run, "gateway"), signal.SIGKILL)

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,12 +100,6 @@ class Daemon:
         (found,) = [process_id for process_id, called in self.descendants().items() if called == name]
         return found
 
-    def num_steps(self) -> int:
-        """Steps that the engines of this daemon have taken."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
-            lines = response.read().decode().splitlines()
-        return int(sum(float(line.split()[-1]) for line in lines if line.startswith("neuron_engine_steps_total{")))
-
     def held_bytes(self) -> int:
         """What the daemon and everything under it hold."""
         return sum(anonymous_bytes(each) for each in (self.process.pid, *self.descendants()))
@@ -160,11 +155,17 @@ def write_model(folder: Path, inner: int, num_layers: int = 2) -> Path:
 
 @pytest.fixture(scope="module")
 def start_daemon(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_model: Path) -> Iterator[StartDaemon]:
-    """Start a daemon that loads the demo model and knows the tiny one; `settings` are lines of its `neuron.toml`.
+    with daemons(tmp_path_factory, demo_model, tiny_model) as start:
+        yield start
 
-    With `waits=False` it may not listen yet: several daemons start at the same time.
+
+@contextmanager
+def daemons(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_model: Path) -> Iterator[StartDaemon]:
+    """Start daemons that load the demo model and know the tiny one; `settings` are lines of their `neuron.toml`.
+
+    With `waits=False` a daemon may not listen yet: several start at the same time. All end with the block.
     """
-    daemons: list[Daemon] = []
+    started: list[Daemon] = []
 
     def start(
         *settings: str,
@@ -200,42 +201,44 @@ def start_daemon(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tin
                 env={**os.environ, "PYTHONPATH": str(SOURCE), **(environment or {})},
             )
         daemon = Daemon(process, f"http://{listen}", log, key)
-        daemons.append(daemon)
+        started.append(daemon)
         if waits:
             daemon.wait_for("ready", DEMO) if loads_demo else daemon.wait_for("cold", TINY)
         return daemon
 
-    yield start
-    for daemon in daemons:
-        if daemon.process.poll() is None:
-            daemon.process.send_signal(signal.SIGKILL)
-        daemon.process.wait(60)
+    try:
+        yield start
+    finally:
+        for daemon in started:
+            if daemon.process.poll() is None:
+                daemon.process.send_signal(signal.SIGKILL)
+            daemon.process.wait(60)
 
 
-@pytest.fixture
-def start_gateway(tmp_path: Path) -> Iterator[StartGateway]:
+@pytest.fixture(scope="module")
+def start_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGateway]:
     gateways: list[Daemon] = []
 
     def start(models: str, nodes: dict[str, Daemon]) -> Daemon:
-        port = free_port()
-        (tmp_path / "models.toml").write_text(models)
+        folder, port = tmp_path_factory.mktemp("gateway"), free_port()
+        (folder / "models.toml").write_text(models)
         neurons = "".join(
             f'[[neurons]]\nname = "{name}"\nendpoint = "{node.url}"\nkey_env = "KEY_{number}"\n'
             for number, (name, node) in enumerate(nodes.items())
         )
-        (tmp_path / "cortex.toml").write_text(
+        (folder / "cortex.toml").write_text(
             f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:0"\nmodels = "models.toml"\n'
-            f'state = "{tmp_path}/state"\nopen = true\n[eviction]\nmin_residency_s = 0\n{neurons}'
+            f'state = "{folder}/state"\nopen = true\n[eviction]\nmin_residency_s = 0\n{neurons}'
         )
         keys = {f"KEY_{number}": node.key or "none" for number, node in enumerate(nodes.values())}
-        with (tmp_path / "log").open("wb") as output:
+        with (folder / "log").open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "cortex.gateway", "--config", str(tmp_path / "cortex.toml")],
+                [sys.executable, "-m", "cortex.gateway", "--config", str(folder / "cortex.toml")],
                 stdin=subprocess.DEVNULL,
                 stderr=output,
                 env={**os.environ, "PYTHONPATH": str(SOURCE), **keys},
             )
-        gateway = Daemon(process, f"http://127.0.0.1:{port}", tmp_path / "log")
+        gateway = Daemon(process, f"http://127.0.0.1:{port}", folder / "log")
         gateways.append(gateway)
 
         def all_are_up() -> bool:

@@ -189,14 +189,20 @@ def fleet(
     fleet.kill()
 
 
-def busy(fleet: Fleet) -> int:
-    """Requests that the engines of all living nodes run or queue."""
-    count = 0
-    for node in fleet.nodes.values():
-        if node.process.poll() is None:
-            load = node.model(DEMO)["load"]
-            count += load["running"] + load["waiting"]
-    return count
+def loads(fleet: Fleet) -> list[tuple[int, int, float]]:
+    """What runs and waits in the engine of each living node, and the fraction of its pages in use."""
+    found = [node.model(DEMO)["load"] for node in fleet.nodes.values() if node.process.poll() is None]
+    return [(load["running"], load["waiting"], load["kv_used_fraction"]) for load in found]
+
+
+def is_free(fleet: Fleet) -> bool:
+    return all(load == (0, 0, 0.0) for load in loads(fleet))
+
+
+def ask_node(node: Daemon, **fields: Any) -> Conversation:
+    """A streamed response of a node, not through the gateway."""
+    body = {"model": DEMO, "prompt": "Once upon a time", "ignore_eos": True, "stream": True, **fields}
+    return Conversation(int(node.url.rpartition(":")[2]), "/v1/completions", json.dumps(body).encode(), "direct/1")
 
 
 def counted(fleet: Fleet, name: str) -> float:
@@ -257,11 +263,7 @@ def test_turns_of_an_agent_stay_on_their_node_until_it_is_saturated(fleet: Fleet
     assert all(cached > 0.8 for _, cached in later), later
 
     node = fleet.nodes[first]
-    body = {"model": DEMO, "prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    others = [
-        Conversation(int(node.url.rpartition(":")[2]), "/v1/completions", json.dumps(body).encode(), f"direct/{number}")
-        for number in range(5 * MAX_RUNNING)
-    ]
+    others = [ask_node(node, max_tokens=1500) for _ in range(5 * MAX_RUNNING)]
 
     def demo_on(name: str) -> Any:
         (status,) = [each for each in fleet.get("/fleet/status")["nodes"] if each["name"] == name]
@@ -274,7 +276,7 @@ def test_turns_of_an_agent_stay_on_their_node_until_it_is_saturated(fleet: Fleet
     for other in others:
         other.leave()
     assert last.read().startswith(b"HTTP/1.1 200")
-    until(lambda: busy(fleet) == 0)
+    until(lambda: is_free(fleet))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -285,14 +287,32 @@ def test_client_disconnected_from_the_gateway_frees_the_engine_before_half_its_w
     prompt = LONG_PROMPT if phase == "prefill" else "Once upon a time"
     max_tokens, whole_steps = (1, PROMPT_STEPS) if phase == "prefill" else (1500, 1500)
     asked = fleet.ask("/v1/completions", prompt=prompt, max_tokens=max_tokens, ignore_eos=True, stream=stream)
-    until(lambda: busy(fleet) == 1)
+    until(lambda: any(running + waiting for running, waiting, _ in loads(fleet)))
     if phase == "decode" and stream:
         asked.read_until(b"data: ")
     steps_before = counted(fleet, "neuron_engine_steps_total")
     asked.leave()
-    until(lambda: busy(fleet) == 0)
+    until(lambda: is_free(fleet))
     assert counted(fleet, "neuron_engine_steps_total") - steps_before < whole_steps / 2
     until(lambda: fleet.in_flight() == 0)
+
+
+def test_disconnected_client_leaves_the_queue_of_a_node_while_others_are_served(fleet: Fleet) -> None:
+    node = fleet.nodes["one"]
+
+    def load() -> tuple[int, int]:
+        return loads(fleet)[0][:2]
+
+    others = [ask_node(node, max_tokens=1500) for _ in range(MAX_RUNNING)]
+    for other in others:
+        other.read_until(b"data: ")
+    queued = ask_node(node, max_tokens=4)
+    until(lambda: load() == (MAX_RUNNING, 1))
+    queued.leave()
+    until(lambda: load() == (MAX_RUNNING, 0))
+    for other in others:
+        other.leave()
+    until(lambda: is_free(fleet))
 
 
 def test_disconnected_client_is_charged_for_what_was_computed_and_usage_survives_a_kill(fleet: Fleet) -> None:
@@ -316,7 +336,7 @@ def test_disconnected_client_is_charged_for_what_was_computed_and_usage_survives
 def test_request_moves_if_its_node_is_killed_before_the_first_token_and_fails_with_an_event_after_it(
     fleet: Fleet,
 ) -> None:
-    until(lambda: busy(fleet) == 0)
+    until(lambda: is_free(fleet))
     asked = fleet.ask("/v1/completions", prompt=WORDS * 40, max_tokens=2, stream=True)
 
     def working() -> list[Daemon]:

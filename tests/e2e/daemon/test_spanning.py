@@ -216,7 +216,7 @@ def test_wrong_key_and_a_second_model_on_the_device_are_rejected(pair: Pair) -> 
     assert pair.shares() == []
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gateway(pair: Pair, start_gateway: StartGateway) -> Daemon:
     """A gateway over both nodes. Its catalogue has models that span them."""
     models = (f'[[models]]\nid = "{name}"\nsource = "{pair.model}"\nnodes = ["beast", "second"]\n' for name in SHARED)

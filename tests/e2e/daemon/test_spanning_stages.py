@@ -67,7 +67,7 @@ def nodes(start_daemon: StartDaemon, source: Path) -> Nodes:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gateway(nodes: Nodes, source: Path, start_gateway: StartGateway) -> Daemon:
     spec = f'nodes = {json.dumps(NODES)}\npipeline_parallel = 2\nsource = "{source}"'
     models = "".join(f'[[models]]\nid = "{name}"\n{spec}\n' for name in MODELS)

@@ -13,27 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from .conftest import WIDE
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from .conftest import Daemon, StartDaemon
+    from ..conftest import Daemon
 
 pytestmark = pytest.mark.e2e
 
-WIDE = "wide"
 KILLS = 6
 """One more than the faults in a row after which a model is given up: a response in between starts the count again."""
 MEBIBYTE = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def daemon(start_daemon: StartDaemon, wide_model: Path) -> Daemon:
-    """It has loaded a model that is reloaded quickly, and whose long responses take seconds."""
-    entry = f'[[default_models]]\nid = "{WIDE}"\nsource = "{wide_model}"'
-    daemon = start_daemon("drain_s = 1.0", entry, loads_demo=False)
-    daemon.wait_ready(WIDE)
-    return daemon
 
 
 def kill_mid_stream(daemon: Daemon, name: str = "neuron-worker") -> dict[str, Any]:

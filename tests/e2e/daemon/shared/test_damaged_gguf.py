@@ -14,7 +14,7 @@ import pytest
 from .gguf_files import write_gguf
 
 if TYPE_CHECKING:
-    from .conftest import Daemon, StartDaemon
+    from ..conftest import Daemon
 
 pytestmark = pytest.mark.e2e
 
@@ -124,11 +124,6 @@ def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[b
     write_gguf(path, tiny_model, "Q8_0")
     (data,) = [tensor.data_offset for tensor in gguf.GGUFReader(path).tensors if tensor.name == TENSOR]
     return path.read_bytes(), int(data)
-
-
-@pytest.fixture(scope="module")
-def daemon(start_daemon: StartDaemon) -> Daemon:
-    return start_daemon(loads_demo=False)
 
 
 def users_of(path: Path) -> list[str]:

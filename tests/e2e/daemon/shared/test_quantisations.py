@@ -3,55 +3,26 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.neuron.fake_hub import FakeHub, served
 
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.memory.dtypes import likely_cpu_form
 from cortex.neuron.kernels.products.cpu_matrix import best_form
 
-from .gguf_files import write_gguf
-
 if TYPE_CHECKING:
-    from ..conftest import Start
-    from .conftest import Daemon, StartDaemon
+    from pathlib import Path
+
+    from ....neuron.fake_hub import FakeHub
+    from ...conftest import Start
+    from ..conftest import Daemon
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def hub(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
-    folder = tmp_path_factory.mktemp("gguf")
-    for quant in ("Q4_0", "Q8_0", "F16"):
-        write_gguf(folder / f"m-{quant}.gguf", tiny_model, quant)
-    (folder / "parts").mkdir()
-    write_gguf(folder / "parts" / "m-Q8_0.gguf", tiny_model, "Q8_0", parts=8)
-    dense = {path.name: path.read_bytes() for path in tiny_model.iterdir()}
-    quants = {path.name: path.read_bytes() for path in folder.glob("*.gguf")}
-    split = {f"Q8_0/{path.name}": path.read_bytes() for path in (folder / "parts").iterdir()}
-    assert len(split) > 1
-    repositories = {
-        "tiny/quants-GGUF": quants,
-        "tiny/mixed": dense | quants,
-        "tiny/split-GGUF": split,
-        "tiny/eight": dense | {"m-Q8_0.gguf": quants["m-Q8_0.gguf"]},
-    }
-    others = [FakeHub(files, repository=name) for name, files in repositories.items()]
-    with served(FakeHub(dense, repository="tiny/dense", others=others)) as hub:
-        yield hub
-
-
-@pytest.fixture(scope="module")
-def daemon(start_daemon: StartDaemon, hub: FakeHub) -> Daemon:
-    environment = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "", "no_proxy": "127.0.0.1"}
-    return start_daemon(loads_demo=False, environment=environment)
 
 
 def pull(daemon: Daemon, model: str, quant: str | None = None) -> dict[str, Any]:
@@ -212,7 +183,9 @@ def test_what_a_repository_cannot_give_is_rejected_and_leaves_no_files(
     assert daemon.call("/health")[1]["disk"]["models_bytes"] == before
 
 
-def test_cortex_up_serves_the_quantisation_of_its_option(start: Start, hub: FakeHub, tmp_path: Path) -> None:
+def test_cortex_up_serves_the_quantisation_of_its_option_and_leaves_no_process_when_it_is_killed(
+    start: Start, hub: FakeHub, tmp_path: Path
+) -> None:
     run = start("tiny/quants-GGUF", "tiny/mixed:int8", "--quant", "q4", HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path))
     run.wait_ready()
     with urllib.request.urlopen(f"{run.url}/v1/models", timeout=60) as response:
@@ -221,4 +194,5 @@ def test_cortex_up_serves_the_quantisation_of_its_option(start: Start, hub: Fake
         "tiny/quants-GGUF": ["q4_0"],
         "tiny/mixed": ["q8_0"],
     }
-    assert run.stop() == 0
+    run.stop(signal.SIGKILL)
+    run.assert_nothing_left()

@@ -10,26 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ..conftest import TINY
+from .conftest import WIDE
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from .conftest import Daemon, StartDaemon
+    from ..conftest import Daemon, StartDaemon
 
 pytestmark = pytest.mark.e2e
 
-WIDE, TINY = "wide", "tiny"
 CYCLES = 6
 MEBIBYTE = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def daemon(start_daemon: StartDaemon, wide_model: Path) -> Daemon:
-    limits = "[limits]\nsleep_mb = 4096\nmax_num_seqs = 16"
-    entry = f'[[default_models]]\nid = "{WIDE}"\nsource = "{wide_model}"'
-    daemon = start_daemon("drain_s = 5.0", limits, entry, loads_demo=False)
-    daemon.wait_ready(WIDE)
-    return daemon
 
 
 def put_to_sleep(daemon: Daemon, model_id: str = WIDE) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""One daemon for the files of this folder: starting one takes longer than most of their tests.
+
+Their tests may kill its workers. They unload what they load, except for the model that the daemon starts with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.neuron.fake_hub import FakeHub, served
+
+from ..conftest import Daemon, daemons
+from .gguf_files import write_gguf
+
+WIDE = "wide"
+"""A model that is reloaded quickly, and whose long responses take seconds."""
+
+
+@pytest.fixture(scope="session")
+def hub(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
+    """Repositories of the tiny model: dense, quantised, both, and a quantised one in several files."""
+    folder = tmp_path_factory.mktemp("gguf")
+    for quant in ("Q4_0", "Q8_0", "F16"):
+        write_gguf(folder / f"m-{quant}.gguf", tiny_model, quant)
+    (folder / "parts").mkdir()
+    write_gguf(folder / "parts" / "m-Q8_0.gguf", tiny_model, "Q8_0", parts=8)
+    dense = {path.name: path.read_bytes() for path in tiny_model.iterdir()}
+    quants = {path.name: path.read_bytes() for path in folder.glob("*.gguf")}
+    split = {f"Q8_0/{path.name}": path.read_bytes() for path in (folder / "parts").iterdir()}
+    assert len(split) > 1
+    repositories = {
+        "tiny/quants-GGUF": quants,
+        "tiny/mixed": dense | quants,
+        "tiny/split-GGUF": split,
+        "tiny/eight": dense | {"m-Q8_0.gguf": quants["m-Q8_0.gguf"]},
+    }
+    others = [FakeHub(files, repository=name) for name, files in repositories.items()]
+    with served(FakeHub(dense, repository="tiny/dense", others=others)) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="session")
+def daemon(
+    tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_model: Path, wide_model: Path, hub: FakeHub
+) -> Iterator[Daemon]:
+    """Its models can sleep, and it downloads from the hub of these tests."""
+    environment = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "", "no_proxy": "127.0.0.1"}
+    limits = "[limits]\nsleep_mb = 4096\nmax_num_seqs = 16"
+    entry = f'[[default_models]]\nid = "{WIDE}"\nsource = "{wide_model}"'
+    with daemons(tmp_path_factory, demo_model, tiny_model) as start:
+        started = start("drain_s = 5.0", limits, entry, loads_demo=False, environment=environment)
+        started.wait_ready(WIDE)
+        yield started

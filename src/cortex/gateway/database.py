@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from cortex.wire.words import os_error_in_words
+
 T = TypeVar("T")
 
 Rows = list[Sequence[Any]]
@@ -136,7 +138,8 @@ class Database:
             return result
         except self._driver.errors as error:
             self._drop()
-            raise StoreError(f"cannot use the {self._what} {self.name}: {' '.join(str(error).split())}") from error
+            reason = os_error_in_words(error) if isinstance(error, OSError) else " ".join(str(error).split())
+            raise StoreError(f"cannot use the {self._what} {self.name}: {reason}") from error
         except BaseException:
             self._drop()  # no later work may commit what this one has begun
             raise

@@ -141,6 +141,12 @@ def test_error_names_an_unusable_file(tmp_path: Path, content: bytes | None) -> 
         open_store(str(path))
 
 
+def test_error_names_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("")
+    with pytest.raises(StoreError, match=r"spend\.db: .*state: (Not a directory|File exists)$"):
+        open_store(str(tmp_path / "state" / "spend.db"))
+
+
 def test_error_names_an_unreachable_server_without_its_password() -> None:
     pytest.importorskip("psycopg")
     with pytest.raises(StoreError, match=r"postgresql at 127\.0\.0\.1") as caught:

@@ -136,8 +136,15 @@ def test_every_logit_matches_the_reference_library(name: str, tmp_path: Path) ->
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["next", "next, tied", "3.5 text", "3.5 multimodal, experts"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("next", torch.float16),
+        ("next, tied", torch.bfloat16),
+        ("3.5 text", torch.float16),
+        ("3.5 multimodal, experts", torch.bfloat16),
+    ],
+)
 @torch.inference_mode()
 def test_sharded_files_in_half_precision_match(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     halved: Any = randomised(CHECKPOINTS[name])  # the library has no usable types for `to`

@@ -115,7 +115,7 @@ async def test_memory_is_free_after_each_of_many_unloads(tmp_path: Path) -> None
     async with supervised() as supervisor:
         specs = [model(tmp_path, name, bytes=96 << 20) for name in ("one", "two")]
         sizes = []
-        for cycle in range(20):
+        for cycle in range(10):
             resident = await supervisor.load(specs[cycle % 2], RecordingSink())
             assert resident.measured_bytes > 90 << 20
             reclaimed = await supervisor.unload(resident)

@@ -235,7 +235,9 @@ def _spent(config: Config, path: Path) -> Mapping[str, Spent]:
         finally:
             store.close()
     except StoreError as error:
-        raise CommandError(str(error), "check [ledger] database in cortex.toml", ExitCode.UNREACHABLE) from error
+        raise CommandError(
+            str(error), "check `gateway.state` and `ledger.database` in cortex.toml", ExitCode.UNREACHABLE
+        ) from error
 
 
 def _rows(keys: Iterable[KeySection], spent: Mapping[str, Spent], now: float) -> list[KeyRow]:

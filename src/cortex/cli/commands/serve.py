@@ -34,4 +34,6 @@ def serve(config: Path | None) -> None:
         what, _, remedy = str(error).partition("; ")
         raise CommandError(what, remedy, ExitCode.NO_ROOM) from error
     except StoreError as error:
-        raise CommandError(str(error), "check [ledger] database in the configuration", ExitCode.CONFIG) from error
+        raise CommandError(
+            str(error), "check `gateway.state` and `ledger.database` in the configuration", ExitCode.CONFIG
+        ) from error

@@ -88,4 +88,6 @@ def _from_ledger(config: Path, by: Group, since: float, until: float) -> tuple[U
         finally:
             store.close()
     except StoreError as error:
-        raise CommandError(str(error), "check [ledger] database in cortex.toml", ExitCode.UNREACHABLE) from error
+        raise CommandError(
+            str(error), "check `gateway.state` and `ledger.database` in cortex.toml", ExitCode.UNREACHABLE
+        ) from error

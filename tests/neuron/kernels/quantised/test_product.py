@@ -114,7 +114,7 @@ def test_product_agrees_with_the_dequantised_matrix(layout: Layout, rows: int, o
     bias = torch.randn(outputs, device=DEVICE).to(KIND)
     residual = torch.randn(rows, outputs, device=DEVICE).to(KIND)
     wide = torch.full((rows, outputs + 24), torch.nan, dtype=KIND, device=DEVICE)
-    for _ in range(2):  # the second finds the counters as the first left them
+    for _ in range(2 if inputs > 512 else 1):  # the second split product finds the counters as the first left them
         packed_product(x, matrix, wide[:, 8 : 8 + outputs], bias, residual)
         torch.testing.assert_close(
             wide[:, 8 : 8 + outputs].float(),

@@ -5,6 +5,8 @@ Their tests may kill its workers. They unload what they load, except for the mod
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +15,12 @@ from tests.neuron.fake_hub import FakeHub, served
 
 from ..conftest import Daemon, daemons
 from .gguf_files import write_gguf
+from .large_tokenizer import large_tokenizer
 
 WIDE = "wide"
 """A model that is reloaded quickly, and whose long responses take seconds."""
+LARGE = ("large-0", "large-1", "large-2")
+"""Models with large tokenizers. They share nothing, so that each has its tokenizer built."""
 
 
 @pytest.fixture(scope="session")
@@ -42,14 +47,32 @@ def hub(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="session")
+def large_models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Their entries in `neuron.toml`."""
+    described = json.dumps(large_tokenizer())
+    entries = []
+    for name in LARGE:
+        folder = tmp_path_factory.mktemp(name)
+        shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
+        (folder / "tokenizer.json").write_text(described)
+        entries.append(f'[[models]]\nid = "{name}"\nsource = "{folder}"')
+    return entries
+
+
+@pytest.fixture(scope="session")
 def daemon(
-    tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_model: Path, wide_model: Path, hub: FakeHub
+    tmp_path_factory: pytest.TempPathFactory,
+    demo_model: Path,
+    tiny_model: Path,
+    wide_model: Path,
+    large_models: list[str],
+    hub: FakeHub,
 ) -> Iterator[Daemon]:
     """Its models can sleep, and it downloads from the hub of these tests."""
     environment = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "", "no_proxy": "127.0.0.1"}
     limits = "[limits]\nsleep_mb = 4096\nmax_num_seqs = 16"
     entry = f'[[default_models]]\nid = "{WIDE}"\nsource = "{wide_model}"'
     with daemons(tmp_path_factory, demo_model, tiny_model) as start:
-        started = start("drain_s = 5.0", limits, entry, loads_demo=False, environment=environment)
+        started = start("drain_s = 5.0", limits, entry, *large_models, loads_demo=False, environment=environment)
         started.wait_ready(WIDE)
         yield started

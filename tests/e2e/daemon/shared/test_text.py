@@ -8,7 +8,6 @@ import json
 import os
 import random
 import select
-import shutil
 import string
 import threading
 import time
@@ -17,61 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tokenizers import pre_tokenizers
+
+from ..conftest import TINY
+from .conftest import LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from .conftest import Daemon, StartDaemon
+    from ..conftest import Daemon
 
 pytestmark = pytest.mark.e2e
 
-TINY = "tiny"
-TRIES = 3
-VOCABULARY = 150_000
 SHARE = 0.25
 """A read that waited for the work beside it would take all of its time, not a part."""
-
-
-def large_tokenizer() -> dict[str, Any]:
-    """`tokenizer.json` of a vocabulary as large as today's: every short word, merged letter by letter."""
-    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges: list[tuple[str, str]] = []
-    words = list(string.ascii_lowercase)
-    for word in words:  # which grows meanwhile
-        for letter in string.ascii_lowercase:
-            vocabulary[word + letter] = len(vocabulary)
-            merges.append((word, letter))
-            words.append(word + letter)
-        if len(vocabulary) >= VOCABULARY:
-            break
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": byte_level,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
-    }
-
-
-@pytest.fixture(scope="module")
-def large_models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[Path]:
-    """Models that share nothing, so that each has its tokenizer built."""
-    described = json.dumps(large_tokenizer())
-    folders = [tmp_path_factory.mktemp("large") for _ in range(TRIES)]
-    for folder in folders:
-        shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
-        (folder / "tokenizer.json").write_text(described)
-    return folders
-
-
-@pytest.fixture(scope="module")
-def daemon(start_daemon: StartDaemon, large_models: list[Path]) -> Daemon:
-    return start_daemon(
-        *(f'[[models]]\nid = "large-{number}"\nsource = "{path}"' for number, path in enumerate(large_models)),
-        loads_demo=False,
-    )
 
 
 class Reads:
@@ -122,9 +79,9 @@ def count(daemon: Daemon, model: str, text: str) -> int:
 
 def worst_shares(daemon: Daemon, text: str, least_tokens: int) -> Iterator[float]:
     """The longest read beside each count; counts go on until one is quiet, since a busy machine stalls programs too."""
-    for number in range(TRIES):
+    for model in LARGE:
         with reading(daemon) as reads:
-            assert count(daemon, f"large-{number}", text) > least_tokens
+            assert count(daemon, model, text) > least_tokens
         yield reads.worst_share
         if reads.worst_share < SHARE:
             break
@@ -137,7 +94,7 @@ def test_reads_do_not_wait_for_a_large_tokenizer_that_is_being_built(daemon: Dae
 def test_reads_do_not_wait_for_a_long_prompt_that_is_tokenised(daemon: Daemon) -> None:
     letters = random.Random(7)
     prompt = " ".join("".join(letters.choices(string.ascii_lowercase, k=7)) for _ in range(120_000))
-    count(daemon, "large-0", "hello")  # its tokenizer is there
+    count(daemon, LARGE[0], "hello")  # its tokenizer is there
     assert min(worst_shares(daemon, prompt, 120_000)) < SHARE
 
 
@@ -172,7 +129,7 @@ def test_reads_do_not_wait_for_a_body_of_millions_of_arrays(daemon: Daemon) -> N
             assert connection.getresponse().status == 400
         return reads.worst_share
 
-    assert any(worst_share() < SHARE for _ in range(TRIES))
+    assert any(worst_share() < SHARE for _ in LARGE)
 
 
 def test_long_texts_do_not_delay_a_short_one_and_end_when_their_clients_disconnect(daemon: Daemon) -> None:
@@ -188,14 +145,14 @@ def test_long_texts_do_not_delay_a_short_one_and_end_when_their_clients_disconne
         workers = {process_id for process_id, name in daemon.descendants().items() if name == "neuron-tokenize"}
         return set(filter(is_busy_in_background, workers))
 
-    count(daemon, "large-0", "hello")  # its tokenizer is there
+    count(daemon, LARGE[0], "hello")  # its tokenizer is there
     turns = [{"role": "user", "content": "some words " * 600_000}]
-    body = json.dumps({"model": "large-0", "max_tokens": 1, "messages": turns}).encode()
+    body = json.dumps({"model": LARGE[0], "max_tokens": 1, "messages": turns}).encode()
     clients = [http.client.HTTPConnection(daemon.url.removeprefix("http://"), timeout=60) for _ in range(4)]
     for client in clients:
         client.request("POST", "/v1/messages/count_tokens", body, {"content-type": "application/json"})
     wait_until(busy_in_background)
-    assert count(daemon, "large-0", "hello") > 1
+    assert count(daemon, LARGE[0], "hello") > 1
     assert not all(select.select([client.sock], [], [], 0)[0] for client in clients)
     wait_until(busy_in_background)
     busy = busy_in_background()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BUDGET_S = 20.0
 """Time limit of one phase of a test on a machine with two slow cores. Slower tests are reported at the end."""
 
-SHARED_UP, SHARED_BROWSER, SHARED_DAEMON = "tests/e2e", "tests/browser", "tests/e2e/daemon/shared"
+SHARED_UP, SHARED_DAEMON = "tests/e2e", "tests/e2e/daemon/shared"
 """The tests of the files right in these folders share one `cortex up`, one chromium, or one daemon."""
 
 NEURON = "tests/neuron/"
@@ -128,7 +128,7 @@ def _group(nodeid: str) -> str:
     if file.startswith(KERNELS):
         return nodeid.partition("[")[0]
     folder = file.rpartition("/")[0]
-    return folder if folder in (SHARED_UP, SHARED_BROWSER, SHARED_DAEMON) else file
+    return folder if folder in (SHARED_UP, SHARED_DAEMON) else file
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -10,7 +10,7 @@ from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
 from ..conftest import known_id
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_pushes_and_flush_join_to_the_whole_text_for_every_split(make_model: Any, data: st.DataObject) -> None:
     tokenizer = make_model("chatml").tokenizer

@@ -15,7 +15,7 @@ from ..conftest import CONTROL, CORPUS, WHOLE
 PIECES = st.one_of(st.text(), st.sampled_from([*CONTROL, *WHOLE, *CORPUS, "<|im_", "<think", CORPUS[0] * 4]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=10), name=st.sampled_from(["gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35"]))
 def test_segments_have_the_ids_of_the_whole_text(gguf_metadata: dict[str, Any], pieces: list[str], name: str) -> None:
     tokenizer, encoder = _encoder(gguf_metadata, name)

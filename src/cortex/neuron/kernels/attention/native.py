@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.kernels.native.operations import Attention, compute, operation
+from cortex.neuron.kernels.native.operations import DecodeAttention, compute, operation
 
 DTYPES = (torch.float32, torch.bfloat16)
 _MIN_PARALLEL_NUMBERS = 1 << 17
@@ -25,7 +25,7 @@ def native_attention(
     q_norm, k_norm = (norm if norm is None or is_norm_half else norm.float() for norm in norms)
     out = torch.empty(rows, heads, dim, dtype=q.dtype)
     made = operation(
-        Attention,
+        DecodeAttention,
         is_half=q.dtype == torch.bfloat16,
         is_norm_half=is_norm_half,
         scale=rules.scale,

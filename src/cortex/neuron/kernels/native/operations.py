@@ -49,7 +49,7 @@ class Product(Operation):
     )
 
 
-class Attention(Operation):
+class DecodeAttention(Operation):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("is_half", "is_norm_half")),
         *((name, ctypes.c_float) for name in ("scale", "eps")),
@@ -77,7 +77,7 @@ class Likeliest(Operation):
     )
 
 
-_KINDS = (Product, Attention, Lookup, Likeliest)
+_KINDS = (Product, DecodeAttention, Lookup, Likeliest)
 
 
 def operation(kind: type[Operation], **values: Any) -> Operation:

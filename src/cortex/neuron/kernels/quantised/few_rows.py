@@ -50,7 +50,7 @@ def few_rows_tiles(layout: Layout) -> FewRowsTiles:
     return FewRowsTiles(8, 4, 3, 168) if layout.low_bits == 8 else FewRowsTiles(8, 4, 4, 128)
 
 
-class Parts(NamedTuple):
+class ProductParts(NamedTuple):
     """The sums over each stretch of columns."""
 
     products: Tensor
@@ -112,7 +112,7 @@ def gated_few_rows_product(x: Tensor, gate_up: PackedMatrix, norm_weight: Tensor
     return out
 
 
-def _products(x: Tensor, matrix: PackedMatrix, norm_weight: Tensor | None) -> Parts:
+def _products(x: Tensor, matrix: PackedMatrix, norm_weight: Tensor | None) -> ProductParts:
     rows, layout = len(x), matrix.layout
     tiles = few_rows_tiles(layout)
     chunks = matrix.low.shape[1] // 16
@@ -145,7 +145,7 @@ def _products(x: Tensor, matrix: PackedMatrix, norm_weight: Tensor | None) -> Pa
         **layout_options(layout),
         **launch_options(x.device),
     )
-    return Parts(products, squares)
+    return ProductParts(products, squares)
 
 
 @jit(do_not_specialize=["rows", "num_blocks"])

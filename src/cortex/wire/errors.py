@@ -305,6 +305,12 @@ class LoadFailed(CortexError):
     code = "load_failed"
 
 
+class UnloadedWhileLoading(LoadFailed):
+    """The load was cancelled, which is not a failure: the model may be loaded again at once."""
+
+    code = "load_cancelled"
+
+
 class HubUnavailable(LoadFailed):
     """The hub cannot be reached and the node's cache does not hold the model. A later load may succeed."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -72,8 +73,9 @@ async def test_order_with_an_option_that_it_does_not_have_changes_nothing(
 
 
 async def test_cancelled_load_ends_on_the_node_and_is_not_a_failure(
-    neurons: StartNeuron, start_gateway: StartGateway
+    neurons: StartNeuron, start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     _, body = await client.post("/fleet/models/a/load", {"wait": False})
@@ -84,6 +86,8 @@ async def test_cancelled_load_ends_on_the_node_and_is_not_a_failure(
     beast.load_gate.set()
     status, job = await cancel
     assert (status, job["state"]) == (200, "cancelled")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], caplog.text
+    assert "load cancelled" in caplog.messages
     _, explained = await client.get("/fleet/explain/a")
     assert explained["action"] != "reject", "the model may be loaded again at once"
     await until(lambda: client.gateway.dispatcher.explain("a").action == "load")

@@ -240,8 +240,8 @@ class Dispatcher(StateMachine):
 
     @event
     def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None:
-        job = self._jobs.load_ended(target, result)
-        is_cancelled = self._jobs.take_cancelled(target)
+        is_cancelled = self._jobs.take_cancelled(target, result)
+        job = self._jobs.load_ended(target, result, is_cancelled=is_cancelled)
         if isinstance(result, ModelStatus):
             self._jobs.notify(target, "load", None)
         elif is_cancelled:

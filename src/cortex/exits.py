@@ -24,7 +24,7 @@ MEANINGS = {
     ExitCode.FAILED: "failed for a reason that has no code of its own",
     ExitCode.USAGE: "invalid command line",
     ExitCode.CONFIG: "a configuration file or environment variable is missing or invalid",
-    ExitCode.UNREACHABLE: "no response from the gateway, a node, the network, or a database that can be used",
+    ExitCode.UNREACHABLE: "no response from the gateway, a node, a database or the network",
     ExitCode.NOT_FOUND: "no such model, node, job or key, or no usage recorded",
     ExitCode.DENIED: "the key is missing, invalid or not allowed to do this",
     ExitCode.NO_ROOM: "a port is taken, or disk space or device memory is not enough",

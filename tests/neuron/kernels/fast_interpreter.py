@@ -81,8 +81,8 @@ def _find_known_common_type(semantic: Any, left: Any, right: Any, *args: Any, **
     key = left_key, right_key, args, *kwargs.items()
     if known := _common_types.get(key):
         return _converted(semantic, left, known[0]), _converted(semantic, right, known[1])
-    _common_types[key] = converted = _find_common_type(semantic, left, right, *args, **kwargs)
-    return converted
+    _common_types[key] = _find_common_type(semantic, left, right, *args, **kwargs)
+    return _common_types[key]
 
 
 def _converted(semantic: Any, operand: Any, example: Any) -> Any:

@@ -162,11 +162,14 @@ def test_second_ctrl_c_ends_a_teardown(tmp_path: Path) -> None:
     waits = """
 import pathlib, pytest, time
 from tests.forked_run import _Process
-wait_for_end = _Process.join
+interrupt, wait_for_end = _Process.interrupt, _Process.join
+def interrupt_at_the_end(process):  # the first Ctrl-C has been handled; an earlier second one would merge with it
+    _Process.join = join
+    interrupt(process)
 def join(process):
     pathlib.Path("joining").touch()
     return wait_for_end(process)
-_Process.join = join  # in the process that collects: it has handled the first Ctrl-C, and would merge an earlier second
+_Process.interrupt = interrupt_at_the_end
 @pytest.fixture
 def lasting():
     pathlib.Path("set_up").touch()

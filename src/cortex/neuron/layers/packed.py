@@ -83,8 +83,9 @@ class PackedProjections:
             rows = float8_rows(x, grouped=False, norm_weight=norm.weight, eps=norm.eps)
             return gated_float8_product(rows, matrix)
         if len(x) > self._max_normed_rows:
-            is_small = isinstance(matrix, PackedMatrix) and len(x) <= MAX_SMALL_ROWS
-            return gated_product(norm(x), matrix) if is_small else None
+            if isinstance(matrix, Float8Matrix) or len(x) > MAX_SMALL_ROWS:
+                return None
+            return gated_product(norm(x), matrix)
         if len(x) > 1 and isinstance(matrix, PackedMatrix):
             return gated_few_rows_product(x.contiguous(), matrix, norm.weight, norm.eps)
         out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)

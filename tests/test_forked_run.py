@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ CONFTEST = """
 from tests.forked_run import ForkedRun
 
 def pytest_configure(config):
-    config.pluginmanager.register(ForkedRun(2, lambda nodeid: nodeid.partition("::")[0]))
+    config.pluginmanager.register(ForkedRun(2, lambda nodeid: nodeid.partition("::")[0], owners=["test_owner.py"]))
 """
 
 
@@ -91,6 +92,32 @@ def test_errs(broken): pass
     for text in ("assert 1 == 2", "printed by one", "for a reason", "DeprecationWarning: something is old", "OSError"):
         assert text in done.stdout
     assert len((tmp_path / "torn_down").read_text().split()) == 1
+
+
+def test_what_belongs_to_the_session_is_torn_down_after_a_group_that_owns_it(tmp_path: Path) -> None:
+    owner = """
+import pathlib, pytest
+@pytest.fixture(scope="session")
+def owned():
+    yield
+    pathlib.Path("torn_down").touch()
+def test_first(owned): pass
+def test_second(owned): assert not pathlib.Path("torn_down").exists()
+"""
+    same_process = """
+import pathlib
+def test_sees_it_torn_down():
+    pathlib.Path("ran").touch()
+    assert pathlib.Path("torn_down").exists()
+"""
+    waits = """
+import pathlib, time
+def test_waits():
+    while not pathlib.Path("ran").exists():
+        time.sleep(0.01)
+"""
+    done = run(tmp_path, owner=owner, same_process=same_process, waits=waits)
+    assert "4 passed" in done.stdout, done.stdout
 
 
 def test_process_that_dies_fails_the_tests_that_it_had_and_no_others(tmp_path: Path) -> None:
@@ -171,7 +198,10 @@ def test_waits(lasting): time.sleep(600)
 """
     started = start(tmp_path, waits=waits)
     press_ctrl_c(started, tmp_path / "set_up")
-    press_ctrl_c(started, tmp_path / "tearing_down")
+    while started.poll() is None:  # the process that collects may still be at work on the first signal
+        press_ctrl_c(started, tmp_path / "tearing_down")
+        with suppress(subprocess.TimeoutExpired):
+            started.wait(3)
     assert end(started).returncode == pytest.ExitCode.INTERRUPTED
 
 

@@ -39,7 +39,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("no deadline")
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the workers have it; torch reads it when it is imported
+for name, value in (("GOMP_SPINCOUNT", "1000"), ("ONEDNN_JIT_PROFILE", "0")):
+    os.environ.setdefault(name, value)  # as the workers have them; torch reads them when it is imported
 gc.disable()  # until the tests are collected: little of what is imported is garbage
 
 

@@ -17,6 +17,7 @@ import click
 from rich.text import Text
 
 from cortex.cli.output import PlainConsole
+from cortex.exits import MEANINGS
 from cortex.exits import ExitCode as ExitCode
 from cortex.settings import SettingsError
 from cortex.wire.words import os_error_in_words
@@ -24,10 +25,7 @@ from cortex.wire.words import os_error_in_words
 VERBOSE_KEY = "cortex.verbose"
 
 
-EXIT_CODES_HELP = """
-Exit codes: 0 done, 1 failed, 2 invalid command line, 3 invalid configuration, 4 no response from gateway, node or
-network, 5 no such model or key, 6 key rejected, 7 no room (port, disk, memory), 130 interrupted.
-"""
+EXIT_CODES_HELP = f"Exit codes: {'; '.join(f'{code:d} {meaning}' for code, meaning in MEANINGS.items())}."
 
 
 class CommandError(Exception):

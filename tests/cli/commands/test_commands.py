@@ -31,6 +31,7 @@ def test_sends_the_key_as_bearer_token(gateway: CannedGateway, invoke: Invoke) -
         (401, "invalid_api_key", ExitCode.DENIED),
         (403, "model_not_allowed", ExitCode.DENIED),
         (404, "model_not_found", ExitCode.NOT_FOUND),
+        (404, "node_not_found", ExitCode.NOT_FOUND),
         (507, "insufficient_capacity", ExitCode.NO_ROOM),
         (502, "load_failed", ExitCode.FAILED),
     ],
@@ -184,7 +185,7 @@ def test_plain_http_under_https_names_the_cause(gateway: CannedGateway, invoke: 
             "There is no model `x`: GET /v1/models lists what there is.",
             "There is no model `x`; ",
         ),
-        (400, "invalid_value", "There is no node x; the fleet has local.", "There is no node x; the fleet has local"),
+        (404, "node_not_found", "There is no node x; the fleet has local.", "There is no node x; the fleet has local"),
         (429, "insufficient_quota", "The key has 2 tokens; wait.", "The key has 2 tokens; wait"),
     ],
 )

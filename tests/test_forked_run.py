@@ -16,7 +16,7 @@ CONFTEST = """
 from tests.forked_run import ForkedRun
 
 def pytest_configure(config):
-    config.pluginmanager.register(ForkedRun(2, lambda nodeid: nodeid.partition("::")[0]))
+    config.pluginmanager.register(ForkedRun(2, lambda nodeid: nodeid.partition("::")[0], owners=["test_owner.py"]))
 """
 
 
@@ -91,6 +91,32 @@ def test_errs(broken): pass
     for text in ("assert 1 == 2", "printed by one", "for a reason", "DeprecationWarning: something is old", "OSError"):
         assert text in done.stdout
     assert len((tmp_path / "torn_down").read_text().split()) == 1
+
+
+def test_what_belongs_to_the_session_is_torn_down_after_a_group_that_owns_it(tmp_path: Path) -> None:
+    owner = """
+import pathlib, pytest
+@pytest.fixture(scope="session")
+def owned():
+    yield
+    pathlib.Path("torn_down").touch()
+def test_first(owned): pass
+def test_second(owned): assert not pathlib.Path("torn_down").exists()
+"""
+    same_process = """
+import pathlib
+def test_sees_it_torn_down():
+    pathlib.Path("ran").touch()
+    assert pathlib.Path("torn_down").exists()
+"""
+    waits = """
+import pathlib, time
+def test_waits():
+    while not pathlib.Path("ran").exists():
+        time.sleep(0.01)
+"""
+    done = run(tmp_path, owner=owner, same_process=same_process, waits=waits)
+    assert "4 passed" in done.stdout, done.stdout
 
 
 def test_process_that_dies_fails_the_tests_that_it_had_and_no_others(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from cortex.neuron.kernels.jit import jit, launch_options, num_processors, tl, t
 from cortex.neuron.kernels.moe.grouped import max_tiles, own_pairs, store_pairs
 from cortex.neuron.kernels.moe.routing import PairLists
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
-from cortex.neuron.kernels.quantised.product import fitting_stages, operand, operand_row
-from cortex.neuron.kernels.quantised.unpack import add_product, layout_options, restored
+from cortex.neuron.kernels.quantised.product import fitting_stages
+from cortex.neuron.kernels.quantised.unpack import add_product, layout_options, operand, operand_row, restored
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 _BLOCK_OUT = 64

@@ -58,16 +58,6 @@ class ProductParts(NamedTuple):
     squares: Tensor | None
     """Of the inputs, [stretches, rows] float32; None: there is no norm."""
 
-    def launch_options(self, inputs: int, eps: float) -> dict[str, object]:
-        return {
-            "squares": self.squares,
-            "eps": eps,
-            "INPUTS": inputs,
-            "PARTS": len(self.products),
-            "NORM": self.squares is not None,
-            **launch_options(self.products.device),
-        }
-
 
 def few_rows_product(
     x: Tensor,
@@ -83,33 +73,49 @@ def few_rows_product(
 
     `out` may be `residual` itself.
     """
-    parts = _products(x, matrix, norm_weight)
-    block = 1024
-    _sum_kernel[(len(x), triton.cdiv(matrix.outputs, block))](
-        parts.products,
-        bias=bias,
-        residual=residual,
-        out=out,
-        outputs=matrix.outputs,
-        out_stride=out.stride(0),
-        residual_stride=0 if residual is None else residual.stride(0),
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        BLOCK=block,
-        num_warps=4,
-        **parts.launch_options(matrix.inputs, eps),
-    )
+    _add(_products(x, matrix, norm_weight), out, matrix.inputs, eps, bias, residual, block=1024)
 
 
 def gated_few_rows_product(x: Tensor, gate_up: PackedMatrix, norm_weight: Tensor, eps: float) -> Tensor:
     """silu(norm(x) Gᵀ) · norm(x) Uᵀ. x: [at most 8, inputs]; gate_up: [2 · outputs, inputs] → [rows, outputs]"""
-    parts = _products(x, gate_up, norm_weight)
-    outputs, block = gate_up.outputs // 2, 512
-    out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
-    _gated_sum_kernel[(len(x), triton.cdiv(outputs, block))](
-        parts.products, out=out, outputs=outputs, BLOCK=block, num_warps=4, **parts.launch_options(gate_up.inputs, eps)
-    )
+    out = torch.empty(len(x), gate_up.outputs // 2, dtype=x.dtype, device=x.device)
+    _add(_products(x, gate_up, norm_weight), out, gate_up.inputs, eps, None, None, block=512, gated=True)
     return out
+
+
+def _add(
+    parts: ProductParts,
+    out: Tensor,
+    inputs: int,
+    eps: float,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    block: int,
+    gated: bool = False,
+) -> None:
+    """Adds the parts and does what comes after the product."""
+    rows, outputs = out.shape
+    _sum_kernel[(rows, triton.cdiv(outputs, block))](
+        parts.products,
+        parts.squares,
+        bias,
+        residual,
+        out,
+        outputs,
+        out.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        INPUTS=inputs,
+        PARTS=len(parts.products),
+        NORM=parts.squares is not None,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        GATED=gated,
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(out.device),
+    )
 
 
 def _products(x: Tensor, matrix: PackedMatrix, norm_weight: Tensor | None) -> ProductParts:
@@ -326,53 +332,30 @@ def _sum_kernel(
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row and BLOCK outputs."""
+    """One program per row and BLOCK outputs. GATED: a row has twice as many products, the gate's first."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = output < outputs
-    total = _sum(products, row, output, inside, outputs, PARTS, BLOCK)
+    columns = 2 * outputs if GATED else outputs
+    factor = 1.0
     if NORM:
-        total *= _norm_factor(squares, row, eps, INPUTS, PARTS)
+        factor = _norm_factor(squares, row, eps, INPUTS, PARTS)
+    total = _sum(products, row, output, inside, columns, PARTS, BLOCK) * factor
+    if GATED:
+        up = _sum(products, row, outputs + output, inside, columns, PARTS, BLOCK) * factor
+        total = total * tl.sigmoid(total) * up
     if BIAS:
         total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         total += tl.load(residual + row * residual_stride + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_stride + output, total.to(out.dtype.element_ty), mask=inside)
-
-
-@jit
-def _gated_sum_kernel(
-    products,
-    squares,
-    out,
-    outputs,
-    eps,
-    INPUTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One program per row and BLOCK outputs."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = output < outputs
-    gate = _sum(products, row, output, inside, 2 * outputs, PARTS, BLOCK)
-    up = _sum(products, row, outputs + output, inside, 2 * outputs, PARTS, BLOCK)
-    if NORM:
-        factor = _norm_factor(squares, row, eps, INPUTS, PARTS)
-        gate *= factor
-        up *= factor
-    tl.store(out + row * outputs + output, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
 @jit

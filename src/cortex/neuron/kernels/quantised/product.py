@@ -31,7 +31,14 @@ from cortex.neuron.kernels.jit import (
 from cortex.neuron.kernels.quantised.few_rows import few_rows_product, max_few_rows
 from cortex.neuron.kernels.quantised.layout import Q4, Layout
 from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS, PackedMatrix, unpacked
-from cortex.neuron.kernels.quantised.unpack import RESTORE, add_product, layout_options, restored, unpack_units
+from cortex.neuron.kernels.quantised.unpack import (
+    RESTORE,
+    add_product,
+    layout_options,
+    operand,
+    operand_row,
+    restored,
+)
 from cortex.neuron.kernels.shared_memory import MIN_STAGES, SharedMemory, shared_memory
 
 MAX_SMALL_ROWS = 64
@@ -130,10 +137,23 @@ def _large_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
         out.add_(bias)
 
 
+def gated_product(x: Tensor, gate_up: PackedMatrix) -> Tensor:
+    """silu(x Gᵀ) · x Uᵀ. x: [at most MAX_SMALL_ROWS, inputs]; gate_up: [2 · outputs, inputs] → [rows, outputs]"""
+    out = torch.empty(len(x), gate_up.outputs // 2, dtype=x.dtype, device=x.device)
+    small_batch_product(x, gate_up, out, None, None, gated=True)
+    return out
+
+
 def small_batch_product(
-    x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None
+    x: Tensor,
+    matrix: PackedMatrix,
+    out: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    gated: bool = False,
 ) -> None:
-    """`packed_product` for at most MAX_SMALL_ROWS rows."""
+    """`packed_product` for at most MAX_SMALL_ROWS rows, or `gated_product`."""
     rows, inputs = x.shape
     shared = shared_memory(x.device)
     chunks = matrix.low.shape[1] // 16
@@ -152,7 +172,7 @@ def small_batch_product(
         partial,
         matrix.counters,
         rows,
-        matrix.outputs,
+        out.shape[1],
         out.stride(0),
         0 if residual is None else residual.stride(0),
         INPUTS=inputs,
@@ -160,6 +180,7 @@ def small_batch_product(
         ROWS=max(16, triton.next_power_of_2(rows)),
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
+        GATED=gated,
         BLOCK_OUT=tiles.outputs,
         BLOCK_CHUNKS=tiles.chunks,
         WARPS=tiles.warps,
@@ -246,64 +267,6 @@ def fitting_stages(matrix_rows: int, columns: int, stages: int, shared: SharedMe
     return stages
 
 
-@jit
-def operand(
-    low,
-    high,
-    scales,
-    row,
-    start,
-    CHUNKS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-    WARPS: tl.constexpr,
-    LOW_BITS: tl.constexpr,
-    HIGH_BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    LEVELS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Weights / RESTORE of matrix rows `row` in BLOCK_CHUNKS chunks from `start` on.
-    → [BLOCK_OUT, 128 · BLOCK_CHUNKS] bfloat16
-
-    The rows come out in another order (`operand_row`): a warp loads eight rows at a time and multiplies sixteen.
-    """
-    unit = tl.arange(0, BLOCK_CHUNKS * 16)
-    where = row[:, None] * (CHUNKS * 16) + start * 16 + unit[None, :]
-    word = tl.load(low + where).to(tl.int32)
-    above = word
-    if HIGH_BITS > 0 or LOW_BITS == 8:
-        above = tl.load(high + where).to(tl.int32)
-    group = tl.arange(0, BLOCK_CHUNKS * 4)
-    scale = scales + (row[:, None] * (CHUNKS * 4) + start * 4 + group[None, :]) * SCALE_WORDS
-    scale_0 = _by_unit(tl.load(scale).to(tl.int32), BLOCK_OUT, BLOCK_CHUNKS)
-    scale_1 = scale_0
-    if SCALE_WORDS == 2:
-        scale_1 = _by_unit(tl.load(scale + 1), BLOCK_OUT, BLOCK_CHUNKS)
-    weights = unpack_units(word, above, scale_0, scale_1, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
-    repeats: tl.constexpr = BLOCK_OUT // (8 * WARPS)
-    weights = tl.reshape(weights, (repeats, WARPS, 8, BLOCK_CHUNKS, 4, 4, 2, 2, 2))  # …, chunk, t, v, h, j0, j1
-    weights = tl.permute(weights, (1, 0, 2, 3, 5, 8, 7, 4, 6))  # …, chunk, v, j1, j0, t, h
-    return tl.reshape(weights, (BLOCK_OUT, BLOCK_CHUNKS * 128))
-
-
-@jit
-def _by_unit(words, BLOCK_OUT: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
-    """Unit 4·t + v takes the v-th word of its chunk: [BLOCK_OUT, 4 · BLOCK_CHUNKS] → [BLOCK_OUT, 16 · BLOCK_CHUNKS]"""
-    words = tl.reshape(words, (BLOCK_OUT, BLOCK_CHUNKS, 1, 4))
-    return tl.reshape(tl.broadcast_to(words, (BLOCK_OUT, BLOCK_CHUNKS, 4, 4)), (BLOCK_OUT, BLOCK_CHUNKS * 16))
-
-
-@jit
-def operand_row(BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr):
-    """Which of the loaded rows each row of the operand is."""
-    repeats: tl.constexpr = BLOCK_OUT // (8 * WARPS)
-    loaded = tl.reshape(tl.arange(0, BLOCK_OUT), (repeats, WARPS, 8))
-    return tl.reshape(tl.permute(loaded, (1, 0, 2)), (BLOCK_OUT,))
-
-
 @jit(do_not_specialize=["rows"])
 def _small_batch_kernel(
     x,
@@ -324,6 +287,7 @@ def _small_batch_kernel(
     ROWS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -338,13 +302,17 @@ def _small_batch_kernel(
     PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per BLOCK_OUT rows of the matrix and one of SPLIT stretches of its columns, all rows of x."""
+    """One program per BLOCK_OUT rows of the matrix and one of SPLIT stretches of its columns, all rows of x.
+
+    GATED: half of those rows are the gate's, the others are up's for the same outputs. A thread has both of an output.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     block = tl.program_id(0)
     part = tl.program_id(1)
-    loaded = tl.minimum(block * BLOCK_OUT + tl.arange(0, BLOCK_OUT), outputs - 1).to(tl.int64)
+    output, loaded = _tile_rows(block, tl.arange(0, BLOCK_OUT), outputs, BLOCK_OUT, GATED)
+    loaded = tl.where(output < outputs, loaded, 0).to(tl.int64)
     row = tl.arange(0, ROWS)
     row_inside = row < rows
     per_part: tl.constexpr = CHUNKS // SPLIT
@@ -363,27 +331,47 @@ def _small_batch_kernel(
         values = tl.load(source + start * 128, mask=inside, other=0.0)  # [in, rows]
         total = add_product(total, weights, values)
     total = restored(total, x.dtype.element_ty)
-    output = block * BLOCK_OUT + operand_row(BLOCK_OUT, WARPS)
+    output, matrix_row = _tile_rows(block, operand_row(BLOCK_OUT, WARPS), outputs, BLOCK_OUT, GATED)
     inside = (output < outputs)[:, None] & row_inside[None, :]
     is_last = True
     if SPLIT > 1:
-        place = row[None, :] * outputs + output[:, None]
-        tl.store(partial + part * rows * outputs + place, total, mask=inside)
+        matrix_rows = 2 * outputs if GATED else outputs
+        place = row[None, :] * matrix_rows + matrix_row[:, None]
+        tl.store(partial + part * rows * matrix_rows + place, total, mask=inside)
         tl.debug_barrier()
         is_last = tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLIT - 1
         if is_last:
             total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
             for other in tl.static_range(SPLIT):
-                stretch = partial + other * rows * outputs
+                stretch = partial + other * rows * matrix_rows
                 total += tl.load(stretch + place, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(counters + block, 0)
     if is_last:
+        if GATED:
+            half: tl.constexpr = BLOCK_OUT // 2
+            halves = tl.reshape(total, (WARPS, 2, half // WARPS, ROWS))
+            gate, up = tl.split(tl.permute(halves, (0, 2, 3, 1)))
+            result = tl.reshape(gate * tl.sigmoid(gate) * up, (half, ROWS))
+            target = block * half + operand_row(half, WARPS)
+        else:
+            result, target = total, output
+        there = (target < outputs)[:, None] & row_inside[None, :]
         if BIAS:
-            total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+            result += tl.load(bias + target, mask=target < outputs, other=0.0).to(tl.float32)[:, None]
         if RESIDUAL:
-            before = residual + row[None, :] * residual_stride + output[:, None]
-            total += tl.load(before, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row[None, :] * out_stride + output[:, None], total.to(out.dtype.element_ty), mask=inside)
+            before = residual + row[None, :] * residual_stride + target[:, None]
+            result += tl.load(before, mask=there, other=0.0).to(tl.float32)
+        tl.store(out + row[None, :] * out_stride + target[:, None], result.to(out.dtype.element_ty), mask=there)
+
+
+@jit
+def _tile_rows(block, number, outputs, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr):
+    """The output and the row of the matrix that belong to each of these rows of a program's tile."""
+    if GATED:
+        output = block * (BLOCK_OUT // 2) + number % (BLOCK_OUT // 2)
+        return output, output + number // (BLOCK_OUT // 2) * outputs
+    output = block * BLOCK_OUT + number
+    return output, output
 
 
 @jit(do_not_specialize=["first_row", "num_rows"])

@@ -182,6 +182,64 @@ def unpack_units(
 
 
 @jit
+def operand(
+    low,
+    high,
+    scales,
+    row,
+    start,
+    CHUNKS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    WARPS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Weights / RESTORE of matrix rows `row` in BLOCK_CHUNKS chunks from `start` on.
+    → [BLOCK_OUT, 128 · BLOCK_CHUNKS] bfloat16
+
+    The rows come out in another order (`operand_row`): a warp loads eight rows at a time and multiplies sixteen.
+    """
+    unit = tl.arange(0, BLOCK_CHUNKS * 16)
+    where = row[:, None] * (CHUNKS * 16) + start * 16 + unit[None, :]
+    word = tl.load(low + where).to(tl.int32)
+    above = word
+    if HIGH_BITS > 0 or LOW_BITS == 8:
+        above = tl.load(high + where).to(tl.int32)
+    group = tl.arange(0, BLOCK_CHUNKS * 4)
+    scale = scales + (row[:, None] * (CHUNKS * 4) + start * 4 + group[None, :]) * SCALE_WORDS
+    scale_0 = _by_unit(tl.load(scale).to(tl.int32), BLOCK_OUT, BLOCK_CHUNKS)
+    scale_1 = scale_0
+    if SCALE_WORDS == 2:
+        scale_1 = _by_unit(tl.load(scale + 1), BLOCK_OUT, BLOCK_CHUNKS)
+    weights = unpack_units(word, above, scale_0, scale_1, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
+    repeats: tl.constexpr = BLOCK_OUT // (8 * WARPS)
+    weights = tl.reshape(weights, (repeats, WARPS, 8, BLOCK_CHUNKS, 4, 4, 2, 2, 2))  # …, chunk, t, v, h, j0, j1
+    weights = tl.permute(weights, (1, 0, 2, 3, 5, 8, 7, 4, 6))  # …, chunk, v, j1, j0, t, h
+    return tl.reshape(weights, (BLOCK_OUT, BLOCK_CHUNKS * 128))
+
+
+@jit
+def _by_unit(words, BLOCK_OUT: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """Unit 4·t + v takes the v-th word of its chunk: [BLOCK_OUT, 4 · BLOCK_CHUNKS] → [BLOCK_OUT, 16 · BLOCK_CHUNKS]"""
+    words = tl.reshape(words, (BLOCK_OUT, BLOCK_CHUNKS, 1, 4))
+    return tl.reshape(tl.broadcast_to(words, (BLOCK_OUT, BLOCK_CHUNKS, 4, 4)), (BLOCK_OUT, BLOCK_CHUNKS * 16))
+
+
+@jit
+def operand_row(BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr):
+    """Which of the loaded rows each row of the operand is."""
+    repeats: tl.constexpr = BLOCK_OUT // (8 * WARPS)
+    loaded = tl.reshape(tl.arange(0, BLOCK_OUT), (repeats, WARPS, 8))
+    return tl.reshape(tl.permute(loaded, (1, 0, 2)), (BLOCK_OUT,))
+
+
+@jit
 def add_product(total, weights, values):
     """total + weights · values, of an operand. The total is RESTORE times too small until `restored`."""
     if values.dtype != tl.bfloat16:  # no other type holds such small numbers

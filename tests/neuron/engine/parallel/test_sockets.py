@@ -17,12 +17,13 @@ from cortex.neuron.layers.configs import Shard
 
 T = TypeVar("T")
 
+Store: Any = torch.distributed.HashStore  # type: ignore[attr-defined]
 BUFFERED_BYTES = 16 << 20
 """More than a connection holds."""
 
 
 def on_ranks(num_ranks: int, call: Callable[[int, Sockets], T], store: Any = None) -> list[T]:
-    store = store or torch.distributed.HashStore()
+    store = store or Store()
 
     def run(rank: int) -> T:
         sockets = Sockets.connect(Shard(rank, num_ranks), store, None, timeout_s=60.0)
@@ -93,7 +94,7 @@ class Visited:
     """A store that lets strangers connect to a rank before the other ranks learn its address."""
 
     def __init__(self, *hellos: bytes) -> None:
-        self._store = torch.distributed.HashStore()
+        self._store = Store()
         self._hellos = hellos
         self._strangers: list[socket.socket] = []
 
@@ -122,4 +123,4 @@ def test_connections_without_the_secret_of_the_rank_are_closed() -> None:
 
 def test_rank_that_never_connects_fails_the_others_in_time() -> None:
     with pytest.raises(TimeoutError):
-        Sockets.connect(Shard(0, 2), torch.distributed.HashStore(), None, timeout_s=0.01)
+        Sockets.connect(Shard(0, 2), Store(), None, timeout_s=0.01)

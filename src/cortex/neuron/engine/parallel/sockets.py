@@ -1,7 +1,7 @@
 """Messages between ranks through host memory: a connection between every two, and no thread but the caller's.
 
-Gloo's threads wait for one another on each message. Where they share cores with the computation, a sum of a few rows takes
-several times as long through them.
+Gloo's threads wait for one another on each message. Where they share cores with the computation, a sum of a few rows
+takes several times as long through them.
 """
 
 from __future__ import annotations
@@ -166,4 +166,5 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return data

@@ -30,7 +30,7 @@ def main() -> int:
         return ExitCode.CONFIG
     except StoreError as problem:
         print(f"cortex: {problem}", file=sys.stderr)
-        return ExitCode.UNREACHABLE
+        return problem.exit_code
     except CannotListen as problem:
         print(f"cortex: {problem}", file=sys.stderr)
         return ExitCode.NO_ROOM

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from cortex.exits import ExitCode
 from cortex.wire.words import os_error_in_words
 
 T = TypeVar("T")
@@ -23,6 +24,14 @@ Execute = Callable[[str, Sequence[Any]], Rows]
 
 class StoreError(Exception):
     """The database cannot be used; the message says which and why."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+
+class StoreSettingError(StoreError):
+    """It cannot be used until the configuration or the installation is changed."""
+
+    exit_code = ExitCode.CONFIG
 
 
 class DatabaseConnection(Protocol):
@@ -76,11 +85,11 @@ class Postgres:
             import psycopg
         except ImportError as error:
             what = "a postgresql:// database needs the driver: pip install 'cortex-fleet[postgres]'"
-            raise StoreError(what) from error
+            raise StoreSettingError(what) from error
         try:
             host = psycopg.conninfo.conninfo_to_dict(url).get("host")
         except psycopg.Error as error:  # without the URL, which may hold a password
-            raise StoreError("ledger.database is not a valid postgresql:// URL: correct it") from error
+            raise StoreSettingError("ledger.database is not a valid postgresql:// URL: correct it") from error
         self._psycopg = psycopg
         self._url = url
         self.name = f"postgresql at {host or 'the local socket'}"

@@ -89,5 +89,5 @@ def _from_ledger(config: Path, by: Group, since: float, until: float) -> tuple[U
             store.close()
     except StoreError as error:
         raise CommandError(
-            str(error), "check `gateway.state` and `ledger.database` in cortex.toml", ExitCode.UNREACHABLE
+            str(error), "check `gateway.state` and `ledger.database` in cortex.toml", error.exit_code
         ) from error

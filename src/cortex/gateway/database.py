@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from cortex.exits import ExitCode
 from cortex.wire.words import os_error_in_words
 
 T = TypeVar("T")
@@ -25,13 +24,9 @@ Execute = Callable[[str, Sequence[Any]], Rows]
 class StoreError(Exception):
     """The database cannot be used; the message says which and why."""
 
-    exit_code = ExitCode.UNREACHABLE
-
 
 class StoreSettingError(StoreError):
     """It cannot be used until the configuration or the installation is changed."""
-
-    exit_code = ExitCode.CONFIG
 
 
 class DatabaseConnection(Protocol):

@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.processes = 0  # a debugger needs the terminal
     if num_processes := config.getoption("processes"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads would wait for each other
-        config.pluginmanager.register(ForkedRun(num_processes, _group))
+        config.pluginmanager.register(ForkedRun(num_processes, _group, owners=(SHARED_UP, SHARED_DAEMON)))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,9 +9,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from cortex.cli.commands.keys import keys
 from cortex.cli.cortex import cortex
 from cortex.cli.failures import ExitCode
 from cortex.cli.neuron import neuron
+from cortex.gateway.config import COMMAND_VARIABLES
 
 from ..canned_responses import MODELS, delta, sse
 
@@ -215,3 +217,59 @@ def test_unknown_job_is_not_found(gateway: CannedGateway, invoke: Invoke) -> Non
     outcome = invoke("jobs", "--cancel", "x")
     assert outcome.code is ExitCode.NOT_FOUND
     assert outcome.error == "There is no job x; list them with `cortex jobs`"
+
+
+@pytest.mark.parametrize(
+    ("variable", "command", "advice"),
+    [
+        ("CORTEX_ULR", "status", "did you mean CORTEX_URL?"),
+        ("CORTEX_ULR", "usage", "did you mean CORTEX_URL?"),
+        ("CORTEX_API_KYE", "jobs", "did you mean CORTEX_API_KEY?"),
+        ("CORTEX_GATEWAY_LISTEN", "ps", "did you mean CORTEX_GATEWAY__LISTEN?"),
+        ("CORTEX_GATEWAY__LISTN", "models", "did you mean CORTEX_GATEWAY__LISTEN?"),
+    ],
+)
+def test_unknown_variable_is_an_error(
+    gateway: CannedGateway,
+    invoke: Invoke,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    command: str,
+    advice: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = invoke(command, env={variable: "x"})
+    assert (outcome.code, outcome.error) == (ExitCode.CONFIG, f"unknown environment variable {variable}: {advice}")
+    assert gateway.requests == []
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        *sorted(COMMAND_VARIABLES - {"CORTEX_URL", "CORTEX_CA_FILE"}),
+        "CORTEX_BEAST_KEY",
+        "CORTEX_GATEWAY__WORKERS",
+        "CORTEX_LEDGER",
+    ],
+)
+def test_variables_of_commands_and_configurations_are_known(gateway: CannedGateway, invoke: Invoke, known: str) -> None:
+    gateway.responses["GET", "/v1/models"] = {"data": []}
+    assert invoke("models", env={known: "x"}).code is ExitCode.OK
+
+
+@pytest.mark.parametrize(("program", "command"), [(cortex, ("status",)), (neuron, ("key",))])
+def test_help_and_version_ignore_unknown_variables(program: click.Group, command: tuple[str, ...]) -> None:
+    typo = {f"{str(program.name).upper()}_TYPO": "x"}
+    for arguments in (("--help",), ("--version",), (*command, "-h")):
+        assert CliRunner().invoke(program, arguments, env=typo).exit_code == 0
+    error = CliRunner().invoke(program, command, env=typo).exception
+    assert "unknown environment variable" in str(error)
+
+
+def test_variables_of_all_options_are_known() -> None:
+    commands = [*cortex.commands.values(), *keys.commands.values()]
+    options = [option for command in commands for option in command.params]
+    names = {name for option in options if isinstance(name := option.envvar, str)}
+    assert "CORTEX_URL" in names
+    assert names <= COMMAND_VARIABLES

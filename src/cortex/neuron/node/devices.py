@@ -125,4 +125,5 @@ class NodeDevices:
             kept_free_bytes=reserve.num_bytes,
             kept_free_share=reserve.share,
             ceiling_bytes=self._ceilings.on(device.index),
+            extra_replica_bytes=reading.free_bytes - self._readings.get(device.index, reading).free_bytes,
         )

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from cortex.neuron.engine.request import EngineInfo, LoadSpec, Meeting, RankSpec
 from cortex.neuron.node.loading.device_choice import ChosenDevices
@@ -38,7 +39,7 @@ WAIT_S = 60.0
 NODES = ("first", "second")
 PREPARE = PrepareShare(LoadRequest(model_id="m", tensor_parallel=2, nodes=NODES), "digest")
 MEETING = Meeting("127.0.0.1", 1, 2, "secret", "127.0.0.1")
-LOAD = LoadShare(LoadSpec("m", rank=RankSpec(1, 2, "", "gloo", meeting=MEETING)))
+LOAD = LoadShare(LoadSpec("m", rank=RankSpec(1, 2, "", "tcp", meeting=MEETING)))
 INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=1, kv_bytes=1, page_tokens=32, num_pages=1)
 
 
@@ -135,7 +136,7 @@ def place(group: FakeGroup, monkeypatch: pytest.MonkeyPatch) -> Any:
     return FakePlace(group)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def served(place: Any) -> AsyncIterator[tuple[HostedShares, LeadEnd, asyncio.Task[None]]]:
     shares, lead = HostedShares(place), LeadEnd()
     serving = asyncio.create_task(shares.serve(lead))

@@ -137,10 +137,23 @@ def _large_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
         out.add_(bias)
 
 
+def gated_product(x: Tensor, gate_up: PackedMatrix) -> Tensor:
+    """silu(x Gᵀ) · x Uᵀ. x: [at most MAX_SMALL_ROWS, inputs]; gate_up: [2 · outputs, inputs] → [rows, outputs]"""
+    out = torch.empty(len(x), gate_up.outputs // 2, dtype=x.dtype, device=x.device)
+    small_batch_product(x, gate_up, out, None, None, gated=True)
+    return out
+
+
 def small_batch_product(
-    x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None
+    x: Tensor,
+    matrix: PackedMatrix,
+    out: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    gated: bool = False,
 ) -> None:
-    """`packed_product` for at most MAX_SMALL_ROWS rows."""
+    """`packed_product` for at most MAX_SMALL_ROWS rows, or `gated_product`."""
     rows, inputs = x.shape
     shared = shared_memory(x.device)
     chunks = matrix.low.shape[1] // 16
@@ -159,7 +172,7 @@ def small_batch_product(
         partial,
         matrix.counters,
         rows,
-        matrix.outputs,
+        out.shape[1],
         out.stride(0),
         0 if residual is None else residual.stride(0),
         INPUTS=inputs,
@@ -167,6 +180,7 @@ def small_batch_product(
         ROWS=max(16, triton.next_power_of_2(rows)),
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
+        GATED=gated,
         BLOCK_OUT=tiles.outputs,
         BLOCK_CHUNKS=tiles.chunks,
         WARPS=tiles.warps,
@@ -273,6 +287,7 @@ def _small_batch_kernel(
     ROWS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -287,13 +302,17 @@ def _small_batch_kernel(
     PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per BLOCK_OUT rows of the matrix and one of SPLIT stretches of its columns, all rows of x."""
+    """One program per BLOCK_OUT rows of the matrix and one of SPLIT stretches of its columns, all rows of x.
+
+    GATED: half of those rows are the gate's, the others are up's for the same outputs. A thread has both of an output.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     block = tl.program_id(0)
     part = tl.program_id(1)
-    loaded = tl.minimum(block * BLOCK_OUT + tl.arange(0, BLOCK_OUT), outputs - 1).to(tl.int64)
+    output, loaded = _tile_rows(block, tl.arange(0, BLOCK_OUT), outputs, BLOCK_OUT, GATED)
+    loaded = tl.where(output < outputs, loaded, 0).to(tl.int64)
     row = tl.arange(0, ROWS)
     row_inside = row < rows
     per_part: tl.constexpr = CHUNKS // SPLIT
@@ -312,27 +331,47 @@ def _small_batch_kernel(
         values = tl.load(source + start * 128, mask=inside, other=0.0)  # [in, rows]
         total = add_product(total, weights, values)
     total = restored(total, x.dtype.element_ty)
-    output = block * BLOCK_OUT + operand_row(BLOCK_OUT, WARPS)
+    output, matrix_row = _tile_rows(block, operand_row(BLOCK_OUT, WARPS), outputs, BLOCK_OUT, GATED)
     inside = (output < outputs)[:, None] & row_inside[None, :]
     is_last = True
     if SPLIT > 1:
-        place = row[None, :] * outputs + output[:, None]
-        tl.store(partial + part * rows * outputs + place, total, mask=inside)
+        matrix_rows = 2 * outputs if GATED else outputs
+        place = row[None, :] * matrix_rows + matrix_row[:, None]
+        tl.store(partial + part * rows * matrix_rows + place, total, mask=inside)
         tl.debug_barrier()
         is_last = tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLIT - 1
         if is_last:
             total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
             for other in tl.static_range(SPLIT):
-                stretch = partial + other * rows * outputs
+                stretch = partial + other * rows * matrix_rows
                 total += tl.load(stretch + place, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(counters + block, 0)
     if is_last:
+        if GATED:
+            half: tl.constexpr = BLOCK_OUT // 2
+            halves = tl.reshape(total, (WARPS, 2, half // WARPS, ROWS))
+            gate, up = tl.split(tl.permute(halves, (0, 2, 3, 1)))
+            result = tl.reshape(gate * tl.sigmoid(gate) * up, (half, ROWS))
+            target = block * half + operand_row(half, WARPS)
+        else:
+            result, target = total, output
+        there = (target < outputs)[:, None] & row_inside[None, :]
         if BIAS:
-            total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+            result += tl.load(bias + target, mask=target < outputs, other=0.0).to(tl.float32)[:, None]
         if RESIDUAL:
-            before = residual + row[None, :] * residual_stride + output[:, None]
-            total += tl.load(before, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row[None, :] * out_stride + output[:, None], total.to(out.dtype.element_ty), mask=inside)
+            before = residual + row[None, :] * residual_stride + target[:, None]
+            result += tl.load(before, mask=there, other=0.0).to(tl.float32)
+        tl.store(out + row[None, :] * out_stride + target[:, None], result.to(out.dtype.element_ty), mask=there)
+
+
+@jit
+def _tile_rows(block, number, outputs, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr):
+    """The output and the row of the matrix that belong to each of these rows of a program's tile."""
+    if GATED:
+        output = block * (BLOCK_OUT // 2) + number % (BLOCK_OUT // 2)
+        return output, output + number // (BLOCK_OUT // 2) * outputs
+    output = block * BLOCK_OUT + number
+    return output, output
 
 
 @jit(do_not_specialize=["first_row", "num_rows"])

@@ -51,7 +51,7 @@ clients: $(TESTABLE) $(CLIENTS) ## Run SDKs, frameworks and coding agents, unmod
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 distribution: $(TESTABLE) ## Build wheel and sdist and try them in clean environments (needs a package index)
-	CORTEX_TEST_INSTALLATION=1 $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)
+	TEST_INSTALLATION=1 $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)
 
 format: $(TESTABLE) ## Rewrite the sources in house format
 	$(BIN)/ruff check --fix-only --quiet $(SOURCES)

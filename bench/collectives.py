@@ -1,9 +1,9 @@
 """Messages between the ranks of a divided model: whether they are right, and how long they take.
 
     python bench/collectives.py --ranks 2 --device cuda --backend nccl    # one GPU per rank
-    python bench/collectives.py --ranks 2 --device cuda:0 --backend gloo  # all ranks on one GPU
+    python bench/collectives.py --ranks 2 --device cuda:0 --backend tcp  # all ranks on one GPU
     python bench/collectives.py --ranks 2 --device cuda:0 --streams       # the same in one process
-    python bench/collectives.py --ranks 2 --device cpu --backend gloo
+    python bench/collectives.py --ranks 2 --device cpu --backend tcp
 
 Compares peer memory with the library, one call after the other and captured in a CUDA graph. Processes that share a GPU
 take turns on it, milliseconds long, so their times say nothing about links. With `--streams` each rank has a stream of
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu", help="of all ranks, or `cuda` for one GPU each")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    parser.add_argument("--backend", choices=["tcp", "nccl"], default="tcp")
     parser.add_argument("--streams", action="store_true", help="all ranks in one process on one GPU, without a library")
     options = parser.parse_args()
     if options.streams:

@@ -1,6 +1,6 @@
 """A model divided among processes, against the same model as a whole: tokens, speed, and what the links must carry.
 
-    python bench/divided.py MODEL --ranks 2 --device cuda:0 --backend gloo
+    python bench/divided.py MODEL --ranks 2 --device cuda:0 --backend tcp
 
 runs the model on one device, with every layer divided (`tensor_parallel`) and with its layers divided
 (`pipeline_parallel`). All ranks on one GPU prove the kernels with the shapes of a rank. With one GPU per rank,
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu", help="of all ranks, or `cuda` for one GPU each")
     parser.add_argument("--memory-mb", type=int, default=4096, help="weights and KV cache of each rank; 0: no limit")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    parser.add_argument("--backend", choices=["tcp", "nccl"], default="tcp")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs, whose messages are not counted")
     parser.add_argument(

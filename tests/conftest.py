@@ -39,7 +39,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("no deadline")
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the workers have it; torch reads it when it is imported
+for name, value in (("GOMP_SPINCOUNT", "1000"), ("ONEDNN_JIT_PROFILE", "0")):
+    os.environ.setdefault(name, value)  # as the workers have them; torch reads them when it is imported
 gc.disable()  # until the tests are collected: little of what is imported is garbage
 
 
@@ -58,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.processes = 0  # a debugger needs the terminal
     if num_processes := config.getoption("processes"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads would wait for each other
-        config.pluginmanager.register(ForkedRun(num_processes, _group))
+        config.pluginmanager.register(ForkedRun(num_processes, _group, owners=(SHARED_UP, SHARED_DAEMON)))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,7 +12,7 @@ import os
 import signal
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from itertools import chain, groupby, zip_longest
 from multiprocessing.connection import Connection, wait
@@ -33,9 +33,12 @@ END_LIMIT_S = 120
 class ForkedRun:
     """The plugin of the process that collects: it forks, hands out groups, and reports the results."""
 
-    def __init__(self, num_processes: int, group_of: Callable[[str], str]) -> None:
+    def __init__(self, num_processes: int, group_of: Callable[[str], str], owners: Container[str] = ()) -> None:
+        """`owners`: groups after which even what belongs to the session is torn down, because no other group uses it
+        and programs that are left running take CPU time."""
         self._num_processes = num_processes
         self._group_of = group_of
+        self._owners = owners
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -44,7 +47,9 @@ class ForkedRun:
         groups = groupby(session.items, key=lambda item: self._group_of(item.nodeid))
         queue = deque(list(items) for _, items in groups)
         _folders(session).getbasetemp()  # before the fork: each process gets a folder in it
-        processes = [_Process(session, takes_last=bool(number % 2)) for number in range(self._num_processes)]
+        processes = [
+            _Process(session, self._ends_session, takes_last=bool(number % 2)) for number in range(self._num_processes)
+        ]
         try:
             _report_all(session, {each.connection: each for each in processes}, queue)
         except KeyboardInterrupt:
@@ -54,6 +59,9 @@ class ForkedRun:
         finally:
             _end_all(processes)
         return True
+
+    def _ends_session(self, nodeid: str) -> bool:
+        return self._group_of(nodeid) in self._owners
 
 
 def _report_all(session: pytest.Session, processes: dict[Connection, _Process], queue: deque[Group]) -> None:
@@ -91,7 +99,8 @@ def _end_all(processes: list[_Process]) -> None:
 class _Process:
     """A forked process, as seen from the process that collects."""
 
-    def __init__(self, session: pytest.Session, takes_last: bool) -> None:
+    def __init__(self, session: pytest.Session, ends_session: Callable[[str], bool], takes_last: bool) -> None:
+        self._ends_session = ends_session
         self._takes_last = takes_last
         self._unfinished: Group = []
         """The test that runs, and the rest of its group."""
@@ -105,7 +114,7 @@ class _Process:
 
     def _run(self, session: pytest.Session, connection: Connection, parent_id: int) -> None:
         self.connection.close()  # so that the other end sees when the process that collects closes it
-        _run_groups(session, connection, parent_id)
+        _run_groups(session, connection, parent_id, self._ends_session)
 
     def receive(self, message: Any, queue: deque[Group]) -> None:
         match message:
@@ -167,7 +176,9 @@ def _log(item: pytest.Item, reports: list[pytest.TestReport]) -> None:
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
 
-def _run_groups(session: pytest.Session, connection: Connection, parent_id: int) -> None:
+def _run_groups(
+    session: pytest.Session, connection: Connection, parent_id: int, ends_session: Callable[[str], bool]
+) -> None:
     """In a forked process: runs the groups that it gets until there are no more."""
     die_with_parent(parent_id)
     signal.signal(signal.SIGINT, _interrupt_once)
@@ -184,9 +195,10 @@ def _run_groups(session: pytest.Session, connection: Connection, parent_id: int)
     items = {item.nodeid: item for item in session.items}
     try:
         while group := _next_group(connection):
-            # After the last test of a group, only what belongs to the session stays set up.
+            # After the last test of a group, at most what belongs to the session stays set up.
+            end = None if ends_session(group[0]) else session
             for nodeid, following in zip_longest(group, group[1:]):
-                next_item = items[following] if following else session
+                next_item = items[following] if following else end
                 session.config.hook.pytest_runtest_protocol(item=items[nodeid], nextitem=next_item)
     except (KeyboardInterrupt, EOFError, ConnectionError):
         pass  # the run has been stopped

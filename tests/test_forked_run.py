@@ -16,7 +16,7 @@ CONFTEST = """
 from tests.forked_run import ForkedRun
 
 def pytest_configure(config):
-    config.pluginmanager.register(ForkedRun(2, lambda nodeid: nodeid.partition("::")[0]))
+    config.pluginmanager.register(ForkedRun(2, lambda nodeid: nodeid.partition("::")[0], owners=["test_owner.py"]))
 """
 
 
@@ -93,6 +93,32 @@ def test_errs(broken): pass
     assert len((tmp_path / "torn_down").read_text().split()) == 1
 
 
+def test_what_belongs_to_the_session_is_torn_down_after_a_group_that_owns_it(tmp_path: Path) -> None:
+    owner = """
+import pathlib, pytest
+@pytest.fixture(scope="session")
+def owned():
+    yield
+    pathlib.Path("torn_down").touch()
+def test_first(owned): pass
+def test_second(owned): assert not pathlib.Path("torn_down").exists()
+"""
+    same_process = """
+import pathlib
+def test_sees_it_torn_down():
+    pathlib.Path("ran").touch()
+    assert pathlib.Path("torn_down").exists()
+"""
+    waits = """
+import pathlib, time
+def test_waits():
+    while not pathlib.Path("ran").exists():
+        time.sleep(0.01)
+"""
+    done = run(tmp_path, owner=owner, same_process=same_process, waits=waits)
+    assert "4 passed" in done.stdout, done.stdout
+
+
 def test_process_that_dies_fails_the_tests_that_it_had_and_no_others(tmp_path: Path) -> None:
     dies = "import os\ndef test_before(): pass\ndef test_dies(): os._exit(7)\ndef test_after(): pass\n"
     done = run(tmp_path, dies=dies, lives="def test_lives(): pass\n")
@@ -161,17 +187,22 @@ def test_waits(lasting): time.sleep(600)
 def test_second_ctrl_c_ends_a_teardown(tmp_path: Path) -> None:
     waits = """
 import pathlib, pytest, time
+from tests.forked_run import _Process
+wait_for_end = _Process.join
+def join(process):
+    pathlib.Path("joining").touch()
+    return wait_for_end(process)
+_Process.join = join  # in the process that collects: it has handled the first Ctrl-C, and would merge an earlier second
 @pytest.fixture
 def lasting():
     pathlib.Path("set_up").touch()
     yield
-    pathlib.Path("tearing_down").touch()
     time.sleep(600)
 def test_waits(lasting): time.sleep(600)
 """
     started = start(tmp_path, waits=waits)
     press_ctrl_c(started, tmp_path / "set_up")
-    press_ctrl_c(started, tmp_path / "tearing_down")
+    press_ctrl_c(started, tmp_path / "joining")
     assert end(started).returncode == pytest.ExitCode.INTERRUPTED
 
 

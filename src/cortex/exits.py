@@ -10,17 +10,24 @@ class ExitCode(IntEnum):
 
     OK = 0
     FAILED = 1
-    """The command failed for a reason that has no code of its own."""
     USAGE = 2
-    """The command line is invalid."""
     CONFIG = 3
-    """A configuration file is missing or invalid."""
     UNREACHABLE = 4
-    """The gateway, a node or the network did not respond."""
     NOT_FOUND = 5
-    """No such model or key, or no usage recorded."""
     DENIED = 6
-    """The API key is missing, invalid or not allowed to do this."""
     NO_ROOM = 7
-    """A port is taken, or disk space or device memory is not enough."""
     INTERRUPTED = 130
+
+
+MEANINGS = {
+    ExitCode.OK: "done, or a server was stopped by a signal",
+    ExitCode.FAILED: "failed for a reason that has no code of its own",
+    ExitCode.USAGE: "invalid command line",
+    ExitCode.CONFIG: "a configuration file or environment variable is missing or invalid",
+    ExitCode.UNREACHABLE: "no response from the gateway, a node, a database or the network",
+    ExitCode.NOT_FOUND: "no such model, node, job or key, or no usage recorded",
+    ExitCode.DENIED: "the key is missing, invalid or not allowed to do this",
+    ExitCode.NO_ROOM: "a port is taken, or disk space or device memory is not enough",
+    ExitCode.INTERRUPTED: "interrupted",
+}
+"""As the commands' help and the documents list them."""

@@ -60,6 +60,8 @@ class DirectedNode(FakeNeuron):
     """What a model has on each of them, in bytes; equal parts where absent."""
     replicas: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     """The devices of each replica of a model; one on all its devices where absent."""
+    extra_replica_bytes: dict[int, int] = field(default_factory=dict)
+    """What extra replicas hold, by device."""
     shares: tuple[ModelShare, ...] = ()
     kv: dict[str, int] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
@@ -107,6 +109,7 @@ class DirectedNode(FakeNeuron):
                 temperature_c=self.temperature_c,
                 utilisation=self.utilisation,
                 ceiling_bytes=self.ceiling_bytes if index == 0 else None,
+                extra_replica_bytes=self.extra_replica_bytes.get(index, 0),
             )
             for index in range(len(self.device_names))
         )

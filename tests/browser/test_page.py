@@ -99,13 +99,14 @@ def test_replicas_of_a_model_are_counted_and_their_devices_named(page: Page, wid
         assert two.get_by_text("2 replicas", exact=True).get_attribute("title") == "On devices 0, 1."
         labels = [str(bar.get_attribute("aria-label")) for bar in two.locator(".bar").all()]
         assert ["wide-model weights 8.0 GiB" in label for label in labels] == [True, True]
-        wide.places, wide.replicas = {"wide-model": (0,)}, {"wide-model": ((0,), (1,))}
+        wide.places, wide.extra_replica_bytes = {"wide-model": (0,)}, {1: 2 * GB}
+        two.locator("[aria-label*='Extra replicas of wide-model (count as free) 2.0 GiB']").wait_for()
         two.locator("[title='On devices 0, 1. Extra, in memory that counts as free: 1.']").wait_for()
         page.goto("#/models")
         page.get_by_role("button", name="wide-model").click()
         page.get_by_text("wide: 2 replicas on devices 0, 1").wait_for()
     finally:
-        wide.places, wide.replicas = {"wide-model": (0, 1)}, {}
+        wide.places, wide.replicas, wide.extra_replica_bytes = {"wide-model": (0, 1)}, {}, {}
 
 
 def test_part_of_a_model_that_another_node_serves_is_on_the_bar_and_in_the_list(page: Page, node: DirectedNode) -> None:

@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 from cortex.cli.cortex import cortex
 from cortex.cli.neuron import neuron
 from cortex.cli.reference import configuration_page
+from cortex.exits import MEANINGS, ExitCode
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.neuron.config import NeuronConfig
@@ -49,6 +50,11 @@ def test_pinned_nodes_of_the_example_catalogue_exist_in_the_example_fleet() -> N
 def test_configuration_page_matches_the_types() -> None:
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert written == configuration_page(), "run `make docs`"
+
+
+def test_exit_codes_are_documented_as_help_shows_them() -> None:
+    written = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert "\n".join(f"| {code:d} | {MEANINGS[code]} |" for code in ExitCode) in written
 
 
 def unit(name: str) -> configparser.RawConfigParser:

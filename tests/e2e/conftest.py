@@ -173,7 +173,7 @@ class Gateway:
 StartSecondGateway = Callable[..., Gateway]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_second_gateway(up: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSecondGateway]:
     """Start another gateway over the node of `up`, which takes far less than another `cortex up`.
 

@@ -41,6 +41,12 @@ def test_first_poll_fills_devices_and_models() -> None:
     assert (node.residencies["m"].last_used, node.residencies["m"].state_since) == (95.0, 91.0)
 
 
+def test_memory_of_extra_replicas_is_shown_and_counts_as_free() -> None:
+    report = DeviceHealth(index=0, total_bytes=1000, free_bytes=600, extra_replica_bytes=250)
+    node = after_poll(Node(name="beast"), DISCOVERY, Health(status="ok", uptime_s=1, devices=(report,), models=()), 1.0)
+    assert (node.devices[0].free_bytes, node.devices[0].extra_replica_bytes) == (600, 250)
+
+
 def test_kept_free_bytes_come_from_reports_and_default_to_zero() -> None:
     report = DeviceHealth(index=0, total_bytes=1000, free_bytes=600, kept_free_bytes=70, kept_free_share=0.5)
     reported = Health(status="ok", uptime_s=1, devices=(report,), models=())

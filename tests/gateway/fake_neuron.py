@@ -225,7 +225,7 @@ class FakeNeuron:
         self.states[wanted.model_id] = ModelState.LOADING
         await self.load_gate.wait()
         if self.states.get(wanted.model_id) is not ModelState.LOADING:
-            return _json({"error": {"message": "unloaded while it was being loaded", "code": "load_failed"}}, 502)
+            return _json({"error": {"message": "unloaded while it was being loaded", "code": "load_cancelled"}}, 502)
         if self.load_faults:
             status, code, message = self.load_faults.pop(0)
             self.states[wanted.model_id] = ModelState.FAILED

@@ -32,6 +32,14 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
+def test_variables_that_hold_keys_of_peers_are_no_unknown_keys(tmp_path: Path) -> None:
+    path = tmp_path / "neuron.toml"
+    path.write_text("[[peers]]\nname = 'beast'\nendpoint = 'http://beast:13131'\nkey_env = 'NEURON_BEAST_KEY'")
+    load(path, {"NEURON_BEAST_KEY": "x" * 16})
+    with pytest.raises(SettingsError, match="unknown environment variable NEURON_ATTIC_KEY"):
+        load(path, {"NEURON_ATTIC_KEY": "x" * 16})
+
+
 def test_every_key_has_a_default() -> None:
     config = load(None, {})
     assert config == NeuronConfig()

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 WAIT_S = 300.0
 
 pytestmark = pytest.mark.skipif(
-    not os.environ.get("CORTEX_TEST_INSTALLATION"), reason="needs a package index; run `make distribution`"
+    not os.environ.get("TEST_INSTALLATION"), reason="needs a package index; run `make distribution`"
 )
 
 

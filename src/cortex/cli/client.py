@@ -36,8 +36,8 @@ _EXIT_CODES: dict[int | str, ExitCode] = {
 
 _REMEDIES: dict[int | str, str] = {
     401: "set CORTEX_API_KEY to a key made with `cortex keys add`",
-    404: "list the models with `cortex models`",
     503: "try again in a moment",
+    "model_not_found": "list the models with `cortex models`",
     "model_in_use": "see `cortex ps`",
     "hub_unavailable": "try again once the node reaches it",
     "route_not_found": "check --url: it must be the API of a gateway",

@@ -20,9 +20,10 @@ from cortex.cli.commands.status import status
 from cortex.cli.commands.usage import usage
 from cortex.cli.failures import EXIT_CODES_HELP, Group, run
 from cortex.cli.up.command import up
+from cortex.gateway.config import check_environment
 
 
-@click.group(cls=Group, name="cortex", epilog=EXIT_CODES_HELP)
+@click.group(cls=Group, name="cortex", epilog=EXIT_CODES_HELP, check_environment=check_environment)
 @click.version_option(__version__, prog_name="cortex")
 def cortex() -> None:
     """One OpenAI + Anthropic endpoint over a handful of mismatched GPU boxes."""

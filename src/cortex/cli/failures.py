@@ -11,12 +11,14 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
 from rich.text import Text
 
 from cortex.cli.output import PlainConsole
+from cortex.exits import MEANINGS
 from cortex.exits import ExitCode as ExitCode
 from cortex.settings import SettingsError
 from cortex.wire.words import os_error_in_words
@@ -24,10 +26,7 @@ from cortex.wire.words import os_error_in_words
 VERBOSE_KEY = "cortex.verbose"
 
 
-EXIT_CODES_HELP = """
-Exit codes: 0 done, 1 failed, 2 invalid command line, 3 invalid configuration, 4 no response from gateway, node or
-network, 5 no such model or key, 6 key rejected, 7 no room (port, disk, memory), 130 interrupted.
-"""
+EXIT_CODES_HELP = f"Exit codes: {'; '.join(f'{code:d} {meaning}' for code, meaning in MEANINGS.items())}."
 
 
 class CommandError(Exception):
@@ -44,11 +43,16 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
 class Command(click.Command):
-    """A command with `-h` and `--verbose`."""
+    """A command with `-h` and `--verbose`. It rejects unknown variables of its program."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"context_settings": HELP_OPTIONS, **kwargs})
         self.params.append(_verbose_option())
+
+    def invoke(self, context: click.Context) -> Any:
+        if "config" not in context.params:  # otherwise the configuration names more variables, and is checked with them
+            check_environment()
+        return super().invoke(context)
 
 
 class Group(click.Group):
@@ -56,15 +60,24 @@ class Group(click.Group):
 
     command_class = Command
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, check_environment: Callable[[Mapping[str, str]], None] | None = None, **kwargs: Any):
+        """`check_environment`: of a program. Raises SettingsError for variables that it does not know."""
         super().__init__(*args, **{"context_settings": HELP_OPTIONS, **kwargs})
         self.params.append(_verbose_option())
+        self.check_environment = check_environment
 
     def list_commands(self, _context: click.Context) -> list[str]:
         return list(self.commands)
 
 
 Group.group_class = Group
+
+
+def check_environment() -> None:
+    """Raise SettingsError for a variable that the running program does not know."""
+    program = click.get_current_context().find_root().command
+    if isinstance(program, Group) and program.check_environment is not None:
+        program.check_environment(os.environ)
 
 
 def _verbose_option() -> click.Option:

@@ -19,6 +19,8 @@ class DeviceView(NodeValue, frozen=True, kw_only=True):
     foreign_bytes: int = 0
     ceiling_bytes: int | None = None
     """The most that models may hold there."""
+    extra_replica_bytes: int = 0
+    """The part of `free_bytes` that extra replicas hold."""
 
 
 class HeldModel(ModelStatus, frozen=True, kw_only=True):

@@ -9,16 +9,20 @@ import click
 from click.core import ParameterSource
 
 from cortex.cli.client import GatewayClient, GatewayUnreachable
+from cortex.cli.failures import check_environment
 from cortex.cli.output import file_here
 
 
 def configuration(named: Path | None) -> Path | None:
     """The configuration to read: the one that `--config` names, or the one in the working directory unless the user
-    named a gateway. None: ask the gateway."""
+    named a gateway. None: ask the gateway. Raises SettingsError for variables that no command knows."""
     if named is not None:
         return named
     source = click.get_current_context().get_parameter_source("url")
-    return file_here("cortex.toml") if source is ParameterSource.DEFAULT else None
+    found = file_here("cortex.toml") if source is ParameterSource.DEFAULT else None
+    if found is None:
+        check_environment()
+    return found
 
 
 def ask(gateway: GatewayClient, path: str) -> Any:

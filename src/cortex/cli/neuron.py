@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,13 @@ config_option = click.option(
 )
 
 
-@click.group(cls=Group, name="neuron", epilog=EXIT_CODES_HELP)
+def _check_environment(env: Mapping[str, str]) -> None:
+    from cortex.neuron import config
+
+    config.check_environment(env)
+
+
+@click.group(cls=Group, name="neuron", epilog=EXIT_CODES_HELP, check_environment=_check_environment)
 @click.version_option(__version__, prog_name="neuron")
 def neuron() -> None:
     """Serve models on this machine's devices."""

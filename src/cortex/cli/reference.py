@@ -18,6 +18,10 @@ Any key can be set from the environment: `CORTEX_GATEWAY__LISTEN` is `gateway.li
 `CORTEX_NEURONS__0__ENDPOINT` is the first node's endpoint, `NEURON_…` does the same for `neuron.toml`. The environment
 takes precedence over the file. An unknown key or an invalid value is an error that names file, line and the nearest
 known key. A renamed key still works under its former name, and a removed key is ignored, both with a warning.
+
+An unknown variable that begins with `CORTEX_` is an error for every `cortex` command, and one that begins with
+`NEURON_` for every `neuron` command. Commands that read no file accept names that end in `_KEY`, which may hold the
+keys of nodes (`key_env`).
 """
 
 

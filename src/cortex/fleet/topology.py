@@ -64,6 +64,8 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
     """The fraction of the free memory that the node leaves free on top of that."""
     ceiling_bytes: int | None = None
     """The most that models may hold there, by the operator's `memory_mb`."""
+    extra_replica_bytes: int = 0
+    """The part of `free_bytes` that extra replicas hold, which give way to every load."""
     utilisation: float | None = None
     """0 to 1."""
     temperature_c: float | None = None
@@ -362,6 +364,7 @@ def _device(
         kept_free_bytes=report.kept_free_bytes if report else 0,
         kept_free_share=report.kept_free_share if report else 0.0,
         ceiling_bytes=_smaller(ceilings.device_bytes.get(device.index), report.ceiling_bytes if report else None),
+        extra_replica_bytes=report.extra_replica_bytes if report else 0,
         utilisation=report.utilisation if report else None,
         temperature_c=report.temperature_c if report else None,
     )

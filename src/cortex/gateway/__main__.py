@@ -25,9 +25,12 @@ def main() -> int:
     path: Path | None = options.config
     try:
         uvloop.run(serve(configuration.load(path, os.environ), path))
-    except (SettingsError, StoreError) as problem:
+    except SettingsError as problem:
         print(f"cortex: {problem}", file=sys.stderr)
         return ExitCode.CONFIG
+    except StoreError as problem:
+        print(f"cortex: {problem}", file=sys.stderr)
+        return ExitCode.UNREACHABLE
     except CannotListen as problem:
         print(f"cortex: {problem}", file=sys.stderr)
         return ExitCode.NO_ROOM

@@ -26,6 +26,7 @@ from cortex.telemetry import TelemetrySection, logs
 
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
+PREFIX = "CORTEX_"
 COMMAND_VARIABLES = frozenset(
     {"CORTEX_URL", "CORTEX_API_KEY", "CORTEX_CA_FILE", "CORTEX_CACHE", "CORTEX_NODE_KEY", "CORTEX_LOCAL_NODE_KEY"}
 )
@@ -301,6 +302,11 @@ def load(
 
     Raises `SettingsError` with a message of one line.
     """
-    config = settings.load(Config, path, env_prefix="CORTEX_", env=env, defaults=defaults)
+    config = settings.load(Config, path, env_prefix=PREFIX, env=env, defaults=defaults)
     settings.check_key_variables([config.gateway.node_key_env, *(neuron.key_env for neuron in config.neurons)], env)
     return config
+
+
+def check_environment(env: Mapping[str, str]) -> None:
+    """Raise `SettingsError` for a variable that no command and no configuration reads."""
+    settings.check_variables(Config, PREFIX, env, COMMAND_VARIABLES)

@@ -15,6 +15,7 @@ from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles, load_catalogue
 from cortex.gateway.server import Gateway
 from cortex.telemetry import logs
+from cortex.wire.words import duration
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ async def serve(config: Config, path: Path | None = None) -> None:
     reloader = gateway.tasks.start("reload", lambda: _reload_when_needed(gateway, files, reload))
     try:
         await stop.wait()
-        log.info("shutting down: draining responses, up to %.0f s", gateway.config.gateway.drain_s)
+        log.info("shutting down: draining responses, up to %s", duration(gateway.config.gateway.drain_s))
     finally:
         reloader.cancel()
         await reloader.ended()

@@ -22,6 +22,7 @@ Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Megabytes = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
+PREFIX = "NEURON_"
 MIN_KEY_LENGTH = 16
 """Shorter keys can be guessed."""
 
@@ -311,6 +312,11 @@ class NeuronConfig(Section, frozen=True):
                 )
 
     @property
+    def other_variables(self) -> frozenset[str]:
+        """Those that hold the keys of peers."""
+        return frozenset(peer.key_env for peer in self.peers if peer.key_env is not None)
+
+    @property
     def address(self) -> Listen:
         """`listen` with `port` applied."""
         if self.port is None:
@@ -330,6 +336,11 @@ def check_key(key: str) -> None:
 
 def load(path: Path | None, env: Mapping[str, str] = os.environ) -> NeuronConfig:
     """Reads `path`, or the defaults without one, and applies the environment. Raises SettingsError."""
-    config = settings.load(NeuronConfig, path, env_prefix="NEURON_", env=env)
+    config = settings.load(NeuronConfig, path, env_prefix=PREFIX, env=env)
     settings.check_key_variables([peer.key_env for peer in config.peers], env)
     return config
+
+
+def check_environment(env: Mapping[str, str]) -> None:
+    """Raise SettingsError for a variable that no configuration reads."""
+    settings.check_variables(NeuronConfig, PREFIX, env, frozenset())

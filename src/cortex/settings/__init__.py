@@ -5,7 +5,7 @@ invalid values with one clear line (`SettingsError`), and writes the reference p
 plain numbers with the unit in the key: `ttl_s`, `vram_mb`.
 """
 
-from .environment import check_key_variables, is_one_key
+from .environment import check_key_variables, check_variables, is_one_key
 from .listen import Listen
 from .loading import load, loads
 from .reference import reference
@@ -20,6 +20,7 @@ __all__ = [
     "SettingsError",
     "Stamp",
     "check_key_variables",
+    "check_variables",
     "is_one_key",
     "load",
     "loads",

@@ -13,7 +13,7 @@ import msgspec.inspect as inspect
 from . import schema
 from .conversion import dotted
 from .positions import Path
-from .section import SettingsError
+from .section import Section, SettingsError
 
 
 def is_one_key(text: str) -> bool:
@@ -75,10 +75,22 @@ def overrides(expected: inspect.Type, prefix: str, env: Mapping[str, str]) -> li
     return sorted(found, key=lambda override: len(override.path))
 
 
+def check_variables(cls: type[Section], prefix: str, env: Mapping[str, str], others: frozenset[str]) -> None:
+    """Raise `SettingsError` for a variable with the prefix that is neither a key of `cls` nor one of `others`.
+
+    For a command that reads no file, and so does not know which variables hold the keys of nodes: any may whose name
+    ends in `_KEY`.
+    """
+    given = {name: "" for name in env if name.startswith(prefix) and not name.endswith("_KEY") and name not in others}
+    expected = inspect.type_info(cls) if given else None
+    if isinstance(expected, inspect.StructType):
+        check_unknown(expected, prefix, given, others)
+
+
 def check_unknown(expected: inspect.StructType, prefix: str, env: Mapping[str, str], others: frozenset[str]) -> None:
     """Raise `SettingsError` for a variable with the prefix that is neither a key nor one of `others`."""
     for variable, path in _variables(expected, prefix, env):
-        if len(path) > 1 or variable in others or _is_known(expected, path):
+        if variable in others or _is_known(expected, path):
             continue
         names = [f"{prefix}{'__'.join(map(str, path))}".upper() for path in _keys(expected)]
         near = difflib.get_close_matches(variable, [*names, *others], n=1)
@@ -87,7 +99,8 @@ def check_unknown(expected: inspect.StructType, prefix: str, env: Mapping[str, s
 
 
 def _is_known(expected: inspect.StructType, path: Path) -> bool:
-    return schema.at(expected, path) is not None or path[0] in schema.removed(expected)
+    table = schema.struct(schema.at(expected, path[:-1]) or expected)
+    return schema.at(expected, path) is not None or (table is not None and path[-1] in schema.removed(table))
 
 
 def _keys(table: inspect.StructType, path: Path = ()) -> Iterator[Path]:

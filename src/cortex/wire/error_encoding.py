@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cortex.wire.errors import CortexError, Family
+from cortex.wire.words import whole_seconds
 
 
 def status(error: CortexError, family: Family) -> int:
@@ -34,7 +35,7 @@ def headers(error: CortexError) -> dict[str, str]:
     not allowed."""
     found: dict[str, str] = {}
     if error.retry_after_s is not None:
-        found["retry-after"] = str(max(1, round(error.retry_after_s)))
+        found["retry-after"] = str(max(1, whole_seconds(error.retry_after_s)))
     if allowed_methods := error.details.get("allowed_methods"):
         found["allow"] = ", ".join(allowed_methods)
     return found

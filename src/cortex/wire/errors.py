@@ -212,6 +212,15 @@ class ModelNotFound(CortexError):
     anthropic_type = "not_found_error"
 
 
+class NodeNotFound(CortexError):
+    """The fleet has no node of that name; the message lists those that it has. Only operators name nodes."""
+
+    status = 404
+    code = "node_not_found"
+    openai_type = "invalid_request_error"
+    anthropic_type = "not_found_error"
+
+
 class ModelInUse(CortexError):
     """The order would disturb a model that is in use: it is in memory, pinned, or changing."""
 
@@ -303,6 +312,12 @@ class LoadFailed(CortexError):
 
     status = 502
     code = "load_failed"
+
+
+class UnloadedWhileLoading(LoadFailed):
+    """The load was cancelled, which is not a failure: the model may be loaded again at once."""
+
+    code = "load_cancelled"
 
 
 class HubUnavailable(LoadFailed):

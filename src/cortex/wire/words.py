@@ -1,8 +1,10 @@
-"""Counts for people to read, the same in messages, logs and commands."""
+"""Counts and times for people to read, the same in messages, logs and commands."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 
 def plural(count: float, noun: str, several: str | None = None) -> str:
@@ -11,12 +13,19 @@ def plural(count: float, noun: str, several: str | None = None) -> str:
     return f"{number} {noun if count == 1 else several or f'{noun}s'}"
 
 
+def whole_seconds(seconds: float) -> int:
+    """Rounded up, so that a time to wait is never too short. A thousandth more is an error of the sum, not a second."""
+    return math.ceil(round(seconds, 3))
+
+
 def duration(seconds: float) -> str:
-    """Seconds for people: `42 s`, `3 min`, `5 h`, `2 d`."""
-    for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * scale:
-            return f"{seconds / scale:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    """Seconds for people, rounded up: `42 s`, `2 min 30 s`, `24 h`, `2 d 3 h`."""
+    whole = whole_seconds(seconds)
+    for (unit, scale), (finer, step) in pairwise((("d", 86400), ("h", 3600), ("min", 60), ("s", 1))):
+        if whole >= 2 * scale:
+            count, rest = divmod(-(-whole // step) * step, scale)
+            return f"{count} {unit} {rest // step} {finer}" if rest else f"{count} {unit}"
+    return f"{whole} s"
 
 
 def os_error_in_words(error: OSError) -> str:

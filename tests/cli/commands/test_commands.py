@@ -9,9 +9,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from cortex.cli.commands.keys import keys
 from cortex.cli.cortex import cortex
 from cortex.cli.failures import ExitCode
 from cortex.cli.neuron import neuron
+from cortex.gateway.config import COMMAND_VARIABLES
 
 from ..canned_responses import MODELS, delta, sse
 
@@ -31,6 +33,7 @@ def test_sends_the_key_as_bearer_token(gateway: CannedGateway, invoke: Invoke) -
         (401, "invalid_api_key", ExitCode.DENIED),
         (403, "model_not_allowed", ExitCode.DENIED),
         (404, "model_not_found", ExitCode.NOT_FOUND),
+        (404, "node_not_found", ExitCode.NOT_FOUND),
         (507, "insufficient_capacity", ExitCode.NO_ROOM),
         (502, "load_failed", ExitCode.FAILED),
     ],
@@ -184,7 +187,7 @@ def test_plain_http_under_https_names_the_cause(gateway: CannedGateway, invoke: 
             "There is no model `x`: GET /v1/models lists what there is.",
             "There is no model `x`; ",
         ),
-        (400, "invalid_value", "There is no node x; the fleet has local.", "There is no node x; the fleet has local"),
+        (404, "node_not_found", "There is no node x; the fleet has local.", "There is no node x; the fleet has local"),
         (429, "insufficient_quota", "The key has 2 tokens; wait.", "The key has 2 tokens; wait"),
     ],
 )
@@ -214,3 +217,59 @@ def test_unknown_job_is_not_found(gateway: CannedGateway, invoke: Invoke) -> Non
     outcome = invoke("jobs", "--cancel", "x")
     assert outcome.code is ExitCode.NOT_FOUND
     assert outcome.error == "There is no job x; list them with `cortex jobs`"
+
+
+@pytest.mark.parametrize(
+    ("variable", "command", "advice"),
+    [
+        ("CORTEX_ULR", "status", "did you mean CORTEX_URL?"),
+        ("CORTEX_ULR", "usage", "did you mean CORTEX_URL?"),
+        ("CORTEX_API_KYE", "jobs", "did you mean CORTEX_API_KEY?"),
+        ("CORTEX_GATEWAY_LISTEN", "ps", "did you mean CORTEX_GATEWAY__LISTEN?"),
+        ("CORTEX_GATEWAY__LISTN", "models", "did you mean CORTEX_GATEWAY__LISTEN?"),
+    ],
+)
+def test_unknown_variable_is_an_error(
+    gateway: CannedGateway,
+    invoke: Invoke,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    command: str,
+    advice: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = invoke(command, env={variable: "x"})
+    assert (outcome.code, outcome.error) == (ExitCode.CONFIG, f"unknown environment variable {variable}: {advice}")
+    assert gateway.requests == []
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        *sorted(COMMAND_VARIABLES - {"CORTEX_URL", "CORTEX_CA_FILE"}),
+        "CORTEX_BEAST_KEY",
+        "CORTEX_GATEWAY__WORKERS",
+        "CORTEX_LEDGER",
+    ],
+)
+def test_variables_of_commands_and_configurations_are_known(gateway: CannedGateway, invoke: Invoke, known: str) -> None:
+    gateway.responses["GET", "/v1/models"] = {"data": []}
+    assert invoke("models", env={known: "x"}).code is ExitCode.OK
+
+
+@pytest.mark.parametrize(("program", "command"), [(cortex, ("status",)), (neuron, ("key",))])
+def test_help_and_version_ignore_unknown_variables(program: click.Group, command: tuple[str, ...]) -> None:
+    typo = {f"{str(program.name).upper()}_TYPO": "x"}
+    for arguments in (("--help",), ("--version",), (*command, "-h")):
+        assert CliRunner().invoke(program, arguments, env=typo).exit_code == 0
+    error = CliRunner().invoke(program, command, env=typo).exception
+    assert "unknown environment variable" in str(error)
+
+
+def test_variables_of_all_options_are_known() -> None:
+    commands = [*cortex.commands.values(), *keys.commands.values()]
+    options = [option for command in commands for option in command.params]
+    names = {name for option in options if isinstance(name := option.envvar, str)}
+    assert "CORTEX_URL" in names
+    assert names <= COMMAND_VARIABLES

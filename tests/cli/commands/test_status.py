@@ -33,7 +33,7 @@ def test_models_as_json_is_the_response_of_the_gateway(gateway: CannedGateway, i
 def test_ps_lists_models_in_memory(gateway: CannedGateway, invoke: Invoke) -> None:
     gateway.responses["GET", "/fleet/status"] = fleet({**READY, "pinned": True}, LOADING | {"id": "other"})
     shown = invoke("ps").stdout
-    for part in ("small", "beast", "ready", "900 MiB", "12 min", "yes", "loading: read 50%, 4 s left"):
+    for part in ("small", "beast", "ready", "900 MiB", "11 min 40 s", "yes", "loading: read 50%, 4 s left"):
         assert part in shown
     assert [entry["model"]["id"] for entry in json.loads(invoke("ps", "--json").stdout)] == ["small", "other"]
 
@@ -103,7 +103,7 @@ def test_status_shows_devices_models_and_waiting_requests(gateway: CannedGateway
     gateway.responses["GET", "/fleet/status"] = fleet(READY, {**LOADING, "id": "other"}, cold_models=["third"])
     outcome = invoke("status")
     assert outcome.code is ExitCode.OK
-    for part in ("RTX 5090", "24.0 GiB of 32.0 GiB", "900 MiB", "8,192", "idle 12 min", "~5.0 GiB", "50% read, 4 s"):
+    for part in ("RTX 5090", "24.0 GiB of 32.0 GiB", "900 MiB", "8,192", "idle 11 min", "~5.0 GiB", "50% read, 4 s"):
         assert part in outcome.stdout
     assert "cold: third" in outcome.stdout
     assert "2 waiting for large" in outcome.stdout

@@ -24,8 +24,22 @@ def test_size_has_a_readable_unit(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(3, "3 s"), (119, "119 s"), (600, "10 min"), (86400 * 3, "3 d")])
-def test_duration_has_a_readable_unit(seconds: float, text: str) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (3, "3 s"),
+        (0.2, "1 s"),
+        (119, "119 s"),
+        (150, "2 min 30 s"),
+        (599.1, "10 min"),
+        (3600 * 24, "24 h"),
+        (3600 * 3 - 0.5, "3 h"),
+        (3600 * 3 + 1, "3 h 1 min"),
+        (86400 * 3, "3 d"),
+        (86400 * 3 + 60, "3 d 1 h"),
+    ],
+)
+def test_duration_has_a_readable_unit_and_is_never_too_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
@@ -49,7 +63,7 @@ def loading(done: int) -> ModelStatus:
 
 
 def test_describes_state_and_progress() -> None:
-    assert describe(loading(42)) == "loading: read 42%, 3 s left"
+    assert describe(loading(42)) == "loading: read 42%, 4 s left"
     assert describe(ModelStatus(id="m", state=ModelState.READY)) == "ready"
     replicated = ModelStatus(id="m", state=ModelState.READY, replica_devices=((0, 1), (2, 3)))
     assert describe(replicated) == "ready: 2 replicas on devices 0+1, 2+3"

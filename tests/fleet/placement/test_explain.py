@@ -30,6 +30,14 @@ def test_table_shows_need_have_and_reason_for_every_device(model: Make, node: Ma
     )
 
 
+@pytest.mark.parametrize(("state", "words"), [(ModelState.READY, "ready"), (ModelState.LOADING, "starting")])
+def test_outcome_names_all_nodes_that_have_the_model(
+    model: Make, node: Make, fleet: Make, state: ModelState, words: str
+) -> None:
+    held = [node(name, [24], model("m", 10, state=state)) for name in ("attic", "beast")]
+    assert outcome(place("m", fleet(*held, node("cellar", [24])), NOW)) == f"m is {words} on attic, beast."
+
+
 def test_json_has_the_numbers_and_reasons(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     snapshot = fleet(node("n", [24], model("old", 20, pinned=True)), specs=[spec("m", 10)])
     data = as_json(place("m", snapshot, NOW))

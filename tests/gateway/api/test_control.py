@@ -271,8 +271,15 @@ async def test_failed_operator_load_returns_the_reason(neurons: StartNeuron, sta
     status, body = await client.post("/fleet/models/a/load", {"node": "beast"})
     assert (status, body["error"]["message"]) == (502, "corrupt file")
     status, body = await client.post("/fleet/models/a/load", {"node": "nobody"})
-    assert status == 400
+    assert (status, body["error"]["code"]) == (404, "node_not_found")
     assert "beast" in body["error"]["message"]
+    assert (await client.get("/fleet/explain/a?node=nobody"))[0] == 404
+    for order in ("unload", "pin", "unpin"):
+        status, body = await client.post(f"/fleet/models/a/{order}", {"node": "nobody"})
+        assert (status, body["error"]["code"]) == (404, "node_not_found")
+    await client.post("/fleet/models/a/unload", {"node": "beast"})  # clears the failure
+    status, body = await client.post("/fleet/models/a/unload", {"node": "beast"})
+    assert (status, body["error"]["message"]) == (404, "a is not loaded on beast.")
 
 
 async def test_load_on_a_node_that_the_catalogue_excludes_is_a_wrong_request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -72,8 +73,9 @@ async def test_order_with_an_option_that_it_does_not_have_changes_nothing(
 
 
 async def test_cancelled_load_ends_on_the_node_and_is_not_a_failure(
-    neurons: StartNeuron, start_gateway: StartGateway
+    neurons: StartNeuron, start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     _, body = await client.post("/fleet/models/a/load", {"wait": False})
@@ -84,6 +86,8 @@ async def test_cancelled_load_ends_on_the_node_and_is_not_a_failure(
     beast.load_gate.set()
     status, job = await cancel
     assert (status, job["state"]) == (200, "cancelled")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], caplog.text
+    assert "load cancelled" in caplog.messages
     _, explained = await client.get("/fleet/explain/a")
     assert explained["action"] != "reject", "the model may be loaded again at once"
     await until(lambda: client.gateway.dispatcher.explain("a").action == "load")
@@ -205,7 +209,7 @@ async def test_pin_and_drain_survive_a_restart(neurons: StartNeuron, start_gatew
     assert [model["pinned"] for model in fleet["nodes"][0]["models"]] == [True]
     await second.post("/fleet/nodes/other/undrain")
     assert (await second.chat("b"))[0] == 200
-    assert (await second.post("/fleet/nodes/nowhere/drain"))[0] == 400
+    assert (await second.post("/fleet/nodes/nowhere/drain"))[0] == 404
 
 
 async def test_pull_is_a_job_on_the_node_with_room(neurons: StartNeuron, start_gateway: StartGateway) -> None:
@@ -241,7 +245,7 @@ async def test_pull_is_cancelled_fails_with_the_reason_and_needs_a_known_name(
     beast.pull = PullStatus(model_id="mine", state="failed", reason="no such quantisation")
     job = await ended(client, body["job"]["id"])
     assert (job["state"], job["error"]["message"]) == ("failed", "no such quantisation")
-    for wrong, status in (({"model": "none"}, 404), ({"model": "a/b", "node": "x"}, 400), ({"modell": "a"}, 400)):
+    for wrong, status in (({"model": "none"}, 404), ({"model": "a/b", "node": "x"}, 404), ({"modell": "a"}, 400)):
         assert (await client.post("/fleet/pull", wrong))[0] == status
 
 
@@ -283,7 +287,7 @@ async def test_hub_offer_has_sizes_and_where_each_would_fit(neurons: StartNeuron
     await attic.stop()
     status, body = await client.get("/fleet/hub/org/new?node=attic")
     assert (status, body["error"]["code"]) == (502, "upstream_unavailable")
-    for wrong, status in (("none", 404), ("org/new?node=x", 400)):
+    for wrong, status in (("none", 404), ("org/new?node=x", 404)):
         assert (await client.get(f"/fleet/hub/{wrong}"))[0] == status
 
 

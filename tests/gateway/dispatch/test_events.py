@@ -15,7 +15,7 @@ from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
 from cortex.gateway.dispatch.model_jobs import Cause
-from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, UpstreamUnavailable
+from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable
 from cortex.wire.node.protocol import LoadRequest, UnloadRequest
 
 from ..fake_fleet import GB, FakeFleet, node_of
@@ -139,13 +139,13 @@ class Simulation(FakeFleet):
         outcome = self.random.choice(["ready", "ready", "ready", "failed", "out of memory"])
         if target in self.cancelled:
             self.cancelled.discard(target)
-            outcome = "failed"
+            outcome = "cancelled"
         if outcome == "ready":
             self.ready[target.node][target.model] = self.now
             self.dispatcher.load_ended(target, self.status(*target))
         else:
-            error = LoadFailed if outcome == "failed" else InsufficientCapacity
-            self.dispatcher.load_ended(target, error(outcome))
+            errors = {"failed": LoadFailed, "cancelled": UnloadedWhileLoading, "out of memory": InsufficientCapacity}
+            self.dispatcher.load_ended(target, errors[outcome](outcome))
 
     def end_unload(self, target: ModelOnNode) -> None:
         self.unloading.discard(target)

@@ -1,8 +1,10 @@
 """Makes Triton's interpreter fast enough for a test suite.
 
-Tensors are small here, and most of its time goes into describing them: every operation makes types, shapes and tables
-of types again. They are kept here.
+Tensors are small here, and most of its time goes into describing them: every operation decides again which types its
+operands have in common, and makes types, shapes and constants again. They are kept here.
 """
+
+# ruff: noqa: SLF001
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from triton.language import core, standard
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+_core: Any = core
 _BlockType: Any = core.block_type
 _Tensor: Any = core.tensor
 _Semantic: Any = TritonSemantic
@@ -20,12 +23,20 @@ _interpreter: Any = interpreter
 
 _init_block_type = _BlockType.__init__
 _init_tensor = _Tensor.__init__
+_find_common_type = _Semantic.binary_op_type_checking_impl
 _broadcast = _Semantic.broadcast_impl_value
-_numpy_dtype = _interpreter._get_np_dtype  # noqa: SLF001
+_cast = _Semantic.cast
+_unwrap_if_constexpr = _core._unwrap_if_constexpr
+_patch_attr = _interpreter._patch_attr
+_numpy_dtype = _interpreter._get_np_dtype
+
+_NEVER_WRAP = frozenset((_Tensor, core.dtype, core.pointer_type, _BlockType, int, bool, float, str, type(None)))
 
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
 _shapes: dict[str, tuple[Any, Any]] = {}
 _numpy_dtypes: dict[str, Any] = {}
+_common_types: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+_same_shapes: dict[tuple[str, str], Any] = {}
 
 
 def _init_block_type_once(block_type: Any, element_type: Any, shape: Any) -> None:
@@ -45,6 +56,10 @@ def _init_tensor_of_known_shape(tensor: Any, handle: Any, dtype: Any) -> None:
         _shapes[dtype.name] = tensor.shape, tensor.numel
 
 
+def _init_handle_unchecked(handle: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+    handle.data, handle.dtype, handle.attr = data, dtype, {} if attr is None else attr
+
+
 def _known_numpy_dtype(dtype: Any) -> Any:
     name = dtype.scalar.name
     if name not in _numpy_dtypes:
@@ -52,10 +67,59 @@ def _known_numpy_dtype(dtype: Any) -> Any:
     return _numpy_dtypes[name]
 
 
+def _known_same_shape(block_type: Any, element_type: Any) -> Any:
+    key = block_type.name, element_type.name
+    if key not in _same_shapes:
+        _same_shapes[key] = _BlockType(element_type, block_type.shape)
+    return _same_shapes[key]
+
+
+def _find_known_common_type(semantic: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The operands as the operation needs them. numpy broadcasts their data, so only their types are of one shape."""
+    left_key = left.type.name if type(left) is _Tensor else repr(left)
+    right_key = right.type.name if type(right) is _Tensor else repr(right)
+    key = left_key, right_key, args, *kwargs.items()
+    if known := _common_types.get(key):
+        return _converted(semantic, left, known[0]), _converted(semantic, right, known[1])
+    _common_types[key] = _find_common_type(semantic, left, right, *args, **kwargs)
+    return _common_types[key]
+
+
+def _converted(semantic: Any, operand: Any, example: Any) -> Any:
+    if type(operand) is not _Tensor:
+        return example  # a number: it is in the key
+    if operand.dtype.name != example.dtype.name:
+        operand = _cast(semantic, operand, example.dtype)
+    return operand if operand.type.name == example.type.name else _Tensor(operand.handle, example.type)
+
+
+def _cast_where_types_differ(semantic: Any, operand: Any, dtype: Any, fp_downcast_rounding: str | None = None) -> Any:
+    if operand.dtype is dtype.scalar:
+        return operand
+    return _cast(semantic, operand, dtype, fp_downcast_rounding)
+
+
 def _broadcast_where_shapes_differ(semantic: Any, left: Any, right: Any) -> Any:
     if left.type.is_block() and right.type.is_block() and left.type.shape.values == right.type.shape.values:
         return left, right
     return _broadcast(semantic, left, right)
+
+
+def _unwrap(value: Any) -> Any:
+    return value if type(value) in _NEVER_WRAP else _unwrap_if_constexpr(value)
+
+
+def _give_semantic(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Make `_semantic` a default of a function of the language: no wrapper has to add it to each call."""
+    function = getattr(member, "__wrapped__", member)
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    if "_semantic" in names:
+        values = list(function.__defaults__)
+        values[names.index("_semantic") - len(names)] = _interpreter.interpreter_semantic
+        function.__defaults__ = tuple(values)
+        scope.set_attr(owner, name, function)
+    else:
+        _patch_attr(owner, name, member, builder, scope)
 
 
 def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,12 +129,18 @@ def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 def speed_up() -> None:
     _BlockType.__init__ = _init_block_type_once
     _Tensor.__init__ = _init_tensor_of_known_shape
+    _BlockType.with_element_ty = _known_same_shape
+    _Semantic.binary_op_type_checking_impl = _find_known_common_type
+    _Semantic.cast = _cast_where_types_differ
     _Semantic.broadcast_impl_value = _broadcast_where_shapes_differ
-    _interpreter._get_np_dtype = _known_numpy_dtype  # noqa: SLF001
+    _interpreter.TensorHandle.__init__ = _init_handle_unchecked
+    _core._unwrap_if_constexpr = _unwrap
+    _interpreter._patch_attr = _give_semantic
+    _interpreter._get_np_dtype = _known_numpy_dtype
 
     # It would replace the functions of the language again at every call of a device function, and assert at every sum
     # and product of integers that it does not overflow, which tensors as small as these never do.
-    _interpreter._patch_lang(standard.sum.fn)  # noqa: SLF001
+    _interpreter._patch_lang(standard.sum.fn)
     _interpreter.InterpretedFunction.__call__ = _call_device_function
     builder = _interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

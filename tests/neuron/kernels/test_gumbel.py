@@ -86,13 +86,15 @@ def test_small_seeds_positions_and_tokens_give_no_outlier(device: torch.device) 
         assert noise.max().item() < math.log(noise.numel()) + 14
 
 
-def test_masked_token_is_never_sampled_in_ten_million_samples(device: torch.device) -> None:
-    """Every second token is masked. Noise that is infinite for one hash in 2**24 would fail this test."""
+def test_masked_token_is_never_sampled(device: torch.device) -> None:
+    """Every second token is masked. Noise that is infinite for one hash in 2**24 would fail this test on a GPU. What a
+    CPU computes for every hash is finite: the first test."""
+    num_draws = 1_000_000 if device.type == "cpu" else 10_000_000
     vocab = 8
     logits = torch.zeros(vocab, device=device)
     logits[::2] = -torch.inf
-    counts = sample_counts(logits, 10_000_000)
-    assert counts.sum() == 10_000_000
+    counts = sample_counts(logits, num_draws)
+    assert counts.sum() == num_draws
     assert counts[::2].sum() == 0
     assert chi_square_excess(counts[1::2], torch.full((vocab // 2,), 2 / vocab, device=device)) < 5
 
@@ -106,7 +108,7 @@ def test_sample_frequencies_match_the_probabilities(vocab: int, device: torch.de
 
 def test_sample_frequencies_match_the_probabilities_of_a_large_vocabulary(device: torch.device) -> None:
     """Half of the probability is on 64 tokens, the rest is spread over all others in a long tail."""
-    num_draws = 200 if device.type == "cpu" else 40_000
+    num_draws = 64 if device.type == "cpu" else 40_000
     tail = -torch.arange(LARGE_VOCAB - 64, dtype=torch.float64).log1p()
     head = torch.full((64,), (tail.logsumexp(0) - math.log(64)).item(), dtype=torch.float64)
     logits = torch.cat((head, tail)).float().to(device)
@@ -118,7 +120,7 @@ def test_sample_frequencies_match_the_probabilities_of_a_large_vocabulary(device
 
 def test_uniform_large_vocabulary_does_not_favour_small_token_ids(device: torch.device) -> None:
     """argmax takes the first of equal sums, so coarse noise would favour small token ids."""
-    num_draws = 200 if device.type == "cpu" else 200_000
+    num_draws = 64 if device.type == "cpu" else 200_000
     counts = sample_counts(torch.zeros(LARGE_VOCAB, device=device), num_draws)
     parts = counts.view(8, -1).sum(1)
     assert chi_square_excess(parts, torch.full((8,), 1 / 8, device=device)) < 5

@@ -123,17 +123,23 @@ async def test_kills_a_fork_server_whose_import_hangs(tmp_path: Path, monkeypatc
     # closing does not wait for the import either
 
 
-async def test_openmp_threads_spin_briefly_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+async def test_libraries_of_workers_spin_briefly_and_write_no_profiles_unless_configured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "ONEDNN_JIT_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
     async with worker_factory() as made:
         worker, channel = await forked(made)
-        assert b"GOMP_SPINCOUNT=1000" in Path(f"/proc/{worker.process_id}/environ").read_bytes()
+        environment = Path(f"/proc/{worker.process_id}/environ").read_bytes().split(b"\0")
+        assert {b"GOMP_SPINCOUNT=1000", b"ONEDNN_JIT_PROFILE=0"} <= set(environment)
         channel.close()
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    monkeypatch.setenv("ONEDNN_JIT_PROFILE", "1")
     async with worker_factory() as made:
         worker, channel = await forked(made)
-        assert b"GOMP_SPINCOUNT" not in Path(f"/proc/{worker.process_id}/environ").read_bytes()
+        environment = Path(f"/proc/{worker.process_id}/environ").read_bytes().split(b"\0")
+        assert b"ONEDNN_JIT_PROFILE=1" in environment
+        assert not any(variable.startswith(b"GOMP_SPINCOUNT") for variable in environment)
         channel.close()
 
 

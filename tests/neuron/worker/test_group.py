@@ -107,7 +107,7 @@ async def test_ranks_are_in_the_order_of_the_devices_and_counted_together(
     assert group.device_indices == (1, 4, 6)
     assert group.freed_at_s == 6.0
     ranks = [rank_of(supervisor) for supervisor in supervisors]
-    assert [(rank.rank, rank.size, rank.backend) for rank in ranks] == [(0, 3, "gloo"), (1, 3, "gloo"), (2, 3, "gloo")]
+    assert [(rank.rank, rank.size, rank.backend) for rank in ranks] == [(0, 3, "tcp"), (1, 3, "tcp"), (2, 3, "tcp")]
     assert len({rank.directory for rank in ranks}) == 1
     assert ranks[0].device_locks == ("/locks/1", "/locks/4", "/locks/6")
     assert (resident.measured_bytes, resident.info.weight_bytes, resident.info.num_pages) == (60, 30, 7)

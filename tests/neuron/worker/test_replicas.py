@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
+from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, ModelSink, Resident, SleepRejected
@@ -164,6 +165,25 @@ async def test_lost_replica_fails_its_own_requests_and_comes_back(
     await asyncio.sleep(0)
     replicas.submit(resident, request("d"))
     assert first.requests[-1] == "d"
+
+
+async def test_replica_that_is_given_up_does_not_count_until_it_is_tried_again() -> None:
+    first, second, sink = FakeHost(0), FakeHost(1), RecordingSink()
+    policy = BackoffPolicy(max_streak=1)
+    replicas = WorkerReplicas([first.opened, second.opened], lambda _: contextlib.nullcontext(), policy)
+    resident = await replicas.load(LoadSpec("m"), sink)
+    first.fails, sink.stats = True, EngineStats(waiting=9)
+    first.sink.on_lost("killed")
+    shown = [replicas.replica_devices]
+    while shown[-1] != ((1,),):
+        await asyncio.sleep(0)
+        shown.append(replicas.replica_devices)
+    assert shown[0] == ((0,), (1,)), "it is loaded again first"
+    assert sink.stats == EngineStats(), "which has the model count its slots again"
+    assert replicas.device_indices == (0, 1)
+    await replicas.wake(await replicas.sleep(resident))
+    assert len(replicas.replica_devices) == 2
+    replicas.stop_reloads()
 
 
 async def test_extra_replica_serves_and_is_not_among_devices_and_sizes(loaded: Loaded) -> None:

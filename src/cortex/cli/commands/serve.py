@@ -35,5 +35,5 @@ def serve(config: Path | None) -> None:
         raise CommandError(what, remedy, ExitCode.NO_ROOM) from error
     except StoreError as error:
         raise CommandError(
-            str(error), "check `gateway.state` and `ledger.database` in the configuration", ExitCode.CONFIG
+            str(error), "check `gateway.state` and `ledger.database` in the configuration", ExitCode.UNREACHABLE
         ) from error

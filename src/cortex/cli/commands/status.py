@@ -108,9 +108,10 @@ def _devices(node: NodeView) -> Table:
     rows = table(">", "", "", ">", "")
     rows.show_header = False
     for device in node.devices:
-        used_bytes = device.total_bytes - device.free_bytes
+        used_bytes = device.total_bytes - device.free_bytes + device.extra_replica_bytes
         notes = [
             f"{size(device.foreign_bytes)} other programs" if device.foreign_bytes > 1 << 30 else "",
+            f"{size(device.extra_replica_bytes)} extra replicas" if device.extra_replica_bytes else "",
             f"models take at most {size(device.ceiling_bytes)}" if device.ceiling_bytes is not None else "",
         ]
         rows.add_row(

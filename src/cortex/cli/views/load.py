@@ -5,7 +5,7 @@ from __future__ import annotations
 from cortex.cli.output import size
 from cortex.cli.views.progress import ProgressView
 from cortex.wire.node.protocol import ModelState, ModelStatus
-from cortex.wire.words import replicas_in_words
+from cortex.wire.words import duration, replicas_in_words
 
 
 def fraction_done(status: ModelStatus) -> float | None:
@@ -26,7 +26,7 @@ def describe(status: ModelStatus) -> str:
         if (fraction := fraction_done(status)) is not None:
             text += f" {fraction:.0%}"
         if status.progress.eta_s is not None:
-            text += f", {status.progress.eta_s:.0f} s left"
+            text += f", {duration(status.progress.eta_s)} left"
     return text
 
 

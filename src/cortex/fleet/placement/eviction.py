@@ -15,7 +15,7 @@ from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import ON_DEVICE, Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.protocol import ModelState
-from cortex.wire.words import plural
+from cortex.wire.words import duration, plural
 
 WHOLE_NODE = -1
 """The key of a shortfall that an unload on any device of the node relieves: one of the node's memory ceiling."""
@@ -86,7 +86,7 @@ def protection(
     """Why `held` must not be evicted for `newcomer`; `None` when it may. Lasting reasons come before temporary ones."""
     spec = fleet.catalogue.spec(held.model_id)
     if held.state is ModelState.UNLOADING:
-        return Protection.CHANGING, f"unloading for {now - held.state_since:.0f} s"
+        return Protection.CHANGING, f"unloading for {duration(now - held.state_since)}"
     if not node.has_lifecycle:
         return Protection.UNMANAGED, "its node does not unload models on request"
     if held.pinned or spec.is_pinned_on(node.name):
@@ -96,13 +96,13 @@ def protection(
     if background:
         return Protection.BACKGROUND, "background requests evict nothing"
     if held.state is not ModelState.READY:
-        return Protection.CHANGING, f"{held.state} for {now - held.state_since:.0f} s"
+        return Protection.CHANGING, f"{held.state} for {duration(now - held.state_since)}"
     if held.is_busy:
         running = max(held.in_flight, held.status.load.running + held.status.load.waiting)
         return Protection.BUSY, f"busy with {plural(running, 'request')}"
     age_s = now - held.state_since
-    if age_s < fleet.rules.min_residency_s:
-        return Protection.YOUNG, f"loaded {age_s:.0f} s ago, kept for at least {fleet.rules.min_residency_s:.0f} s"
+    if (kept_s := fleet.rules.min_residency_s - age_s) > 0:
+        return Protection.YOUNG, f"loaded {duration(age_s)} ago, kept for another {duration(kept_s)}"
     return None
 
 

@@ -39,9 +39,9 @@ def outcome(decision: Decision) -> str:
     model_id, node = decision.model_id, decision.node
     match decision.action:
         case "route":
-            return f"{model_id} is ready on {node}."
+            return f"{model_id} is ready on {_nodes(decision, Verdict.RESIDENT)}."
         case "join":
-            return f"{model_id} is starting on {node}."
+            return f"{model_id} is starting on {_nodes(decision, Verdict.STARTING)}."
         case "wake" | "load":
             verb = "wake" if decision.action == "wake" else "load"
             names = [f"{model} on {place}" if place != node else model for place, model in decision.evictions]
@@ -54,6 +54,11 @@ def outcome(decision: Decision) -> str:
             return f"{model_id} waits for room on {first.node}: {first.reason}."
         case "reject":
             return rejection(decision).message
+
+
+def _nodes(decision: Decision, verdict: Verdict) -> str:
+    """All nodes with this verdict, the best one first."""
+    return ", ".join(each.node for each in decision.assessments if each.verdict is verdict)
 
 
 def as_json(decision: Decision) -> dict[str, Any]:

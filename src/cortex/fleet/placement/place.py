@@ -12,7 +12,7 @@ from cortex.fleet.memory import Need, need_of
 from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import STARTING, Fleet, Node, Residency
 from cortex.wire.node.protocol import ModelShare, ModelState, ModelStatus
-from cortex.wire.words import replicas_in_words
+from cortex.wire.words import duration, replicas_in_words
 
 from .decision import Action, Assessment, Decision, Origin, Verdict
 from .eviction import occupies
@@ -195,11 +195,11 @@ def _without_memory(
         facts = [f"ready, requests in progress: {int(_load(held))}", *([replicas] if replicas else ())]
         return Verdict.RESIDENT, ", ".join(facts) + _layers(node, held, fleet)
     if held is not None and held.state in STARTING:
-        return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
+        return Verdict.STARTING, f"{held.state} for {duration(now - held.state_since)}"
     if any(reservation.model_id == spec.id for reservation in node.reservations):
         return Verdict.STARTING, "load ordered"
     if held is not None and held.state is ModelState.UNLOADING:
-        return Verdict.BLOCKED, f"unloading for {now - held.state_since:.0f} s"
+        return Verdict.BLOCKED, f"unloading for {duration(now - held.state_since)}"
     if not node.has_lifecycle:
         return Verdict.NOT_LISTED, "does not serve this model, and does not load models on request"
     if held is None and not fleet.catalogue.has(spec.id):
@@ -217,7 +217,7 @@ def _without_memory(
     if held is not None and held.state is ModelState.FAILED and origin != "operator":
         age_s = now - held.state_since
         if age_s < fleet.rules.retry_failed_after_s:
-            return Verdict.FAILED, held.status.reason or f"failed to load {age_s:.0f} s ago"
+            return Verdict.FAILED, held.status.reason or f"failed to load {duration(age_s)} ago"
     return None
 
 

@@ -25,9 +25,9 @@ from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.errors import (
     CortexError,
-    InvalidValue,
     LoadFailed,
     ModelNotFound,
+    NodeNotFound,
     UpstreamUnavailable,
     from_code,
     shorten,
@@ -184,7 +184,7 @@ class FileRoutes:
         node = self._dispatcher.fleet.node(name)
         if client is None or node is None or not node.has_lifecycle:
             known = ", ".join(node.name for node in self._dispatcher.fleet.nodes if node.has_lifecycle) or "none"
-            raise InvalidValue(f"There is no node {shorten(name)} that keeps files; there are: {known}.", param="node")
+            raise NodeNotFound(f"There is no node {shorten(name)} that keeps files; there are: {known}.", param="node")
         return client
 
 

@@ -25,7 +25,7 @@ from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
 from cortex.gateway.dispatch.queues import Queues
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.waiting_requests import WaitingRequests
-from cortex.wire.errors import CortexError, InsufficientCapacity, ShuttingDown
+from cortex.wire.errors import CortexError, InsufficientCapacity, NodeNotFound, ShuttingDown, shorten
 from cortex.wire.node.protocol import Discovery, Health, ModelStatus
 
 
@@ -101,8 +101,16 @@ class Dispatcher(StateMachine):
         return frozenset() if job is None else frozenset(victim.model for victim in job.victims)
 
     def explain(self, model: str, origin: Origin = "request", *, only_on: str | None = None) -> Decision:
-        """What would be decided now. Changes nothing."""
+        """What would be decided now. Changes nothing. Raises NodeNotFound."""
+        self.check_node(only_on)
         return place(model, self.fleet, self._clock(), origin=origin, only_on=only_on)
+
+    def check_node(self, node: str | None) -> None:
+        """Raises NodeNotFound for a name that no node has."""
+        names = [here.name for here in self.fleet.nodes]
+        if node is not None and node not in names:
+            known = ", ".join(names) or "none"
+            raise NodeNotFound(f"There is no node {shorten(node)}; the fleet has {known}.", param="node")
 
     def explain_new(self, model: str, num_bytes: int) -> Decision:
         """Where an operator could load a model that no node has yet."""
@@ -240,8 +248,8 @@ class Dispatcher(StateMachine):
 
     @event
     def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None:
-        job = self._jobs.load_ended(target, result)
-        is_cancelled = self._jobs.take_cancelled(target)
+        is_cancelled = self._jobs.take_cancelled(target, result)
+        job = self._jobs.load_ended(target, result, is_cancelled=is_cancelled)
         if isinstance(result, ModelStatus):
             self._jobs.notify(target, "load", None)
         elif is_cancelled:

@@ -15,7 +15,7 @@ from cortex.fleet.placement.decision import Decision
 from cortex.fleet.topology import ON_DEVICE, ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
-from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
+from cortex.wire.errors import CortexError, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable
 from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, SamplingDefaults, UnloadRequest
 
 Cause = Literal["evicted", "ttl", "operator"]
@@ -119,18 +119,21 @@ class ModelJobs:
         elif job.victims:  # they are being unloaded already; the load itself has not begun
             del self._fleet_state.loads[target]
             self._event_log.settled(target.model)
-            self.notify(target, "load", LoadFailed(f"The load of {target.model} was cancelled."))
+            self._event_log.happened("load_cancelled", node=target.node, model=target.model)
+            self.notify(target, "load", UnloadedWhileLoading(f"The load of {target.model} was cancelled."))
         else:
             self._cancelled.add(target)
             self.unload(target, cause="operator", force=True)
 
-    def take_cancelled(self, target: ModelOnNode) -> bool:
-        """Whether the load that just ended was cancelled."""
-        is_cancelled = target in self._cancelled
+    def take_cancelled(self, target: ModelOnNode, result: ModelStatus | CortexError) -> bool:
+        """Whether the load that just ended was cancelled, here or elsewhere."""
+        is_cancelled = target in self._cancelled or isinstance(result, UnloadedWhileLoading)
         self._cancelled.discard(target)
         return is_cancelled
 
-    def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> LoadJob | None:
+    def load_ended(
+        self, target: ModelOnNode, result: ModelStatus | CortexError, *, is_cancelled: bool
+    ) -> LoadJob | None:
         """Record how a load ended; returns its job, so that a failed one may be tried again."""
         node, model = target
         job = self._fleet_state.loads.pop(target, None)
@@ -143,6 +146,8 @@ class ModelJobs:
             self._fleet_state.failures.pop(target, None)
             self._fleet_state.shortfalls.pop(target, None)
             self._event_log.happened("model_loaded", node=node, model=model, bytes=result.measured_bytes)
+        elif is_cancelled:
+            self._event_log.happened("load_cancelled", node=node, model=model)
         else:
             self._event_log.happened("load_failed", node=node, model=model, why=result.message)
         return job

@@ -10,6 +10,7 @@ from cortex.gateway.dispatch.leases import LeasePool
 from cortex.gateway.dispatch.model_jobs import ModelJobs
 from cortex.gateway.dispatch.queues import Queues
 from cortex.wire.errors import CortexError, Overloaded
+from cortex.wire.words import duration
 
 
 class WaitingRequests:
@@ -45,7 +46,7 @@ class WaitingRequests:
             decision = explain_model(pending.model)
             pending.deliver(
                 Overloaded(
-                    f"{pending.model} did not become ready within {self._queues.max_wait_s:.0f} s. "
+                    f"{pending.model} did not become ready within {duration(self._queues.max_wait_s)}. "
                     f"{explain.outcome(decision)}",
                     retry_after_s=30.0,
                     details={"decision": explain.as_json(decision)},

@@ -27,7 +27,7 @@ from cortex.settings import Listen, SettingsError, stamp
 from cortex.tasks import Supervisor
 from cortex.telemetry import Tracer, logs, open_tracer
 from cortex.tls import CHECK_FILES_S, ServerCertificate
-from cortex.wire.words import plural
+from cortex.wire.words import duration, plural
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,8 @@ async def _serve_node(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        log.info("shutting down: draining %s, up to %.0f s", plural(drain_gate.num_requests, "request"), config.drain_s)
+        num_requests = plural(drain_gate.num_requests, "request")
+        log.info("shutting down: draining %s, up to %s", num_requests, duration(config.drain_s))
         drain_gate.close()
         await node.close()
         await drain_gate.drained(_FLUSH_S)

@@ -133,7 +133,7 @@ class RankSpec:
     size: int
     directory: str
     """Private to this load: the ranks find each other through files in it."""
-    backend: Literal["nccl", "gloo"] = "gloo"
+    backend: Literal["nccl", "tcp"] = "tcp"
     device_locks: tuple[str, ...] = ()
     """A file for each device of the group, in the same order for all models. The leader locks them for each step."""
     meeting: Meeting | None = None

@@ -20,7 +20,7 @@ from cortex.neuron.kernels.products.native import NativeMatrix
 from cortex.neuron.kernels.quantised.few_rows import few_rows_product, gated_few_rows_product, max_few_rows
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
-from cortex.neuron.kernels.quantised.product import MAX_SMALL_ROWS, packed_product
+from cortex.neuron.kernels.quantised.product import MAX_SMALL_ROWS, gated_product, packed_product
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import QuantisedMatrix
 
@@ -83,7 +83,9 @@ class PackedProjections:
             rows = float8_rows(x, grouped=False, norm_weight=norm.weight, eps=norm.eps)
             return gated_float8_product(rows, matrix)
         if len(x) > self._max_normed_rows:
-            return None
+            if isinstance(matrix, Float8Matrix) or len(x) > MAX_SMALL_ROWS:
+                return None
+            return gated_product(norm(x), matrix)
         if len(x) > 1 and isinstance(matrix, PackedMatrix):
             return gated_few_rows_product(x.contiguous(), matrix, norm.weight, norm.eps)
         out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)

@@ -25,7 +25,15 @@ from cortex.neuron.node.memory.sleep_budget import SleepBudget
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.model_host import Damaged, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
-from cortex.wire.errors import CortexError, LoadFailed, Overloaded, Recovering, ShuttingDown, about
+from cortex.wire.errors import (
+    CortexError,
+    LoadFailed,
+    Overloaded,
+    Recovering,
+    ShuttingDown,
+    UnloadedWhileLoading,
+    about,
+)
 from cortex.wire.node.protocol import ModelState
 
 log = logging.getLogger(__name__)
@@ -254,7 +262,7 @@ class ModelController:
     def _post_if_cancelled(self, attempt: int, task: asyncio.Task[None]) -> None:
         # A task may be cancelled before its first line runs, so this cannot be an `except` in it.
         if task.cancelled():
-            self._post(events.LoadEnded(attempt, LoadFailed(f"{self.model_id}: the load was cancelled")))
+            self._post(events.LoadEnded(attempt, UnloadedWhileLoading(f"{self.model_id}: the load was cancelled")))
 
     async def _load(self, attempt: int, delay_s: float) -> Instance:
         await asyncio.sleep(delay_s)

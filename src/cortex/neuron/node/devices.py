@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import tempfile
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.node.memory.ceilings import Ceilings
@@ -52,7 +50,9 @@ class NodeDevices:
         self._reserve = reserve
         self._ceilings = ceilings
         self._worker_factory = worker_factory
-        self._lock_directory = tempfile.mkdtemp(prefix="neuron-devices-")
+        self._locks: dict[int, int] = {}
+        """Device index → a file in memory. Workers open it by its path in this process: nothing is left of one that is
+        killed."""
         self.supervisors = {
             device.index: WorkerSupervisor(
                 DeviceAddress.of(device, inventory.num_host_shares), self._worker_factory, timeouts=timeouts
@@ -80,13 +80,14 @@ class NodeDevices:
     def group(self, indices: Sequence[int], claim: DeviceClaim, span: RanksOnNode | None = None) -> WorkerGroup:
         """The ranks of a divided model on these devices. `span`: if it has others on other nodes."""
         ordered = sorted(indices)
-        locks = [self._lock_of(index) for index in ordered]
+        locks = [self.lock_path(index) for index in ordered]
         return WorkerGroup([self.supervisors[index] for index in ordered], locks, claim, span)
 
-    def _lock_of(self, index: int) -> str:
-        path = Path(self._lock_directory) / f"device-{index}"
-        path.touch()
-        return str(path)
+    def lock_path(self, index: int) -> str:
+        """The file that leaders of divided models lock for each step on this device."""
+        if index not in self._locks:
+            self._locks[index] = os.memfd_create(f"device-{index}")
+        return f"/proc/{os.getpid()}/fd/{self._locks[index]}"
 
     def health(self) -> tuple[DeviceHealth, ...]:
         """As of the latest sample. The memory of extra replicas counts as free."""
@@ -108,7 +109,8 @@ class NodeDevices:
         """Ends all workers, whatever is in them."""
         await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors.values()))
         await self._worker_factory.close()
-        await asyncio.to_thread(shutil.rmtree, self._lock_directory, ignore_errors=True)
+        while self._locks:
+            os.close(self._locks.popitem()[1])
 
     def _health(self, device: Device, readings: Mapping[int, DeviceReading]) -> DeviceHealth:
         reading = readings.get(device.index, DeviceReading(device.total_bytes, 0))
@@ -123,4 +125,5 @@ class NodeDevices:
             kept_free_bytes=reserve.num_bytes,
             kept_free_share=reserve.share,
             ceiling_bytes=self._ceilings.on(device.index),
+            extra_replica_bytes=reading.free_bytes - self._readings.get(device.index, reading).free_bytes,
         )

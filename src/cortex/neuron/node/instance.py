@@ -30,7 +30,7 @@ from cortex.wire.errors import (
 )
 from cortex.wire.node.protocol import ModelLoad
 from cortex.wire.prompt_overflow import prompt_too_long, prompt_too_long_for_memory
-from cortex.wire.words import plural
+from cortex.wire.words import duration, plural
 
 _CACHE_TOKENS_AHEAD = 512
 """KV cache that a request needs beyond its prompt before it starts. The engine keeps as much ahead of each sequence."""
@@ -154,7 +154,7 @@ class Instance:
 
     def _overloaded(self, waiting: int, retry_after_s: float) -> Overloaded:
         queue = plural(waiting, "request is", "requests are")
-        message = f"{self.model_id} is busy: {queue} waiting; try again in {retry_after_s:.0f} s"
+        message = f"{self.model_id} is busy: {queue} waiting; try again in {duration(retry_after_s)}"
         return Overloaded(message, retry_after_s=retry_after_s)
 
     def _check(self, request: EngineRequest) -> None:

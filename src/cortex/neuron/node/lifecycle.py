@@ -13,7 +13,7 @@ from typing import Literal
 
 from cortex.neuron.node import lifecycle_events as events
 from cortex.neuron.worker.backoff import BackoffPolicy, FaultHistory
-from cortex.wire.errors import CortexError, LoadFailed
+from cortex.wire.errors import CortexError, LoadFailed, UnloadedWhileLoading
 from cortex.wire.node.protocol import ModelState
 
 
@@ -195,4 +195,4 @@ def _enter(life: Lifecycle, state: ModelState, now_s: float, reason: str | None 
 
 
 def _load_cancelled() -> events.NotifyFailed:
-    return events.NotifyFailed(LoadFailed("the model was unloaded while it was being loaded; load it again"))
+    return events.NotifyFailed(UnloadedWhileLoading("the model was unloaded while it was being loaded; load it again"))

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from cortex.wire.errors import CortexError, HubUnavailable
 from cortex.wire.node import protocol as wire
+from cortex.wire.words import duration
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class StartupModels:
             unreachable = await self._load_each(self._pending)
             if not unreachable:
                 break
-            log.warning("hub unavailable for %s; retrying in %.0f s", ", ".join(unreachable), delay_s)
+            log.warning("hub unavailable for %s; retrying in %s", ", ".join(unreachable), duration(delay_s))
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, _MAX_RETRY_S)
         self._done = True

@@ -8,9 +8,8 @@ import time
 
 import cortex
 from cortex.neuron.node.controller import ModelController
-from cortex.neuron.node.loading.forecast import Footprint
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loader import Survey
+from cortex.neuron.node.loading.loader import Estimate, Survey
 from cortex.neuron.node.memory.sleep_budget import can_sleep
 from cortex.neuron.text.defaults import as_sampling
 from cortex.neuron.worker.discovery import Inventory
@@ -37,14 +36,12 @@ def describe_model(
     model: KnownModel,
     controller: ModelController | None,
     survey: Survey | None,
-    footprint: Footprint | None,
-    stage_layers: tuple[int, ...],
+    estimate: Estimate | None,
     num_in_preparation: int,
     disk_bytes: int | None,
     max_prompt_tokens: int | None,
 ) -> ModelStatus:
-    """`stage_layers`: those of a model that is not loaded. `num_in_preparation`: requests that are tokenised, or wait
-    for that, and so are not with the instance yet."""
+    """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet."""
     facts = survey.facts if survey is not None else None
     life = controller.life if controller is not None else None
     instance = controller.instance if controller is not None else None
@@ -61,7 +58,7 @@ def describe_model(
         num_devices=model.num_devices,
         replicas=len(instance.host.replica_devices) if instance is not None else model.replicas,
         replica_devices=instance.host.replica_devices if instance is not None else (),
-        stage_layers=instance.stage_layers if instance is not None else stage_layers,
+        stage_layers=instance.stage_layers if instance is not None else estimate.stage_layers if estimate else (),
         device_bytes=resident.device_bytes(len(instance.host.device_indices)) if instance and resident else (),
         nodes=model.nodes,
         parallel="pipeline" if model.pipeline_parallel > 1 else "tensor" if model.tensor_parallel > 1 else None,
@@ -70,8 +67,8 @@ def describe_model(
         quant=facts.quant if facts is not None else model.quant,
         requested_quant=survey.requested_quant if survey is not None else model.quant,
         source=model.source,
-        estimate_bytes=footprint.expected_bytes if footprint is not None else None,
-        least_bytes=footprint.least_bytes if footprint is not None else None,
+        estimate_bytes=estimate.footprint.expected_bytes if estimate is not None else None,
+        least_bytes=estimate.footprint.least_bytes if estimate is not None else None,
         quantised=tuple(
             QuantisedSize(quant=quant, estimate_bytes=size.expected_bytes, least_bytes=size.least_bytes)
             for quant, size in (survey.quantised if survey is not None else {}).items()

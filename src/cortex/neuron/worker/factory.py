@@ -95,7 +95,7 @@ class _ForkServerProcess:
         process, control = await start_child(
             "cortex.neuron.worker.program.fork_server",
             *("--engine", engine),
-            environment=_short_spin_wait(),
+            environment=_environment(),
         )
         return cls(process, control)
 
@@ -161,9 +161,11 @@ class _ForkServerProcess:
             handle.on_exited(return_code if handle.process_id is None else -signal.SIGKILL)
 
 
-def _short_spin_wait() -> dict[str, str]:
-    """OpenMP threads wait for each other by spinning, for milliseconds by default. On a busy core that makes a token
-    ten times as slow. A few microseconds are enough."""
-    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
-        return {}
-    return {"GOMP_SPINCOUNT": "1000"}
+def _environment() -> dict[str, str]:
+    """What libraries of the engine read when they are loaded, unless the operator has set it."""
+    # OpenMP threads wait for each other by spinning, for milliseconds by default. On a busy core that makes a token ten
+    # times as slow. A few microseconds are enough.
+    chosen = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "1000"}
+    # oneDNN writes a list of its compiled functions for profilers, /tmp/perf-PID.map, on ARM without being asked.
+    chosen["ONEDNN_JIT_PROFILE"] = "0"
+    return {name: value for name, value in chosen.items() if name not in os.environ}

@@ -30,7 +30,7 @@ from cortex.wire.words import os_error_in_words
 log = logging.getLogger(__name__)
 
 
-Backend = Literal["nccl", "gloo"]
+Backend = Literal["nccl", "tcp"]
 
 
 class Member(Protocol):
@@ -139,7 +139,7 @@ class WorkerGroup:
 
     def _places(self, directory: str) -> list[RankSpec]:
         on_gpus = all(supervisor.device.kind == "cuda" for supervisor in self._supervisors)
-        backend: Backend = "nccl" if on_gpus else "gloo"
+        backend: Backend = "nccl" if on_gpus else "tcp"
         if (span := self._span) is not None:
             return [RankSpec(rank, span.size, directory, backend, meeting=span.meeting) for rank in span.ranks]
         size = len(self._supervisors)

@@ -98,6 +98,8 @@ class DeviceHealth(NodeValue, frozen=True):
     """Share of the free memory that a load leaves free in addition."""
     ceiling_bytes: int | None = None
     """The most that models may hold there, as configured; absent: no ceiling."""
+    extra_replica_bytes: int = 0
+    """The part of `free_bytes` that extra replicas hold. They give way to every load."""
 
 
 class Progress(NodeValue, frozen=True):

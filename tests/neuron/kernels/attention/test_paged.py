@@ -4,14 +4,10 @@ import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
 
-from cortex.neuron.kernels.attention import native
-from cortex.neuron.kernels.attention.native import DTYPES
-from cortex.neuron.kernels.attention.one_row import one_row_attention
 from cortex.neuron.kernels.attention.paged import attention, attention_reference
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
 from cortex.neuron.kernels.jit import INTERPRETED
-from cortex.neuron.kernels.native.library import native_library_or_none
 
 PAGE_TOKENS = 32
 
@@ -100,88 +96,6 @@ def test_attention_and_stored_kv_match_the_reference(
     expected, expected_kept = run(attention_reference, torch.float32)
     assert_close(out, expected)
     assert_close(kept, expected_kept)
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotated", "normed"), [(9, 3, 64, 64, False), (2, 2, 80, 16, True)]
-)
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("length", [1, 32, 33, 200])
-@pytest.mark.parametrize("are_adjacent", [True, False], ids=["adjacent", "scattered"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_of_one_row_on_a_cpu_matches_the_reference(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    rotated: int,
-    normed: bool,
-    window: int | None,
-    length: int,
-    are_adjacent: bool,
-    dtype: torch.dtype,
-) -> None:
-    torch.manual_seed(0)
-    batch, num_pages = make_batch([length], [], torch.device("cpu"))
-    if are_adjacent:
-        batch.page_table.copy_(batch.page_table.sort().values)
-        batch.slots.fill_(
-            int(batch.page_table[0, (length - 1) // PAGE_TOKENS]) * PAGE_TOKENS + (length - 1) % PAGE_TOKENS
-        )
-    q, k, v = torch.randn(1, heads + 2 * kv_heads, dim).to(dtype).split([heads, kv_heads, kv_heads], dim=1)
-    pages = torch.randn(2, num_pages, PAGE_TOKENS, kv_heads, dim).to(dtype)
-    q_scale, k_scale = (torch.randn(dim) if normed else None for _ in range(2))
-    angles = torch.randn(length, rotated // 2)
-    rope = torch.cat((angles.cos(), angles.sin()), dim=1)
-    rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window)
-    kept, expected_kept = pages.clone(), pages.float()
-    out = one_row_attention(q, k, v, rules, batch, *kept)
-    expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *expected_kept)
-    limit = 1e-5 if dtype == torch.float32 else 2e-2
-    assert (out.shape, out.dtype) == (q.shape, dtype)
-    assert (out.float() - expected).norm() / expected.norm() < limit
-    assert (kept.float() - expected_kept).norm() / expected_kept.norm() < limit
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotated", "normed"),
-    [(9, 3, 64, 64, False), (2, 2, 80, 16, True), (4, 1, 24, 24, True)],
-)
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("lengths", [[1], [32, 200], [33, 1, 64, 7]])
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_of_decode_rows_in_c_matches_the_reference(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    rotated: int,
-    normed: bool,
-    window: int | None,
-    lengths: list[int],
-    threads: int,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if native_library_or_none() is None:
-        pytest.skip("nothing can be compiled on this host")
-    monkeypatch.setattr(native, "_MIN_PARALLEL_NUMBERS", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    torch.manual_seed(0)
-    batch, num_pages = make_batch(lengths, [], torch.device("cpu"))
-    projected = torch.randn(len(lengths), heads + 2 * kv_heads, dim).to(dtype)
-    q, k, v = projected.split([heads, kv_heads, kv_heads], dim=1)
-    pages = torch.randn(2, num_pages, PAGE_TOKENS, kv_heads, dim).to(dtype)
-    q_scale, k_scale = (torch.randn(dim) if normed else None for _ in range(2))
-    angles = torch.randn(max(lengths), rotated // 2)
-    rope = torch.cat((angles.cos(), angles.sin()), dim=1)
-    rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window)
-    kept, expected_kept = pages.clone(), pages.float()
-    out = native.native_attention(q, k, v, rules, batch, *kept)
-    expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *expected_kept)
-    limit = 1e-5 if dtype == torch.float32 else 2e-2
-    assert (out.shape, out.dtype) == (q.shape, dtype)
-    assert (out.float() - expected).norm() / expected.norm() < limit
-    assert (kept.float() - expected_kept).norm() / expected_kept.norm() < limit
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """What the functions of `native/products.c` compute beside the product, and hosts on which they cannot be compiled."""
 
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -249,6 +250,26 @@ def test_reason_of_a_failed_compilation_is_logged_once(
             native_library.native_library()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "disk is full" in caplog.text
+
+
+@pytest.mark.parametrize("failing", ["_compile", "_load"], ids=["before it fails", "as it fails"])
+def test_library_that_another_process_compiles_counts(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failing: str
+) -> None:
+    load_again()
+    (compiled,) = cache.iterdir()
+    other = tmp_path / "other" / "kernels"
+    monkeypatch.setenv("CORTEX_CACHE", str(other.parent))
+
+    def times_out(*_arguments: object) -> None:
+        other.mkdir(parents=True)
+        (other / compiled.name).write_bytes(compiled.read_bytes())
+        raise subprocess.TimeoutExpired("cc", 120)
+
+    monkeypatch.setattr(native_library, failing, times_out)
+    native_library.native_library_or_none.cache_clear()
+    assert (native_library.native_library_or_none() is not None) == (failing == "_compile")
+    assert native_library.may_have_library()
 
 
 @pytest.mark.usefixtures("fresh")

@@ -17,6 +17,7 @@ from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, 
 from cortex.neuron.kernels.quantised.product import (
     PackedTiles,
     dequantise,
+    gated_product,
     packed_product,
     packed_product_reference,
     packed_rows,
@@ -211,6 +212,23 @@ def test_normed_rows_agree_with_the_dequantised_matrix(layout: Layout, inputs: i
     gate, up = expected.chunk(2, dim=-1)
     out = gated_few_rows_product(x, matrix, norm_weight, 1e-6)
     torch.testing.assert_close(out.float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=4e-3 * inputs)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("layout", "tiles"),
+    [(layouts.Q4, PackedTiles(64, 2, 4, 3, 2, 255)), (layouts.Q6, PackedTiles(128, 2, 8, 3, 1, 128))],
+)
+def test_gated_rows_agree_with_the_dequantised_matrices(
+    layout: Layout, tiles: PackedTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product, "small_batch_tiles", lambda *_: tiles)
+    outputs, inputs = tiles.outputs // 2 + 8, 512  # two programs, the second with outputs that do not exist
+    matrix = random_matrix(layout, 2 * outputs, inputs)
+    x = (torch.randn(9, inputs, device=DEVICE) * inputs**-0.5).to(KIND)
+    gate, up = (x.float() @ unpacked(matrix).t()).chunk(2, dim=-1)
+    out = gated_product(x, matrix)
+    torch.testing.assert_close(out.float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=0.03)
 
 
 @needs_kernels

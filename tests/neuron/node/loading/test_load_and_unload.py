@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import faulty_engine
 import pytest
 from faulty_models import models, running_node, write_model
 
+from cortex.neuron.engine.memory.dtypes import likely_cpu_form
+from cortex.neuron.kernels.products.cpu_layout import CpuForm
+from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader, Survey
+from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import (
     InsufficientCapacity,
@@ -190,6 +195,31 @@ async def test_reports_the_memory_that_a_load_leaves_free(tmp_path: Path) -> Non
         assert (device.kept_free_bytes, device.kept_free_share) == (512 << 20, 0.5)
         await until(lambda: node.model("m").estimate_bytes)
         assert node.model("m").least_bytes
+
+
+async def test_polls_compute_an_estimate_again_only_if_something_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    footprint, computed = Forecast.footprint, list[KnownModel]()
+
+    def counted(forecast: Forecast, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]) -> Footprint:
+        computed.append(model)
+        return footprint(forecast, model, facts, devices)
+
+    async with running_node(tmp_path, models(tmp_path, m={})) as node:
+        await until(lambda: node.model("m").estimate_bytes)
+        whole_bytes = node.model("m").estimate_bytes or 0
+        monkeypatch.setattr(Forecast, "footprint", counted)
+        for _ in range(3):
+            assert node.health().models[0].estimate_bytes == whole_bytes
+        assert not computed
+        form = CpuForm.DYNAMIC if likely_cpu_form() is CpuForm.NATIVE else CpuForm.NATIVE
+        monkeypatch.setattr("cortex.neuron.node.loading.forecast.likely_cpu_form", lambda: form)
+        node.health()
+        assert len(computed) == 1
+        await node.load(LoadRequest(model_id="m", max_bytes=whole_bytes // 2), wait=False)
+        assert node.health().models[0].estimate_bytes != whole_bytes
+        assert len(computed) == 2
 
 
 async def test_unload_cancels_a_load_in_progress(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ async def test_a_replica_is_added_when_requests_wait_and_its_memory_counts_as_fr
         assert node.devices.supervisors[extra].has_models
         for device in node.health().devices:  # each has half of the host's memory
             assert device.free_bytes >= FREE_BYTES + MODEL_BYTES // 4
+            assert MODEL_BYTES // 4 <= device.extra_replica_bytes < device.free_bytes
         await cancelled(streams)
         assert (await node.unload(UnloadRequest(model_id="m"))).state is ModelState.COLD
         assert not any(supervisor.has_models for supervisor in node.devices.supervisors.values())

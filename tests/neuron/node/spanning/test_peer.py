@@ -38,7 +38,7 @@ WAIT_S = 60.0
 NODES = ("first", "second")
 PREPARE = PrepareShare(LoadRequest(model_id="m", tensor_parallel=2, nodes=NODES), "digest")
 MEETING = Meeting("127.0.0.1", 1, 2, "secret", "127.0.0.1")
-LOAD = LoadShare(LoadSpec("m", rank=RankSpec(1, 2, "", "gloo", meeting=MEETING)))
+LOAD = LoadShare(LoadSpec("m", rank=RankSpec(1, 2, "", "tcp", meeting=MEETING)))
 INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=1, kv_bytes=1, page_tokens=32, num_pages=1)
 
 

@@ -10,7 +10,7 @@ from cortex.fleet.placement.decision import Decision, Verdict
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
-from cortex.wire.errors import InvalidValue, ModelInUse, ModelNotFound, shorten
+from cortex.wire.errors import InvalidValue, ModelInUse, ModelNotFound
 from cortex.wire.node.protocol import ModelState
 
 
@@ -22,9 +22,7 @@ class OperatorCommands:
         self._event_log = event_log
 
     def decide(self, model: str, node: str | None = None) -> Decision:
-        """What `load` would do now. Changes nothing. Raises InvalidValue for an unknown node."""
-        if node is not None:
-            self._check_node(node)
+        """What `load` would do now. Changes nothing. Raises NodeNotFound."""
         return self._dispatcher.explain(model, "operator", only_on=node)
 
     def load(self, model: str, node: str | None = None) -> Decision:
@@ -42,7 +40,8 @@ class OperatorCommands:
 
     def targets_of_unload(self, model: str, node: str | None = None) -> tuple[str, ...]:
         """The nodes where `unload` would unload the model or clear its failed load. Raises ModelNotFound when there is
-        none."""
+        none, or NodeNotFound."""
+        self._dispatcher.check_node(node)
         found = tuple(
             here.name
             for here in self._dispatcher.fleet.nodes
@@ -52,8 +51,7 @@ class OperatorCommands:
             and here.residencies[model].state is not ModelState.COLD
         )
         if not found:
-            where = f" called {shorten(node)}" if node else ""
-            raise ModelNotFound(f"{model} is loaded on no node{where}.", param="model")
+            raise ModelNotFound(f"{model} is not loaded on {node or 'any node'}.", param="model")
         return found
 
     def is_pinned(self, target: ModelOnNode) -> bool:
@@ -65,7 +63,7 @@ class OperatorCommands:
         self, model: str, node: str | None = None, *, force: bool = False, sleep: bool = False, unpin: bool = False
     ) -> tuple[str, ...]:
         """Unload a model, everywhere or on one node; returns where. Raises ModelNotFound when it is loaded nowhere,
-        ModelInUse when it is pinned and `unpin` is not set.
+        ModelInUse when it is pinned and `unpin` is not set, or NodeNotFound.
 
         `sleep`: a node keeps the weights in host memory if there is room.
         """
@@ -82,19 +80,15 @@ class OperatorCommands:
         return tuple(target.node for target in targets)
 
     def drain(self, node: str, *, drained: bool) -> None:
-        """Send no new requests and loads to a node, or send them again. Raises InvalidValue for an unknown node."""
-        self._check_node(node)
+        """Send no new requests and loads to a node, or send them again. Raises NodeNotFound."""
+        self._dispatcher.check_node(node)
         self._dispatcher.drain(node, drained=drained)
         self._event_log.happened("node_drained" if drained else "node_undrained", node=node)
 
-    def _check_node(self, node: str) -> None:
-        names = [here.name for here in self._dispatcher.fleet.nodes]
-        if node not in names:
-            known = ", ".join(names) or "none"
-            raise InvalidValue(f"There is no node {shorten(node)}; the fleet has {known}.", param="node")
-
     def pin(self, model: str, node: str | None = None) -> tuple[str, ...]:
-        """Keep a model where it is ready; load it first if it is ready nowhere. Returns the nodes that keep it."""
+        """Keep a model where it is ready; load it first if it is ready nowhere. Returns the nodes that keep it.
+
+        Raises NodeNotFound, or why it cannot be loaded."""
         replicas = self._dispatcher.fleet.replicas(model)
         nodes = [here.name for here, _ in replicas if here.has_lifecycle and node in (None, here.name)]
         if not nodes and (chosen := self.load(model, node).node) is not None:
@@ -103,7 +97,10 @@ class OperatorCommands:
         return tuple(nodes)
 
     def unpin(self, model: str, node: str | None = None) -> tuple[str, ...]:
-        """Undo `pin`; pins of the catalogue stay. Returns the nodes where the model may be evicted again."""
+        """Undo `pin`; pins of the catalogue stay. Returns the nodes where the model may be evicted again.
+
+        Raises NodeNotFound."""
+        self._dispatcher.check_node(node)
         pins = [pin for pin in self._dispatcher.pins if pin.model == model and node in (None, pin.node)]
         self._dispatcher.change_pins(removed=pins)
         return tuple(sorted(pin.node for pin in pins))

@@ -1,9 +1,8 @@
-"""The communicator of one divided model, on the process groups of torch and on peer memory.
+"""The communicator of one divided model: on peer memory, NCCL or sockets.
 
 Each model has its own, with a private store, so that models on the same devices do not interfere, and a broken one is
 torn down alone. Small messages between GPUs that can access each other's memory go over that memory, all others through
-NCCL. Both are ordered by the stream, and can be part of a CUDA graph. Calls of gloo, for CPUs, are synchronous on the
-host.
+NCCL. Both are ordered by the stream, and can be part of a CUDA graph. Sockets, for CPUs, are synchronous on the host.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, LoadError
 from cortex.neuron.engine.execution.graphs import CudaCapture, NotCaptured
 from cortex.neuron.engine.parallel.peer_memory import Exchange, PeerMemory, may_share
+from cortex.neuron.engine.parallel.sockets import Sockets
 from cortex.neuron.engine.parallel.store import open_store
 from cortex.neuron.engine.request import RankSpec
 from cortex.neuron.kernels.peer_buffer import MAX_BYTES
@@ -38,8 +38,6 @@ _library: Any = torch.distributed
 PEER_MEMORY = "peer memory"
 POLL_S = 0.02
 _CONNECT = "connect"
-_TAG = 0
-"""Of tensors between two ranks, which arrive in the order in which they were sent."""
 CONNECT_TIMEOUT = timedelta(seconds=60)
 LAST_RESORT = timedelta(hours=1)
 """A rank that dies closes its connections, and the daemon ends a group without progress long before this."""
@@ -50,17 +48,17 @@ class TorchGroup:
     is gone."""
 
     def __init__(self, group: Any, store: Any, shard: Shard, device: torch.device, poll: Callable[[], None]) -> None:
-        """`group`: a process group of torch; `poll`: see `join`."""
+        """`group`: NCCL's process group, or sockets; `poll`: see `join`."""
         self.shard = shard
         self._group = group
         self._store = store
         self._poll = poll
         self.peers: PeerMemory | None = None
-        self._is_nccl = not isinstance(group, _library.ProcessGroupGloo)
+        self._is_nccl = not isinstance(group, Sockets)
         self.captures_library = self._is_nccl
         """Whether calls of the library can be part of a CUDA graph."""
         self._staged = device.type == "cuda" and not self._is_nccl
-        """Whether tensors go through host memory, because gloo does not support all calls on a GPU."""
+        """Whether tensors of a GPU go through host memory."""
 
     @classmethod
     def join(
@@ -119,7 +117,7 @@ class TorchGroup:
                 group.close()  # a rank that waits for this one fails at once
             if isinstance(error, GroupBroken):
                 raise LoadCancelled(f"another rank of the model ended its load: {error}") from error
-            if isinstance(error, RuntimeError):
+            if isinstance(error, (RuntimeError, OSError)):
                 message = f"the {spec.size} ranks of the model cannot communicate ({spec.backend}): {error}"
                 raise LoadError(message) from error
             raise
@@ -156,7 +154,7 @@ class TorchGroup:
         """How a sum of this tensor travels."""
         if self.peers is not None and self.peers.can_sum(partial):
             return PEER_MEMORY
-        return "nccl" if self._is_nccl else "gloo"
+        return "nccl" if self._is_nccl else "tcp"
 
     @property
     def num_bytes(self) -> int:
@@ -179,33 +177,53 @@ class TorchGroup:
         if self.peers is not None and self.peers.can_sum(partial):
             return self.peers.sum(partial)
         sent = self._sent(partial)
-        self._run(lambda: self._group.allreduce([sent]))
+        with self._breaking():
+            if self._is_nccl:
+                self._group.allreduce([sent]).wait()
+            else:
+                sent = self._group.all_reduce(sent)
         return sent.to(partial.device)
 
     def all_gather(self, part: Tensor) -> Tensor:
         if self.peers is not None and self.peers.can_gather(part):
             return self.peers.gather(part)
         sent = self._sent(part)
-        parts = [torch.empty_like(sent) for _ in range(self.shard.size)]
-        self._run(lambda: self._group.allgather([parts], [sent]))
+        with self._breaking():
+            if self._is_nccl:
+                parts = [torch.empty_like(sent) for _ in range(self.shard.size)]
+                self._group.allgather([parts], [sent]).wait()
+            else:
+                parts = self._group.all_parts(sent)
         return torch.cat(parts, dim=-1).to(part.device)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         if self.peers is not None and self.peers.can_gather(tensor):
             return self.peers.gather(tensor.reshape(1, -1))[0, : tensor.numel()].view_as(tensor)
         sent = self._sent(tensor)
-        self._run(lambda: self._group.broadcast([sent], _from_first()))
+        with self._breaking():
+            if self._is_nccl:
+                self._group.broadcast([sent], _from_first()).wait()
+            else:
+                self._group.broadcast(sent)
         return sent.to(tensor.device)
 
     def send(self, tensor: Tensor, rank: int) -> None:
         """Sends a tensor to one other rank, which must receive it."""
         sent = self._sent(tensor)
-        self._run(lambda: self._group.send([sent], rank, _TAG))
+        with self._breaking():
+            if self._is_nccl:
+                self._group.send([sent], rank, 0).wait()
+            else:
+                self._group.send(sent, rank)
 
     def receive(self, empty: Tensor, rank: int) -> Tensor:
         """The tensor that another rank sends, of the shape and dtype of `empty`, which may be overwritten."""
         received = self._sent(empty)
-        self._run(lambda: self._group.recv([received], rank, _TAG))
+        with self._breaking():
+            if self._is_nccl:
+                self._group.recv([received], rank, 0).wait()
+            else:
+                self._group.receive(received, rank)
         return received.to(empty.device)
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
@@ -223,18 +241,18 @@ class TorchGroup:
         del self._group, self._store
 
     def _abort(self) -> None:
-        abort = getattr(self._group, "abort", None)
-        if abort is not None:
-            abort()
+        self._group.abort()
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        """What the process group gets: contiguous, and on the host if tensors are staged."""
-        return tensor.cpu() if self._staged else tensor.contiguous()
+        """What is sent in its place: contiguous, and on the host if tensors are staged."""
+        return (tensor.cpu() if self._staged else tensor).contiguous()
 
-    def _run(self, start: Callable[[], Any]) -> None:
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """A call that fails means that another rank is gone."""
         try:
-            start().wait()
-        except RuntimeError as error:
+            yield
+        except (RuntimeError, OSError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise GroupBroken(f"rank {self.shard.rank} lost the other ranks of its model: {error}") from error
@@ -294,14 +312,10 @@ def _connect(spec: RankSpec, store: Any, name: str = "group") -> Any:
         options = _library.ProcessGroupNCCL.Options()
         options._timeout = LAST_RESORT
         return _library.ProcessGroupNCCL(private, spec.rank, spec.size, options)
-    options = _library.ProcessGroupGloo._Options()
-    place = {"interface": "lo"} if spec.meeting is None else {"hostname": spec.meeting.own_host}
-    options._devices = [_library.ProcessGroupGloo.create_device(**place)]
+    host = None if spec.meeting is None else spec.meeting.own_host
     # Between hosts a connection may be impossible, and the daemon sees no progress while this rank waits for it.
-    options._timeout = LAST_RESORT if spec.meeting is None else CONNECT_TIMEOUT
-    group = _library.ProcessGroupGloo(private, spec.rank, spec.size, options)
-    group._set_default_timeout(LAST_RESORT)
-    return group
+    timeout = LAST_RESORT if host is None else CONNECT_TIMEOUT
+    return Sockets.connect(Shard(spec.rank, spec.size), private, host, timeout.total_seconds())
 
 
 def _from_first() -> Any:

@@ -100,8 +100,11 @@ def native_library_or_none() -> NativeLibrary | None:
         library = None
     if (command := compiler()) is not None:
         with contextlib.suppress(OSError, RuntimeError):  # the latter without a home folder
-            failure = _failure(_built(command))
-            failure.unlink(missing_ok=True) if library is not None else failure.touch()
+            failure = _failure(path := _built(command))
+            if library is None:
+                failure.touch()
+            if library is not None or _opened(path) is not None:  # by another process, since this one has failed
+                failure.unlink(missing_ok=True)
     return library
 
 
@@ -112,8 +115,13 @@ def _load() -> NativeLibrary:
     path = _built(command)
     library = _opened(path)
     if library is None:
-        _compile(command, path)
-        library = ctypes.CDLL(str(path))
+        try:
+            _compile(command, path)
+        except (OSError, subprocess.SubprocessError):  # such as a time-out, while another process has compiled them
+            if (library := _opened(path)) is None:
+                raise
+        else:
+            library = ctypes.CDLL(str(path))
     return NativeLibrary(library, _threads())
 
 

@@ -143,10 +143,23 @@ def _large_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
         out.add_(bias)
 
 
+def gated_product(x: Tensor, gate_up: PackedMatrix) -> Tensor:
+    """silu(x Gᵀ) · x Uᵀ. x: [at most MAX_SMALL_ROWS, inputs]; gate_up: [2 · outputs, inputs] → [rows, outputs]"""
+    out = torch.empty(len(x), gate_up.outputs // 2, dtype=x.dtype, device=x.device)
+    small_batch_product(x, gate_up, out, None, None, gated=True)
+    return out
+
+
 def small_batch_product(
-    x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None
+    x: Tensor,
+    matrix: PackedMatrix,
+    out: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    gated: bool = False,
 ) -> None:
-    """`packed_product` for at most MAX_SMALL_ROWS rows."""
+    """`packed_product` for at most MAX_SMALL_ROWS rows, or `gated_product`."""
     rows, inputs = x.shape
     shared = shared_memory(x.device)
     chunks = matrix.low.shape[1] // 16
@@ -167,7 +180,7 @@ def small_batch_product(
         partial,
         matrix.counters,
         rows,
-        matrix.outputs,
+        out.shape[1],
         out.stride(0),
         0 if residual is None else residual.stride(0),
         INPUTS=inputs,
@@ -175,6 +188,7 @@ def small_batch_product(
         ROWS=columns,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
+        GATED=gated,
         BLOCK_OUT=tiles.outputs,
         BLOCK_CHUNKS=tiles.chunks,
         WARPS=tiles.warps,
@@ -273,6 +287,7 @@ def _small_batch_kernel(
     ROWS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -287,13 +302,19 @@ def _small_batch_kernel(
     PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per BLOCK_OUT rows of the matrix and one of SPLIT stretches of its columns, all rows of x."""
+    """One program per BLOCK_OUT rows of the matrix and one of SPLIT stretches of its columns, all rows of x.
+
+    GATED: half of those rows are the gate's, the others are up's for the same outputs. A thread has both of an output.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     block = tl.program_id(0)
     part = tl.program_id(1)
-    loaded = tl.minimum(block * BLOCK_OUT + tl.arange(0, BLOCK_OUT), outputs - 1).to(tl.int64)
+    number = tl.arange(0, BLOCK_OUT)
+    outputs_here: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
+    output = block * outputs_here + number % outputs_here
+    loaded = tl.where(output < outputs, output + number // outputs_here * outputs, 0).to(tl.int64)
     row = tl.arange(0, ROWS)
     row_inside = row < rows
     per_part: tl.constexpr = CHUNKS // SPLIT
@@ -312,11 +333,9 @@ def _small_batch_kernel(
         values = tl.load(source + start * 128, mask=inside, other=0.0)  # [in, rows]
         total = add_product(total, weights, values)
     total = restored(total, x.dtype.element_ty)
-    output = block * BLOCK_OUT + operand_row(BLOCK_OUT, WARPS)
-    inside = (output < outputs)[:, None] & row_inside[None, :]
     is_last = True
     if SPLIT > 1:
-        place = tl.arange(0, BLOCK_OUT)[:, None] * ROWS + row[None, :]
+        place = number[:, None] * ROWS + row[None, :]
         parts = partial + block.to(tl.int64) * (SPLIT * BLOCK_OUT * ROWS) + place
         tl.store(parts + part * (BLOCK_OUT * ROWS), total)
         tl.debug_barrier()
@@ -327,12 +346,19 @@ def _small_batch_kernel(
                 total += tl.load(parts + other * (BLOCK_OUT * ROWS), cache_modifier=".cg")
             tl.store(counters + block, 0)
     if is_last:
+        result = total
+        if GATED:
+            halves = tl.reshape(total, (WARPS, 2, outputs_here // WARPS, ROWS))
+            gate, up = tl.split(tl.permute(halves, (0, 2, 3, 1)))
+            result = tl.reshape(gate * tl.sigmoid(gate) * up, (outputs_here, ROWS))
+        target = block * outputs_here + operand_row(outputs_here, WARPS)
+        there = (target < outputs)[:, None] & row_inside[None, :]
         if BIAS:
-            total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+            result += tl.load(bias + target, mask=target < outputs, other=0.0).to(tl.float32)[:, None]
         if RESIDUAL:
-            before = residual + row[None, :] * residual_stride + output[:, None]
-            total += tl.load(before, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row[None, :] * out_stride + output[:, None], total.to(out.dtype.element_ty), mask=inside)
+            before = residual + row[None, :] * residual_stride + target[:, None]
+            result += tl.load(before, mask=there, other=0.0).to(tl.float32)
+        tl.store(out + row[None, :] * out_stride + target[:, None], result.to(out.dtype.element_ty), mask=there)
 
 
 @jit(do_not_specialize=["first_row", "num_rows"])

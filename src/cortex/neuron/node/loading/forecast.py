@@ -15,6 +15,7 @@ from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.memory.stages import MIN_SLOTS, divide_model
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.kernels.peer_buffer import buffer_bytes
+from cortex.neuron.kernels.products.cpu_layout import CpuForm
 from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.models.packing import suits_cpus
 from cortex.neuron.models.sizes import WeightStorage
@@ -176,19 +177,21 @@ class Forecast:
         return ModelSizes.of(facts.architecture, self._storage(model, facts, device), model.context_tokens)
 
     def _storage(self, model: KnownModel, facts: ModelFacts, device: Device) -> WeightStorage:
-        is_auto = self.config.harness.torch.dtype == "auto"
         return facts.storage(
             self._item_bytes(device),
-            cpu_form=likely_cpu_form() if device.kind == "cpu" and is_auto else None,
+            cpu_form=self.cpu_form(device),
             is_packed=self.keeps_quantised(device),
             kv_item_bytes=_kv_item_bytes(model),
         )
 
     def quantises(self, device: Device, recipe: Recipe) -> bool:
         """Whether dense matrices can be quantised as they are loaded on this device."""
-        is_auto = self.config.harness.torch.dtype == "auto"
-        on_cpu = device.kind == "cpu" and is_auto and likely_cpu_form() is not None
-        return self.keeps_quantised(device) or (on_cpu and suits_cpus(recipe))
+        return self.keeps_quantised(device) or (self.cpu_form(device) is not None and suits_cpus(recipe))
+
+    def cpu_form(self, device: Device) -> CpuForm | None:
+        """In which form matrices stay quantised in this device's memory, if it is a CPU. It changes when the functions
+        in C turn out not to compile."""
+        return likely_cpu_form() if device.kind == "cpu" and self.config.harness.torch.dtype == "auto" else None
 
     def keeps_quantised(self, device: Device) -> bool:
         """Whether matrices stay quantised in this device's memory, if it is a GPU."""

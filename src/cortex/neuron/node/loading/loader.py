@@ -68,6 +68,16 @@ class Survey:
     """The memory of dense weights with each recipe; empty if they are quantised, or cannot be here."""
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a model will take of this node, as far as its files and options say."""
+
+    footprint: Footprint
+    stage_layers: tuple[int, ...]
+    """How many layers each device would hold if all were empty; empty for a model that is not divided by layers, that
+    does not fit, or whose other devices are on other nodes."""
+
+
 class ModelLoader:
     """Loads and wakes all models of the node. Belongs to the daemon's loop."""
 
@@ -98,6 +108,8 @@ class ModelLoader:
         self._survey_text = survey_text
         self.surveys: dict[str, Survey] = {}
         """By model id; kept after an unload."""
+        self._estimates: dict[str, tuple[object, Estimate]] = {}
+        """By model id: the latest one, and what it was computed from."""
         self._unreadable: set[str] = set()
         """Models whose files failed the survey; logged once."""
 
@@ -216,6 +228,7 @@ class ModelLoader:
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""
         self.surveys.pop(model_id, None)
+        self._estimates.pop(model_id, None)
         self._unreadable.discard(model_id)
 
     async def survey_library(self) -> None:
@@ -255,13 +268,17 @@ class ModelLoader:
         except UNREADABLE as error:
             raise LoadFailed(f"{model.id}: its chat template cannot be read: {error}") from error
 
-    def footprint(self, model: KnownModel, facts: ModelFacts) -> Footprint:
-        """The model's memory on those of this node's devices that it may use."""
-        return self._forecast.footprint(model, facts, self._devices)
+    def estimate(self, model: KnownModel, facts: ModelFacts) -> Estimate:
+        """On those of this node's devices that the model may use. Every poll of the node asks for it, and it takes
+        milliseconds, so it is computed again only if something has changed."""
+        basis = (model, facts, self._forecast.cpu_form(self._devices[0]))
+        known_basis, estimate = self._estimates.get(model.id, (None, None))
+        if estimate is None or basis != known_basis:
+            estimate = Estimate(self._forecast.footprint(model, facts, self._devices), self._stage_layers(model, facts))
+            self._estimates[model.id] = (basis, estimate)
+        return estimate
 
-    def stage_layers(self, model: KnownModel, facts: ModelFacts) -> tuple[int, ...]:
-        """How many layers each device would hold if all were empty; empty for a model that is not divided by layers,
-        that does not fit, or whose other devices are on other nodes."""
+    def _stage_layers(self, model: KnownModel, facts: ModelFacts) -> tuple[int, ...]:
         if model.pipeline_parallel == 1 or model.nodes:
             return ()
         return tuple(stage.num_layers for stage in self._forecast.empty_stages(model, facts, self._devices) or ())

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.wire.errors import Overloaded
+from cortex.wire.words import duration
 
 
 class TextQueue:
@@ -57,6 +58,6 @@ class TextQueue:
     def _overloaded(self, num_waiting: int, retry_after_s: float) -> Overloaded:
         return Overloaded(
             f"{self._model_id} is busy: {num_waiting} prompts are waiting to be tokenised; "
-            f"try again in {retry_after_s:.0f} s",
+            f"try again in {duration(retry_after_s)}",
             retry_after_s=retry_after_s,
         )

@@ -71,7 +71,7 @@ class WorkerReplicas:
 
     @property
     def replica_devices(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(replica.host.device_indices for replica in self._replicas)
+        return tuple(replica.host.device_indices for replica in self._replicas if not replica.is_given_up)
 
     @property
     def device_indices(self) -> tuple[int, ...]:
@@ -232,6 +232,7 @@ class WorkerReplicas:
             self._sink.on_lost(reason)
 
     def _start_reload(self, replica: Replica) -> None:
+        replica.is_given_up = False
         task = run_once(self._reload(replica), f"load a lost replica on {replica.host.device_indices}")
         self._reloads.add(task)
         task.add_done_callback(self._reloads.discard)
@@ -243,6 +244,8 @@ class WorkerReplicas:
             delay_s = replica.history.delay_s(self._policy)
             if delay_s is None:
                 log.error("%s is given up: it was lost too often; load the model again", self._described(replica))
+                replica.is_given_up = True
+                self._sink.on_stats(self._replicas.total_stats())  # has the model count its slots again
                 return
             await asyncio.sleep(delay_s)
             try:

@@ -21,7 +21,7 @@ REQUEST_TOKENS = 1500
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One replica. Without a resident it is lost: being loaded again, or, if it is an extra one, gone."""
+    """One replica. Without a resident it is lost: being loaded again, given up, or, if it is an extra one, gone."""
 
     new_host: Callable[[], ModelHost]
     host: ModelHost
@@ -33,6 +33,8 @@ class Replica:
     is_extra: bool = False
     is_lost: bool = False
     """Of an extra one."""
+    is_given_up: bool = False
+    """Of a fixed one: it was lost too often, and is not loaded again while the model serves."""
     empty: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it has no requests."""
     idle_since_s: float = 0.0

@@ -18,10 +18,13 @@ export function seconds(value) {
   if (value < 0.001) return "0 ms";
   if (value < 1) return `${Math.round(value * 1000)} ms`;
   if (value < 10) return `${Number(value.toFixed(1))} s`;
-  if (value < 60) return `${Math.round(value)} s`;
-  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  if (value < 86400) return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`;
-  return `${Math.floor(value / 86400)} d ${Math.floor((value % 86400) / 3600)} h`;
+  const whole = Math.round(value);
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  const minutes = Math.ceil(whole / 60); // a time that is left is never too short
+  if (minutes < 1440) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  const hours = Math.ceil(whole / 3600);
+  return `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
 const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });

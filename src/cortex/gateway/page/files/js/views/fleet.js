@@ -126,10 +126,10 @@ function ColdModels({ here, onOrder }) {
     </details>`;
 }
 
-/** One device as a stacked bar: every model's weights and KV cache, other programs, free memory. */
+/** One device as a stacked bar: every model's weights and KV cache, extra replicas, other programs, free memory. */
 function Device({ device, index, here }) {
   const parts = segments(device, here);
-  const used = device.total_bytes - device.free_bytes;
+  const used = device.total_bytes - device.free_bytes + device.extra_replica_bytes;
   const label = parts.map((part) => `${part.label} ${bytes(part.size)}`).join(", ");
   return html`
     <div class="device">
@@ -179,6 +179,14 @@ function segments(device, { models, shares }) {
     if (!share.devices.includes(device.index) || !share.num_bytes || share.state === "asleep") continue;
     const label = `${share.model_id} (a part of it, ${share.lead} serves it)`;
     parts.push({ key: `${share.model_id} share`, kind: `hue-${hue(share.model_id)}`, size: share.num_bytes / share.devices.length, label });
+  }
+  if (device.extra_replica_bytes) {
+    const extras = (model) => model.replica_devices.flat().filter((index) => !model.devices.includes(index));
+    const all = models.filter((model) => extras(model).length > 0);
+    const here = all.filter((model) => extras(model).includes(device.index));
+    const named = here.length ? here : all; // the devices of a CPU share its memory
+    const label = `Extra replicas of ${named.map((model) => model.id).join(", ")} (count as free)`;
+    parts.push({ key: "\nextra", kind: `extra hue-${hue(named[0]?.id ?? "")}`, size: device.extra_replica_bytes, label });
   }
   if (device.foreign_bytes) parts.push({ key: "\nother", kind: "foreign", size: device.foreign_bytes, label: "Other programs" });
   const taken = sum(parts, (part) => part.size);

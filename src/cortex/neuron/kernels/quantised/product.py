@@ -231,7 +231,8 @@ def small_batch_tiles(
 
     if shared.copies == 1 or chunks % 2 != 0:
         return tiles(COUNTED_ROWS, 1, 4)
-    if columns > 16 and outputs > 8 * COUNTED_ROWS * processors:  # as an output head
+    is_long = outputs > 8 * COUNTED_ROWS * processors  # as an output head
+    if is_long and 16 < columns <= (64 if layout.bits == 8 else 32):
         return tiles(2 * COUNTED_ROWS, 2, 8)
     return tiles(COUNTED_ROWS, 2 if columns <= 32 or outputs <= COUNTED_ROWS * processors else 1, 4)
 

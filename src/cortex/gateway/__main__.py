@@ -11,7 +11,7 @@ import uvloop
 
 from cortex.exits import ExitCode
 from cortex.gateway import config as configuration
-from cortex.gateway.database import StoreError
+from cortex.gateway.database import StoreError, StoreSettingError
 from cortex.gateway.listening import CannotListen
 from cortex.gateway.process import serve
 from cortex.settings import SettingsError
@@ -25,7 +25,7 @@ def main() -> int:
     path: Path | None = options.config
     try:
         uvloop.run(serve(configuration.load(path, os.environ), path))
-    except SettingsError as problem:
+    except (SettingsError, StoreSettingError) as problem:
         print(f"cortex: {problem}", file=sys.stderr)
         return ExitCode.CONFIG
     except StoreError as problem:

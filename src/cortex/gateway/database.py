@@ -25,6 +25,10 @@ class StoreError(Exception):
     """The database cannot be used; the message says which and why."""
 
 
+class StoreSettingError(StoreError):
+    """It cannot be used until the configuration or the installation is changed."""
+
+
 class DatabaseConnection(Protocol):
     """What the drivers of SQLite and PostgreSQL have in common."""
 
@@ -76,11 +80,11 @@ class Postgres:
             import psycopg
         except ImportError as error:
             what = "a postgresql:// database needs the driver: pip install 'cortex-fleet[postgres]'"
-            raise StoreError(what) from error
+            raise StoreSettingError(what) from error
         try:
             host = psycopg.conninfo.conninfo_to_dict(url).get("host")
         except psycopg.Error as error:  # without the URL, which may hold a password
-            raise StoreError("ledger.database is not a valid postgresql:// URL: correct it") from error
+            raise StoreSettingError("ledger.database is not a valid postgresql:// URL: correct it") from error
         self._psycopg = psycopg
         self._url = url
         self.name = f"postgresql at {host or 'the local socket'}"

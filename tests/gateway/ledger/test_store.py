@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import cortex
-from cortex.gateway.database import StoreError
+from cortex.gateway.database import StoreError, StoreSettingError
 from cortex.gateway.ledger.limits import Spent
 from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.tables import Counts, GroupBy, Slot
@@ -81,7 +81,7 @@ def test_writes_a_whole_batch_or_nothing(database: str) -> None:
 
 WRITER = """
 import sys
-from cortex.gateway.database import StoreError
+from cortex.gateway.database import StoreError, StoreSettingError
 from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.tables import Counts, Slot
 from cortex.wire.events import Usage
@@ -151,6 +151,14 @@ def test_error_names_an_unreachable_server_without_its_password() -> None:
     pytest.importorskip("psycopg")
     with pytest.raises(StoreError, match=r"postgresql at 127\.0\.0\.1") as caught:
         open_store("postgresql://someone:secret-word@127.0.0.1:1/none")
+    assert "secret-word" not in str(caught.value)
+    assert not isinstance(caught.value, StoreSettingError)
+
+
+def test_invalid_url_is_an_error_of_the_configuration() -> None:
+    pytest.importorskip("psycopg")
+    with pytest.raises(StoreSettingError, match=r"not a valid postgresql:// URL") as caught:
+        open_store("postgresql://someone:secret-word@[half")
     assert "secret-word" not in str(caught.value)
 
 

@@ -239,7 +239,7 @@ def small_batch_tiles(
 
 def product_columns(rows: int) -> int:
     """Columns of the tensor-core product for this many rows of x."""
-    return max(16, triton.next_power_of_2(rows))
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 def fitting_stages(

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from cortex.fleet.catalogue import Alias, Catalogue
+from cortex.parsing.cost import LARGE_BYTES, LARGE_RELAYED_BYTES
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.node.protocol import ModelState
 
@@ -114,7 +115,8 @@ async def test_no_body_occupies_the_loop_of_a_gateway(
     await asyncio.to_thread(post, port, "/v1/chat/completions", b"{" + b" " * (2 << 20))  # starts the processes
     allowed_s = MAX_UNITS * unit_s()
     too_long = {}
-    for num_bytes in (60_000, 130_000, 1_000_000, scaled(4, 16) << 20):
+    # The largest bodies that are parsed on the loop, the largest that are relayed without, and larger ones.
+    for num_bytes in (LARGE_BYTES - 1, LARGE_RELAYED_BYTES - 1, scaled(2, 16) << 20):
         for name, path, body in shapes(num_bytes):
             with watched(monkeypatch) as watch:
                 status = await asyncio.to_thread(post, port, path, body)

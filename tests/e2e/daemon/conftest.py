@@ -228,7 +228,7 @@ def start_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGat
         )
         (folder / "cortex.toml").write_text(
             f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:0"\nmodels = "models.toml"\n'
-            f'state = "{folder}/state"\nopen = true\n[eviction]\nmin_residency_s = 0\n{neurons}'
+            f'state = "{folder}/state"\nopen = true\npoll_interval_s = 0.2\n[eviction]\nmin_residency_s = 0\n{neurons}'
         )
         keys = {f"KEY_{number}": node.key or "none" for number, node in enumerate(nodes.values())}
         with (folder / "log").open("wb") as output:

@@ -246,7 +246,7 @@ def test_one_trace_and_one_id_from_the_client_to_the_engine(fleet: Fleet, collec
 
 
 def test_turns_of_an_agent_stay_on_their_node_until_it_is_saturated(fleet: Fleet) -> None:
-    messages = [{"role": "system", "content": "You are an agent. " + WORDS * 25}]
+    messages = [{"role": "system", "content": "You are an agent. " + WORDS * 18}]
 
     def turn(number: int) -> tuple[str, float]:
         """The node that served the next turn, and the fraction of the prompt that it had cached."""

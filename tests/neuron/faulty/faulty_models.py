@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
+from lasting_workers import lasting_workers
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.node import Node, Parts
 from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.node.protocol import Capabilities
 
 CONFIG = {
@@ -83,7 +83,7 @@ def parts(**changes: Any) -> Parts:
     """The real node but for the engine and the tokenizer, and impatient."""
     return Parts(
         **{
-            "make_workers": partial(WorkerFactory, "faulty_engine:load"),
+            "make_workers": partial(lasting_workers, "faulty_engine:load"),
             "open_text": PlainText,
             "survey_text": survey_text,
             "policy": BackoffPolicy(first_delay_s=0.05, max_streak=3),

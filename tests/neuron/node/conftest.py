@@ -1,30 +1,24 @@
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest_asyncio
-
-from cortex.neuron.worker.factory import WorkerFactory
+import pytest
 
 FAULTY = str(Path(__file__).parent.parent / "faulty")
 if FAULTY not in sys.path:
     sys.path.append(FAULTY)  # workers import from where the daemon does
 
+from lasting_workers import end_lasting_workers, lasting_workers, share_loop  # noqa: E402
 
-class LastingFactory(WorkerFactory):
-    """Its fork server stays for further nodes: the import of the engine takes longer than most tests. A node that
-    closes ends its workers itself."""
+from cortex.neuron.worker.factory import WorkerFactory  # noqa: E402
 
-    async def close(self) -> None:
-        pass
-
-    async def end(self) -> None:
-        await super().close()
+__all__ = ["end_lasting_workers"]
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def workers() -> AsyncIterator[WorkerFactory]:
-    """Workers with the real engine, for tests whose loop is that of the session."""
-    factory = LastingFactory()
-    yield factory
-    await factory.end()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    share_loop(items, Path(__file__).parent)
+
+
+@pytest.fixture
+def workers() -> WorkerFactory:
+    """Workers with the real engine."""
+    return lasting_workers()

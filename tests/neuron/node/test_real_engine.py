@@ -19,8 +19,6 @@ from cortex.wire.node.protocol import ModelState, UnloadRequest
 
 from .node_calls import generate, load, worker_bytes, worker_of, write_source
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")  # as long as the workers
-
 MEBIBYTE = 1 << 20
 
 

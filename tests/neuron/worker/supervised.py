@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import faulty_engine
+from lasting_workers import lasting_workers
 
 from cortex.neuron.engine.memory.host import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
-from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.supervisor import WorkerSupervisor
@@ -36,13 +36,11 @@ def model(tmp_path: Path, name: str = "model", **behaviour: Any) -> LoadSpec:
 
 @contextlib.asynccontextmanager
 async def supervised(timeouts: WorkerTimeouts | None = None) -> AsyncIterator[WorkerSupervisor]:
-    worker_factory = WorkerFactory("faulty_engine:load")
-    supervisor = WorkerSupervisor(CPU, worker_factory, timeouts=timeouts)
+    supervisor = WorkerSupervisor(CPU, lasting_workers("faulty_engine:load"), timeouts=timeouts)
     try:
         yield supervisor
     finally:
         await supervisor.close()
-        await worker_factory.close()
 
 
 def worker_of(supervisor: WorkerSupervisor) -> int:

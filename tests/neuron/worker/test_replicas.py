@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+import pytest_asyncio
 
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.worker.backoff import BackoffPolicy
@@ -84,7 +85,7 @@ def replicas_of(*hosts: FakeHost) -> WorkerReplicas:
     return WorkerReplicas([host.opened for host in hosts], lambda _: contextlib.nullcontext())
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def loaded() -> AsyncIterator[Loaded]:
     hosts, sink = [FakeHost(0), FakeHost(1)], RecordingSink()
     replicas = replicas_of(*hosts)

@@ -19,8 +19,6 @@ from cortex.wire.node.protocol import ModelState, UnloadRequest
 
 from ..node_calls import generate, load, write_source
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")  # as long as the workers
-
 
 async def start(tmp_path: Path, workers: WorkerFactory, num_devices: int, *models: ModelEntry) -> Node:
     source = write_source(tmp_path / "model", seed=1, num_hidden_layers=5)

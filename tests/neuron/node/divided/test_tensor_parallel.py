@@ -22,8 +22,6 @@ from cortex.wire.node.protocol import ModelState, UnloadRequest
 
 from ..node_calls import generate, load, tokens_of, write_source
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")  # as long as the workers
-
 ROUNDS = int(os.environ.get("CORTEX_GROUP_ROUNDS", "3"))
 """How often loads are repeated."""
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from cortex.neuron.engine.request import EngineInfo, LoadSpec, Meeting, RankSpec
 from cortex.neuron.node.loading.device_choice import ChosenDevices
@@ -135,7 +136,7 @@ def place(group: FakeGroup, monkeypatch: pytest.MonkeyPatch) -> Any:
     return FakePlace(group)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def served(place: Any) -> AsyncIterator[tuple[HostedShares, LeadEnd, asyncio.Task[None]]]:
     shares, lead = HostedShares(place), LeadEnd()
     serving = asyncio.create_task(shares.serve(lead))

@@ -20,8 +20,6 @@ from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
 from ..node_calls import generate, greedy_request, load, tokens_of, until, worker_of, write_source
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")  # as long as the workers
-
 BOTH = ("first", "second")
 
 

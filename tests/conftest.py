@@ -5,6 +5,7 @@ The hooks also decide which tests share a process, and report slow tests.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import os
@@ -106,14 +107,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Exclude the objects of imported modules from garbage collection: they live until the end."""
-    gc.collect()
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    """Extension modules report objects as leaked that are still frozen at exit."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # extension modules report objects as leaked that are still frozen at exit
 
 
 def _place(item: pytest.Item) -> int:

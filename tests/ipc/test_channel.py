@@ -12,10 +12,10 @@ from cortex.ipc.channel import (
     BlockingChannel,
     ChannelError,
     FrameDecoder,
-    LoopChannel,
     Unsendable,
     encode_frame,
 )
+from cortex.ipc.loop_channel import LoopChannel
 from cortex.neuron.engine.request import (
     EngineInfo,
     EngineRequest,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cortex.ipc.child import start_child
+from cortex.ipc.start import start_child
 
 CHILD = """
 import argparse, os, time
@@ -25,7 +25,7 @@ while control.recv(1 << 10):
 
 PARENT = """
 import asyncio, time
-from cortex.ipc.child import start_child
+from cortex.ipc.start import start_child
 
 async def main():
     process, control = await start_child("ipc_test_child")
@@ -75,3 +75,12 @@ def test_child_is_killed_with_its_parent(tmp_path: Path) -> None:
     while is_running(child) and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert not is_running(child)
+
+
+def test_processes_of_pools_start_without_asyncio() -> None:
+    check = "import sys, cortex.parsing.__main__, cortex.neuron.tokenizer_process.__main__; print(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    modules = subprocess.run(
+        [sys.executable, "-c", check], stdout=subprocess.PIPE, text=True, check=True, env=environment
+    )
+    assert "asyncio" not in modules.stdout.split()

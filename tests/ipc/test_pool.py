@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cortex.ipc.child import start_child
 from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
+from cortex.ipc.start import start_child
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:

@@ -11,7 +11,7 @@ import pytest
 
 from cortex.parsing import relayed
 from cortex.parsing.conversations import Completion
-from cortex.parsing.cost import LARGE_BYTES
+from cortex.parsing.cost import LARGE_BYTES, LARGE_RELAYED_BYTES
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
 from cortex.parsing.protocol import ParsedText
@@ -124,7 +124,7 @@ async def test_rejects_head_that_would_block_the_loop(parser: BodyParser, fields
     assert (await parser.parse("openai_chat", body("x" * 3_000_000), CLIENT)).head.model == "m"
 
 
-@pytest.mark.parametrize("text", ["short", "y" * (2 << 20)], ids=["short", "long"])
+@pytest.mark.parametrize("text", ["short", "y" * (LARGE_RELAYED_BYTES // 2)], ids=["here", "elsewhere"])
 @pytest.mark.parametrize("fields", [{}, {"system": [BILLING]}, {"stream": True, "n": 3}, {"previous_response_id": "r"}])
 async def test_relayed_body_reads_the_same_here_and_elsewhere(
     parser: BodyParser, text: str, fields: dict[str, Any]

@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from cortex.ipc.channel import LoopChannel
-from cortex.ipc.child import start_child
+from cortex.ipc.loop_channel import LoopChannel
 from cortex.ipc.packets import PacketSocket
 from cortex.ipc.pool_process import Fork, Kill
+from cortex.ipc.start import start_child
 
 log = logging.getLogger(__name__)
 

@@ -129,7 +129,14 @@ def whole(dialect: Any, events: Iterable[AnyEvent], n: int = 1) -> dict[str, Any
 
 
 @given(several_choices())
-def test_streamed_chat_equals_the_whole_one(events: list[AnyEvent]) -> None:
+def test_streamed_choices_equal_the_whole_ones(events: list[AnyEvent]) -> None:
+    """Drawing the events takes most of the time, so all checks of a property share them."""
+    check_streamed_chat_equals_the_whole_one(events)
+    check_streamed_completion_equals_the_whole_one(events)
+    check_whole_body_unfolds_to_events_that_fold_to_it_again(events)
+
+
+def check_streamed_chat_equals_the_whole_one(events: list[AnyEvent]) -> None:
     n = len({event.index for event in events})
     chunks = payloads(stream(openai_chat, events, n))
     body = whole(openai_chat, events, n)
@@ -158,8 +165,7 @@ def test_streamed_chat_equals_the_whole_one(events: list[AnyEvent]) -> None:
         assert tokens == (choice["logprobs"] or {"content": []})["content"]
 
 
-@given(several_choices())
-def test_streamed_completion_equals_the_whole_one(events: list[AnyEvent]) -> None:
+def check_streamed_completion_equals_the_whole_one(events: list[AnyEvent]) -> None:
     n = len({event.index for event in events})
     chunks = payloads(stream(openai_completions, events, n))
     body = whole(openai_completions, events, n)
@@ -173,8 +179,18 @@ def test_streamed_completion_equals_the_whole_one(events: list[AnyEvent]) -> Non
             assert streamed == (choice["logprobs"] or {name: []})[name]
 
 
-@given(choice())
-def test_streamed_message_is_well_formed_and_equals_the_whole_one(events: list[AnyEvent]) -> None:
+@given(choice(), st.lists(st.integers(0, 10_000), max_size=6), st.integers(0, 10_000))
+def test_choice_is_well_formed_and_the_same_in_every_dialect_whole_streamed_decoded_and_cut_by_a_failure(
+    events: list[AnyEvent], cuts: list[int], failure: int
+) -> None:
+    check_streamed_message_is_well_formed_and_equals_the_whole_one(events)
+    check_streamed_response_is_well_formed_and_equals_the_whole_one(events)
+    check_every_dialect_has_the_same_blocks(events)
+    check_decoding_an_encoded_stream_gives_its_events_for_any_split(events, cuts)
+    check_failure_ends_a_stream_with_an_error_and_raises_in_fold(events[: 1 + failure % (len(events) - 1)])
+
+
+def check_streamed_message_is_well_formed_and_equals_the_whole_one(events: list[AnyEvent]) -> None:
     streamed = payloads(stream(anthropic_messages, events))
     body = whole(anthropic_messages, events)
     assert [event["type"] for event in streamed].count("message_start") == 1
@@ -220,8 +236,7 @@ def test_streamed_message_is_well_formed_and_equals_the_whole_one(events: list[A
     } == body
 
 
-@given(choice())
-def test_streamed_response_is_well_formed_and_equals_the_whole_one(events: list[AnyEvent]) -> None:
+def check_streamed_response_is_well_formed_and_equals_the_whole_one(events: list[AnyEvent]) -> None:
     data = stream(openai_responses, events)
     streamed = payloads(data)
     body = whole(openai_responses, events)
@@ -249,8 +264,7 @@ def test_streamed_response_is_well_formed_and_equals_the_whole_one(events: list[
     assert items == body["output"]
 
 
-@given(choice())
-def test_every_dialect_has_the_same_blocks(events: list[AnyEvent]) -> None:
+def check_every_dialect_has_the_same_blocks(events: list[AnyEvent]) -> None:
     blocks = gather(events)[0].blocks
     content = whole(anthropic_messages, events)["content"]
     output = whole(openai_responses, events)["output"]
@@ -261,8 +275,7 @@ def test_every_dialect_has_the_same_blocks(events: list[AnyEvent]) -> None:
     assert len(message.get("tool_calls", ())) == sum(isinstance(block, ToolCall) for block in blocks)
 
 
-@given(choice(), st.lists(st.integers(0, 10_000), max_size=6))
-def test_decoding_an_encoded_stream_gives_its_events_for_any_split(events: list[AnyEvent], cuts: list[int]) -> None:
+def check_decoding_an_encoded_stream_gives_its_events_for_any_split(events: list[AnyEvent], cuts: list[int]) -> None:
     data = stream(openai_chat, events)
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     decoder = openai_chat.ResponseDecoder()
@@ -271,17 +284,14 @@ def test_decoding_an_encoded_stream_gives_its_events_for_any_split(events: list[
     assert [*decoded, *decoder.finish()] == events
 
 
-@given(several_choices())
-def test_whole_body_unfolds_to_events_that_fold_to_it_again(events: list[AnyEvent]) -> None:
+def check_whole_body_unfolds_to_events_that_fold_to_it_again(events: list[AnyEvent]) -> None:
     n = len({event.index for event in events})
     body = openai_chat.fold(events, request(n), id="id", created=7, model="m")
     assert openai_chat.fold(openai_chat.unfold(body), request(n), id="id", created=7, model="m") == body
 
 
-@given(choice(), st.data())
-def test_failure_ends_a_stream_with_an_error_and_raises_in_fold(events: list[AnyEvent], data: st.DataObject) -> None:
-    cut = data.draw(st.integers(1, len(events) - 1))
-    failing: list[AnyEvent] = [*events[:cut], Failure(code="recovering", message="the device failed")]
+def check_failure_ends_a_stream_with_an_error_and_raises_in_fold(events: list[AnyEvent]) -> None:
+    failing: list[AnyEvent] = [*events, Failure(code="recovering", message="the device failed")]
     for dialect in DIALECTS.values():
         last = payloads(stream(dialect, failing))[-1]
         assert "the device failed" in msgspec.json.encode(last).decode()

@@ -11,8 +11,8 @@ import signal
 import socket
 
 from cortex.ipc.channel import ChannelError
-from cortex.ipc.child import start_child
 from cortex.ipc.packets import PacketSocket
+from cortex.ipc.start import start_child
 from cortex.neuron.worker.protocol import DeviceAddress, Exited, Forked, ForkServerEvent, ForkWorker, KillWorker, Warm
 from cortex.tasks import run_once
 from cortex.wire.words import plural

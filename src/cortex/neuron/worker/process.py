@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cortex.ipc.channel import LoopChannel
+from cortex.ipc.loop_channel import LoopChannel
 from cortex.neuron.worker.factory import WorkerFactory, WorkerHandle
 from cortex.neuron.worker.protocol import Activity, Command, DeviceAddress, Event, Exit, Faulted, Memory, Reply, Report
 from cortex.tasks import Supervisor, run_once

@@ -129,14 +129,22 @@ def test_product_agrees_with_the_dequantised_matrix(layout: Layout, rows: int, o
 
 
 @needs_kernels
-def test_product_with_two_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = PackedTiles(outputs=64, chunks=2, warps=4, stages=3, split=2)
+@pytest.mark.parametrize(
+    ("layout", "tiles"),
+    [
+        (layouts.Q4, PackedTiles(outputs=64, chunks=2, warps=4, stages=3, split=2, registers=255)),
+        (layouts.Q8, PackedTiles(outputs=128, chunks=2, warps=8, stages=3, split=4, registers=128)),
+    ],
+    ids=["4bit", "8bit"],
+)
+def test_product_with_two_chunks_at_a_time(layout: Layout, tiles: PackedTiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "small_batch_tiles", lambda *_: tiles)
-    matrix, x = random_matrix(layouts.Q4, 72, 1000), torch.randn(9, 1000, device=DEVICE).to(KIND)
+    matrix, x = random_matrix(layout, 72, 992), torch.randn(9, 992, device=DEVICE).to(KIND)
     out = torch.full((9, 72), torch.nan, dtype=KIND, device=DEVICE)
     packed_product(x, matrix, out)
     expected = packed_product_reference(x, matrix, None, None)
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02 * 1000**0.5)
+    assert not matrix.counters.any()
 
 
 @needs_kernels
@@ -209,7 +217,7 @@ def test_normed_rows_agree_with_the_dequantised_matrix(layout: Layout, inputs: i
 @needs_kernels
 @pytest.mark.parametrize(
     ("layout", "tiles"),
-    [(layouts.Q4, PackedTiles(64, 2, 4, 3, split=2)), (layouts.Q6, PackedTiles(128, 1, 4, 3, split=1))],
+    [(layouts.Q4, PackedTiles(64, 2, 4, 3, 2, 255)), (layouts.Q6, PackedTiles(128, 2, 8, 3, 1, 128))],
 )
 def test_gated_rows_agree_with_the_dequantised_matrices(
     layout: Layout, tiles: PackedTiles, monkeypatch: pytest.MonkeyPatch

@@ -9,8 +9,9 @@ from torch import Tensor
 from cortex.neuron.kernels.jit import jit, launch_options, num_processors, tl, triton
 from cortex.neuron.kernels.moe.grouped import max_tiles, own_pairs, store_pairs
 from cortex.neuron.kernels.moe.routing import PairLists
+from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
-from cortex.neuron.kernels.quantised.product import fitting_stages
+from cortex.neuron.kernels.quantised.product import fitting_stages, program_bytes
 from cortex.neuron.kernels.quantised.unpack import add_product, layout_options, operand, operand_row, restored
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
@@ -32,7 +33,15 @@ class PackedExpertTiles(NamedTuple):
 
 
 def packed_expert_tiles(
-    num_pairs: int, num_experts: int, outputs: int, chunks: int, processors: int, shared: SharedMemory, *, gated: bool
+    num_pairs: int,
+    num_experts: int,
+    outputs: int,
+    chunks: int,
+    layout: Layout,
+    processors: int,
+    shared: SharedMemory,
+    *,
+    gated: bool,
 ) -> PackedExpertTiles:
     """The fastest of a sweep on Hopper.
 
@@ -41,17 +50,19 @@ def packed_expert_tiles(
     """
     wanted = -(-2 * num_pairs // num_experts)
     pairs = max(16, min(_MAX_TILE_PAIRS, 1 << (wanted - 1).bit_length()))
-    matrices = 1 + gated
-    if pairs == 16 and chunks % 2 == 0:
-        stages = fitting_stages(2 * matrices * _BLOCK_OUT, 2 * pairs, _STAGES, shared)
-        if stages == _STAGES:
-            blocks, busy = 1, min(num_pairs, num_experts)
-            while blocks * chunks * matrices < 32 and outputs % (2 * blocks * _BLOCK_OUT) == 0:
-                if outputs // (2 * blocks * _BLOCK_OUT) * busy < 3 * processors:
-                    break
-                blocks *= 2
-            return PackedExpertTiles(pairs, blocks, 2, stages)
-    return PackedExpertTiles(pairs, 1, 1, fitting_stages(matrices * _BLOCK_OUT, pairs, _STAGES, shared))
+    rows = (1 + gated) * _BLOCK_OUT
+    if shared.copies == 1 or pairs > 32 or chunks % 2 != 0:
+        return PackedExpertTiles(pairs, 1, 1, fitting_stages(rows, pairs, 1, _STAGES, layout, shared))
+    at_once = shared.num_bytes // program_bytes(rows, pairs, 2, _STAGES, layout, shared) * processors
+    blocks, more, busy = 1, 2, min(num_pairs, num_experts)
+    while more * chunks * (1 + gated) < 64 and outputs % (more * _BLOCK_OUT) == 0:
+        programs = outputs // (more * _BLOCK_OUT) * busy
+        if programs < 3 * processors:
+            break
+        if not at_once < programs < 2 * at_once:  # those would end with a round of few programs
+            blocks = more
+        more *= 2
+    return PackedExpertTiles(pairs, blocks, 2, _STAGES)
 
 
 def packed_grouped_product(
@@ -71,7 +82,8 @@ def packed_grouped_product(
     num_pairs, outputs = out.shape
     chunks = matrix.low.shape[1] // 16
     shared = shared_memory(x.device)
-    tiles = packed_expert_tiles(num_pairs, num_experts, outputs, chunks, num_processors(x.device), shared, gated=gated)
+    processors = num_processors(x.device)
+    tiles = packed_expert_tiles(num_pairs, num_experts, outputs, chunks, matrix.layout, processors, shared, gated=gated)
     num_blocks = triton.cdiv(outputs, _BLOCK_OUT * tiles.blocks)
     _packed_grouped_kernel[(num_blocks, max_tiles(num_pairs, num_experts, tiles.pairs))](
         x,

@@ -29,7 +29,7 @@ from cortex.neuron.kernels.jit import (
     triton,
 )
 from cortex.neuron.kernels.quantised.few_rows import few_rows_product, max_few_rows
-from cortex.neuron.kernels.quantised.layout import Q4, Layout
+from cortex.neuron.kernels.quantised.layout import CHUNK, Layout
 from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS, PackedMatrix, unpacked
 from cortex.neuron.kernels.quantised.unpack import (
     RESTORE,
@@ -45,6 +45,10 @@ MAX_SMALL_ROWS = 64
 """With more rows the library is faster, by measurements."""
 _SCRATCH_BYTES = 112 << 20
 """Most matrices at once: few launches are worth more than a buffer that stays in the L2 cache."""
+_RESERVED_BYTES = 1 << 10
+"""Shared memory that a device takes for each program."""
+_MAX_WARPS = 16
+"""On a processor: with more of them a thread has too few registers."""
 
 
 class PackedTiles(NamedTuple):
@@ -57,6 +61,8 @@ class PackedTiles(NamedTuple):
     stages: int
     split: int
     """Programs that share the columns of one row."""
+    registers: int
+    """That a thread has at most, so that as many programs run on a processor as its shared memory holds."""
 
 
 def packed_product(
@@ -158,10 +164,12 @@ def small_batch_product(
     shared = shared_memory(x.device)
     chunks = matrix.low.shape[1] // 16
     tiles = small_batch_tiles(rows, chunks, matrix.outputs, matrix.layout, num_processors(x.device), shared)
+    blocks, columns = triton.cdiv(matrix.outputs, tiles.outputs), product_columns(rows)
     partial = out
-    if tiles.split > 1:
-        partial = torch.empty(tiles.split * rows * matrix.outputs, dtype=torch.float32, device=x.device)
-    _small_batch_kernel[(triton.cdiv(matrix.outputs, tiles.outputs), tiles.split)](
+    if tiles.split > 1:  # whole tiles: their places are constants in the machine code, which leaves registers free
+        sizes = blocks, tiles.split, tiles.outputs, columns
+        partial = torch.empty(sizes, dtype=torch.float32, device=x.device)
+    _small_batch_kernel[(blocks, tiles.split)](
         x,
         matrix.low,
         matrix.high,
@@ -177,7 +185,7 @@ def small_batch_product(
         0 if residual is None else residual.stride(0),
         INPUTS=inputs,
         CHUNKS=chunks,
-        ROWS=max(16, triton.next_power_of_2(rows)),
+        ROWS=columns,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         GATED=gated,
@@ -188,6 +196,7 @@ def small_batch_product(
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        maxnreg=tiles.registers,
         **layout_options(matrix.layout),
         **launch_options(x.device),
     )
@@ -196,75 +205,68 @@ def small_batch_product(
 def small_batch_tiles(
     rows: int, chunks: int, outputs: int, layout: Layout, processors: int, shared: SharedMemory
 ) -> PackedTiles:
-    """The fastest of a sweep on Hopper, with as many stages as the device's shared memory holds.
+    """The fastest of a sweep on Hopper.
 
-    The columns are cut until there are enough programs, and there are few enough stages that all of them run at once.
+    Two chunks of a row are at least a line of the cache in four bits and more. With many rows they take so much shared
+    memory that they are read one at a time, unless all programs run at once.
     """
-    columns = max(16, triton.next_power_of_2(rows))
-    lines = _line_tiles(columns, chunks, outputs, processors, shared) if layout == Q4 else None
-    if lines is not None:
-        return lines
+    columns = product_columns(rows)
+
+    def tiles(matrix_rows: int, tile_chunks: int, warps: int) -> PackedTiles:
+        programs, split = -(-outputs // matrix_rows), 1
+
+        def at_once(stages: int) -> int:
+            num_bytes = program_bytes(matrix_rows, columns, tile_chunks, stages, layout, shared) + _RESERVED_BYTES
+            return max(1, min(_MAX_WARPS // warps, shared.num_bytes // num_bytes))
+
+        while split < 8 and chunks % (2 * split * tile_chunks) == 0 and chunks // split > 4:
+            if 2 * split * programs > at_once(MIN_STAGES) * processors:
+                break
+            split *= 2
+        stages = max(MIN_STAGES, 6 - matrix_rows * tile_chunks // COUNTED_ROWS)  # the larger, the fewer
+        stages = fitting_stages(matrix_rows, columns, tile_chunks, stages, layout, shared)
+        while stages > MIN_STAGES and programs * split > at_once(stages) * processors:
+            stages -= 1
+        registers = min(255, 65536 // (32 * warps * at_once(stages)) // 8 * 8) if shared.copies > 1 else 255
+        return PackedTiles(matrix_rows, tile_chunks, warps, stages, split, registers)
+
+    if shared.copies == 1 or chunks % 2 != 0:
+        return tiles(COUNTED_ROWS, 1, 4)
     is_long = outputs > 8 * COUNTED_ROWS * processors  # as an output head
-    matrix_rows = 2 * COUNTED_ROWS if is_long else COUNTED_ROWS
-    warps = 8 if is_long and rows > 32 else 4
-    programs, split = -(-outputs // matrix_rows), 1
-    while split < 8 and chunks % (2 * split) == 0 and chunks // split > (8 if rows > 32 else 4):
-        if programs * split >= _programs_wanted(rows, layout.bits, split) * processors:
-            break
-        split *= 2
-    planes = 1 + (layout.low_bits == 8 or layout.high_bits > 0) + layout.scale_words
-    registers = 72 + 41 * max(0, columns - 16) // 48  # of a thread: 72 with 16 columns, 113 with 64
-    stages = fitting_stages(matrix_rows, columns, 5 if layout.bits < 8 else 4, shared)
-    while stages > MIN_STAGES:
-        program_bytes = (stages - 1) * planes * matrix_rows * 64 + stages * columns * 256
-        at_once = min(shared.num_bytes // program_bytes, 65536 // (registers * 32 * warps))
-        if programs * split <= at_once * processors:
-            break
+    if (is_long and 16 < columns <= (64 if layout.bits == 8 else 32)) or (columns > 32 and chunks > 64):
+        return tiles(2 * COUNTED_ROWS, 2, 8)
+    return tiles(COUNTED_ROWS, 2 if columns <= 32 or outputs <= COUNTED_ROWS * processors else 1, 4)
+
+
+def product_columns(rows: int) -> int:
+    """Columns of the tensor-core product for this many rows of x."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def fitting_stages(
+    matrix_rows: int, columns: int, chunks: int, stages: int, layout: Layout, shared: SharedMemory
+) -> int:
+    """At most `stages`, as the device's shared memory holds."""
+    while stages > 2 and not shared.holds(program_bytes(matrix_rows, columns, chunks, stages, layout, shared)):
         stages -= 1
-    return PackedTiles(matrix_rows, 1, warps, stages, split)
+    return stages
 
 
-def _line_tiles(columns: int, chunks: int, outputs: int, processors: int, shared: SharedMemory) -> PackedTiles | None:
-    """Tiles of two chunks, which in four bits are a whole line of the cache; None: one at a time is faster.
-
-    That takes so much memory that all programs have to run at once, and they have to be many. Long parts of many rows
-    are as fast with one chunk, because more stages fit.
-    """
-
-    def at_once(stages: int) -> int:
-        program_bytes = (stages - 1) * COUNTED_ROWS * (128 + 32) + stages * columns * 512 + 1024
-        registers = 76 + 38 * columns // 16  # of a thread
-        return min(shared.num_bytes // program_bytes, 65536 // (registers * 128)) * processors
-
-    programs, split = -(-outputs // COUNTED_ROWS), 1
-    while split < 8 and chunks % (4 * split) == 0 and chunks // split > 4 and 2 * programs * split <= at_once(3):
-        split *= 2
-    fills = programs * split <= at_once(3) <= 3 * programs * split
-    if shared.copies == 1 or chunks % 2 != 0 or not fills or (columns > 32 and chunks > 64):
-        return None
-    stages = 4 if columns <= 32 and programs * split <= at_once(4) else 3
-    return PackedTiles(COUNTED_ROWS, 2, 4, stages, split)
-
-
-def _programs_wanted(rows: int, bits: int, split: int) -> float:
-    """For each processor, where the columns are cut `split` times: the parts of many rows are long to add."""
-    if rows > 32:
-        return 4 / 3
-    if split == 1:
-        return 4 if bits < 8 else 2.5
-    return 3 if split == 2 or (rows <= 16 and bits < 8) else 2
-
-
-def fitting_stages(matrix_rows: int, columns: int, stages: int, shared: SharedMemory) -> int:
-    """How many chunks may be on their way at once: the words of `matrix_rows` rows and `columns` columns of x each.
+def program_bytes(
+    matrix_rows: int, columns: int, chunks: int, stages: int, layout: Layout, shared: SharedMemory
+) -> int:
+    """Shared memory of a loop over `chunks` chunks at a time: the words of `matrix_rows` rows and `columns` columns of
+    x, once for each step that is on its way.
 
     Before Hopper the unpacked weights may take the way through shared memory after all.
     """
-    chunk_bytes = matrix_rows * 16 * (4 + 4 + 4 + 4) + triton.next_power_of_2(columns) * 128 * 2
-    unpacked_bytes = matrix_rows * 128 * 2 if shared.copies == 1 else 0
-    while stages > 2 and not shared.holds(chunk_bytes * (stages - 2 + shared.copies) + unpacked_bytes):
-        stages -= 1
-    return stages
+    x_bytes = columns * chunks * CHUNK * 2
+    unpacked_bytes = matrix_rows * chunks * CHUNK * 2 if shared.copies == 1 else 0
+    return (
+        (stages - 1) * matrix_rows * layout.num_bytes(1, chunks * CHUNK)
+        + (stages - 2 + shared.copies) * x_bytes
+        + unpacked_bytes
+    )
 
 
 @jit(do_not_specialize=["rows"])
@@ -311,8 +313,10 @@ def _small_batch_kernel(
         gdc_wait()
     block = tl.program_id(0)
     part = tl.program_id(1)
-    output, loaded = _tile_rows(block, tl.arange(0, BLOCK_OUT), outputs, BLOCK_OUT, GATED)
-    loaded = tl.where(output < outputs, loaded, 0).to(tl.int64)
+    number = tl.arange(0, BLOCK_OUT)
+    outputs_here: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
+    output = block * outputs_here + number % outputs_here
+    loaded = tl.where(output < outputs, output + number // outputs_here * outputs, 0).to(tl.int64)
     row = tl.arange(0, ROWS)
     row_inside = row < rows
     per_part: tl.constexpr = CHUNKS // SPLIT
@@ -331,30 +335,25 @@ def _small_batch_kernel(
         values = tl.load(source + start * 128, mask=inside, other=0.0)  # [in, rows]
         total = add_product(total, weights, values)
     total = restored(total, x.dtype.element_ty)
-    output, matrix_row = _tile_rows(block, operand_row(BLOCK_OUT, WARPS), outputs, BLOCK_OUT, GATED)
-    inside = (output < outputs)[:, None] & row_inside[None, :]
     is_last = True
     if SPLIT > 1:
-        matrix_rows = 2 * outputs if GATED else outputs
-        place = row[None, :] * matrix_rows + matrix_row[:, None]
-        tl.store(partial + part * rows * matrix_rows + place, total, mask=inside)
+        place = number[:, None] * ROWS + row[None, :]
+        parts = partial + block.to(tl.int64) * (SPLIT * BLOCK_OUT * ROWS) + place
+        tl.store(parts + part * (BLOCK_OUT * ROWS), total)
         tl.debug_barrier()
         is_last = tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLIT - 1
         if is_last:
             total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
             for other in tl.static_range(SPLIT):
-                stretch = partial + other * rows * matrix_rows
-                total += tl.load(stretch + place, mask=inside, other=0.0, cache_modifier=".cg")
+                total += tl.load(parts + other * (BLOCK_OUT * ROWS), cache_modifier=".cg")
             tl.store(counters + block, 0)
     if is_last:
+        result = total
         if GATED:
-            half: tl.constexpr = BLOCK_OUT // 2
-            halves = tl.reshape(total, (WARPS, 2, half // WARPS, ROWS))
+            halves = tl.reshape(total, (WARPS, 2, outputs_here // WARPS, ROWS))
             gate, up = tl.split(tl.permute(halves, (0, 2, 3, 1)))
-            result = tl.reshape(gate * tl.sigmoid(gate) * up, (half, ROWS))
-            target = block * half + operand_row(half, WARPS)
-        else:
-            result, target = total, output
+            result = tl.reshape(gate * tl.sigmoid(gate) * up, (outputs_here, ROWS))
+        target = block * outputs_here + operand_row(outputs_here, WARPS)
         there = (target < outputs)[:, None] & row_inside[None, :]
         if BIAS:
             result += tl.load(bias + target, mask=target < outputs, other=0.0).to(tl.float32)[:, None]
@@ -362,16 +361,6 @@ def _small_batch_kernel(
             before = residual + row[None, :] * residual_stride + target[:, None]
             result += tl.load(before, mask=there, other=0.0).to(tl.float32)
         tl.store(out + row[None, :] * out_stride + target[:, None], result.to(out.dtype.element_ty), mask=there)
-
-
-@jit
-def _tile_rows(block, number, outputs, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr):
-    """The output and the row of the matrix that belong to each of these rows of a program's tile."""
-    if GATED:
-        output = block * (BLOCK_OUT // 2) + number % (BLOCK_OUT // 2)
-        return output, output + number // (BLOCK_OUT // 2) * outputs
-    output = block * BLOCK_OUT + number
-    return output, output
 
 
 @jit(do_not_specialize=["first_row", "num_rows"])

@@ -95,6 +95,7 @@ def test_few_pairs_of_an_expert_read_whole_lines_in_long_programs(
         (Q8, 64, 32, 4096, PackedTiles(64, 2, 4, 4, 2, 255)),
         (Q8, 64, 32, 24576, PackedTiles(64, 1, 4, 3, 1, 168)),
         (Q8, 64, 32, 151936, PackedTiles(128, 2, 8, 3, 1, 255)),
+        (Q8, 64, 96, 4096, PackedTiles(128, 2, 8, 3, 4, 255)),
     ],
 )
 def test_rows_are_read_in_whole_lines_where_that_was_faster(

@@ -223,7 +223,8 @@ def small_batch_tiles(
             if 2 * split * programs > at_once(MIN_STAGES) * processors:
                 break
             split *= 2
-        stages = fitting_stages(matrix_rows, columns, tile_chunks, 6 - tile_chunks, layout, shared)
+        stages = max(MIN_STAGES, 6 - matrix_rows * tile_chunks // COUNTED_ROWS)  # the larger, the fewer
+        stages = fitting_stages(matrix_rows, columns, tile_chunks, stages, layout, shared)
         while stages > MIN_STAGES and programs * split > at_once(stages) * processors:
             stages -= 1
         registers = min(255, 65536 // (32 * warps * at_once(stages)) // 8 * 8) if shared.copies > 1 else 255
@@ -232,7 +233,7 @@ def small_batch_tiles(
     if shared.copies == 1 or chunks % 2 != 0:
         return tiles(COUNTED_ROWS, 1, 4)
     is_long = outputs > 8 * COUNTED_ROWS * processors  # as an output head
-    if is_long and 16 < columns <= (64 if layout.bits == 8 else 32):
+    if (is_long and 16 < columns <= (64 if layout.bits == 8 else 32)) or (columns > 32 and chunks > 64):
         return tiles(2 * COUNTED_ROWS, 2, 8)
     return tiles(COUNTED_ROWS, 2 if columns <= 32 or outputs <= COUNTED_ROWS * processors else 1, 4)
 

@@ -165,6 +165,9 @@ def test_product_adds_to_what_it_overwrites(rows: int) -> None:
         (layouts.Q4, 21, 1024),
         (layouts.Q4, 8, 2560),
         (layouts.Q6, 4, 12288),
+        (layouts.Q5, 9, 5120),
+        (layouts.Q3, 9, 5120),
+        (layouts.Q8, 4, 5120),
         (layouts.IQ4, 12, 5120),
     ],
 )

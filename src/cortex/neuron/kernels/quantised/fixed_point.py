@@ -32,8 +32,9 @@ _SPLIT = constant(
         "prmt.b32 $1, first, second, 0x6420;",
     )
 )
-_SPREAD = constant("prmt.b32 $0, $1, 0, 0x1100;")
 _HALVES = constant("prmt.b32 $0, $2, $3, 0x6240;\n prmt.b32 $1, $2, $3, 0x7351;")
+_INTERLEAVED = constant("prmt.b32 $0, $2, $3, 0x5140;\n prmt.b32 $1, $2, $3, 0x7362;")
+_MERGED = constant("lop3.b32 $0, $1, $2, 0x0F0F0F0F, 0xE4;")
 _DOT = constant(
     _ptx(
         "high, low",
@@ -119,11 +120,24 @@ def code_halves(even, odd, PTX: tl.constexpr):
 
 
 @jit
-def spread_bytes(words, PTX: tl.constexpr):
-    """Bytes 0, 0, 1, 1 of each word."""
+def interleaved_bytes(even, odd, PTX: tl.constexpr):
+    """Bytes 0, 1, 2, 3 of two words → two words, of bytes 0, 0, 1, 1 and 2, 2, 3, 3 by turns."""
     if PTX:
-        return tl.inline_asm_elementwise(_SPREAD, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
-    return (words & 0xFF) * 0x0101 + ((words >> 8) & 0xFF) * 0x01010000
+        first, second = tl.inline_asm_elementwise(
+            _INTERLEAVED, "=&r,=&r,r,r", [even, odd], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        first = (even & 0xFF) | ((odd & 0xFF) << 8) | ((even & 0xFF00) << 8) | ((odd & 0xFF00) << 16)
+        second = ((even >> 16) & 0xFF) | ((odd >> 8) & 0xFF00) | ((even >> 8) & 0xFF0000) | (odd & -16777216)
+    return first, second
+
+
+@jit
+def merged_nibbles(low, high, PTX: tl.constexpr):
+    """The low four bits of each byte of one word and the high four of another."""
+    if PTX:
+        return tl.inline_asm_elementwise(_MERGED, "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1)
+    return (low & 0x0F0F0F0F) | (high & -252645136)
 
 
 @jit

@@ -44,14 +44,14 @@ class PackedRowTiles(NamedTuple):
 def one_row_tiles(chunks: int, bits: int) -> PackedRowTiles:
     """The fastest of a sweep on Hopper."""
     if chunks > 32:
+        if bits in (5, 6):
+            return PackedRowTiles(4, 16, 2, 0, 128)
         step = 8 if bits == 8 else 16
-        return PackedRowTiles(8 if bits < 6 and chunks % 16 == 0 else 4, step, step // 8, 0, None)
+        return PackedRowTiles(8 if bits < 5 and chunks % 16 == 0 else 4, step, step // 8, 0, None)
     warps = max(1, triton.next_power_of_2(chunks) // 8)
-    if bits < 6:
-        return PackedRowTiles(8, 8 * warps, warps, 12 // warps, 168)
-    if bits < 8:
+    if bits == 5:
         return PackedRowTiles(4, 8 * warps, warps, 16 // warps, 128)
-    return PackedRowTiles(4, 8 * warps, warps, 12 // warps, 168)
+    return PackedRowTiles(4 if bits == 8 else 8, 8 * warps, warps, 12 // warps, 168)
 
 
 def one_row_product(
@@ -100,6 +100,7 @@ def _launch(
     pairs: ExpertPairs | None = None,
 ) -> None:
     layout, chunks = matrix.layout, matrix.low.shape[1] // 16
+    low, high = matrix.low.view(torch.int32), matrix.high.view(torch.int32) if matrix.high.numel() else None
     outputs = out.shape[1]
     tiles = one_row_tiles(chunks, layout.bits)
     paired = x.dtype == torch.bfloat16
@@ -113,8 +114,8 @@ def _launch(
         programs = min(num_blocks, max(1, tiles.programs * num_processors(x.device) // num_pairs))
     _one_row_kernel[(programs, num_pairs)](
         x.view(torch.int32) if paired else x,
-        matrix.low,
-        matrix.high,
+        low,
+        high,
         matrix.scales,
         bias,
         norm_weight if norm_weight is None or not paired else norm_weight.view(torch.int32),
@@ -137,6 +138,8 @@ def _launch(
         WEIGHTED=pairs is not None and pairs.weights is not None,
         LOW_BITS=layout.low_bits,
         HIGH_BITS=layout.high_bits,
+        LOW_WORDS=low.shape[1] // chunks,
+        HIGH_WORDS=0 if high is None else high.shape[1] // chunks,
         GROUP=layout.group,
         ZERO=-1 if layout.zero is None else layout.zero,
         LEVELS=levels_option(layout),
@@ -177,6 +180,8 @@ def _one_row_kernel(
     WEIGHTED: tl.constexpr,
     LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr,
+    LOW_WORDS: tl.constexpr,
+    HIGH_WORDS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -193,6 +198,7 @@ def _one_row_kernel(
     BLOCK_CHUNKS chunks, with one block for each program.
     GATED: the matrix has twice `outputs` rows, the gate's first; a program takes as many of either.
     WHOLE: every block has all its rows, so that their distance is a constant in the machine code.
+    LOW_WORDS, HIGH_WORDS: of a chunk, in either plane.
     PAIRS_PER_ROW: the second coordinate is a pair, whose expert's rows begin further down; 0: there are no pairs.
     """
     if OVERLAP:
@@ -202,15 +208,16 @@ def _one_row_kernel(
             gdc_wait()  # the kernel before chose the experts
         pair = tl.program_id(1).to(tl.int64)
         expert_row = tl.load(chosen + pair).to(tl.int64) * (outputs * (2 if GATED else 1))
-        low += expert_row * (CHUNKS * 16)
-        high += expert_row * (CHUNKS * 16)
+        low += expert_row * (CHUNKS * LOW_WORDS)
+        if HIGH_WORDS > 0:
+            high += expert_row * (CHUNKS * HIGH_WORDS)
         scales += expert_row * (CHUNKS * 4 * SCALE_WORDS)
         x += pair // PAIRS_PER_ROW * (INPUTS // 2 if PAIRED else INPUTS)
         out += pair * outputs
     block = tl.program_id(0)
     words = _words(
         low, high, scales, block, num_blocks, outputs, 0,
-        CHUNKS, LOW_BITS, HIGH_BITS, SCALE_WORDS, GATED, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
+        CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, GATED, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
     )  # fmt: skip
     if OVERLAP and PAIRS_PER_ROW == 0:
         gdc_wait()
@@ -225,28 +232,26 @@ def _one_row_kernel(
             following = block + tl.num_programs(0)
             next_words = _words(
                 low, high, scales, following, num_blocks, outputs, 0,
-                CHUNKS, LOW_BITS, HIGH_BITS, SCALE_WORDS, GATED, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
+                CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, GATED, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
             )  # fmt: skip
             total = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
             _store(tl.sum(total, 1) * factor, bias, residual, out, block, outputs, BIAS, RESIDUAL, GATED, BLOCK_OUT)
             block = following
             words = next_words
     else:
-        total = tl.zeros((BLOCK_OUT, BLOCK_CHUNKS * 16), tl.float32)
-        for start in tl.static_range(0, CHUNKS, BLOCK_CHUNKS):
-            if start + BLOCK_CHUNKS < CHUNKS:
-                next_words = _words(
-                    low, high, scales, block, num_blocks, outputs, start + BLOCK_CHUNKS,
-                    CHUNKS, LOW_BITS, HIGH_BITS, SCALE_WORDS, GATED, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
-                )  # fmt: skip
-            if start > 0:
-                vector, more = prepared_vector(
-                    x, norm_weight, start, INPUTS, PAIRED, NORM, GROUP, ZERO, BLOCK_CHUNKS, PTX
-                )
-                squares += more
-            total += times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
-            if start + BLOCK_CHUNKS < CHUNKS:
-                words = next_words
+        total = tl.zeros((BLOCK_OUT, BLOCK_CHUNKS * 4), tl.float32)
+        for start in range(0, CHUNKS, BLOCK_CHUNKS):
+            next_words = _words(
+                low, high, scales, block, num_blocks, outputs, start + BLOCK_CHUNKS,
+                CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, GATED, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
+            )  # fmt: skip
+            product = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
+            total += tl.sum(tl.reshape(product, (BLOCK_OUT, BLOCK_CHUNKS * 4, 4)), 2)  # of the four units of a thread
+            vector, more = prepared_vector(
+                x, norm_weight, start + BLOCK_CHUNKS, INPUTS, PAIRED, NORM, GROUP, ZERO, BLOCK_CHUNKS, PTX
+            )
+            squares += more
+            words = next_words
         if NORM:
             factor = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
         _store(tl.sum(total, 1) * factor, bias, residual, out, block, outputs, BIAS, RESIDUAL, GATED, BLOCK_OUT)
@@ -289,8 +294,8 @@ def _words(
     outputs,
     start,
     CHUNKS: tl.constexpr,
-    LOW_BITS: tl.constexpr,
-    HIGH_BITS: tl.constexpr,
+    LOW_WORDS: tl.constexpr,
+    HIGH_WORDS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     GATED: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -311,18 +316,31 @@ def _words(
     if GATED:
         line += tl.arange(0, BLOCK_OUT) // rows * outputs
     unit = tl.arange(0, BLOCK_CHUNKS * 16)[None, :]
-    where = first * (CHUNKS * 16) + start * 16 + line[:, None] * (CHUNKS * 16) + unit
     group = line[:, None] * (CHUNKS * 4) + (unit // 16) * 4 + unit % 4
     scale = scales + (first * (CHUNKS * 4) + start * 4 + group) * SCALE_WORDS
     exists = tl.full((1, 1), 0, tl.int32) + block < num_blocks
     inside = exists & (start * 16 + unit < CHUNKS * 16)
     other = None if CHUNKS % BLOCK_CHUNKS == 0 else 0
-    word = tl.load(low + where, mask=inside).to(tl.int32)
+    word = _plane(low, first, line, start, exists, CHUNKS, LOW_WORDS, BLOCK_CHUNKS)
     above = word
-    if HIGH_BITS > 0 or LOW_BITS == 8:
-        above = tl.load(high + where, mask=inside).to(tl.int32)
+    if HIGH_WORDS > 0:
+        above = _plane(high, first, line, start, exists, CHUNKS, HIGH_WORDS, BLOCK_CHUNKS)
     scale_0 = tl.load(scale, mask=inside, other=other).to(tl.int32)
     scale_1 = scale_0
     if SCALE_WORDS == 2:
         scale_1 = tl.load(scale + 1, mask=inside, other=other)
     return word, above, scale_0, scale_1
+
+
+@jit
+def _plane(plane, first, line, start, exists, CHUNKS: tl.constexpr, WORDS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """The words of one plane, WORDS of a chunk: a word holds one, two or four units.
+
+    A thread gets the words of the same four units from every plane. With more, the vector's numbers for them would not
+    fit into its registers, and Triton takes as many as fill 16 bytes unless addresses have a smaller divisor.
+    """
+    word = start * WORDS + tl.arange(0, BLOCK_CHUNKS * WORDS)[None, :]
+    where = first * (CHUNKS * WORDS) + line[:, None] * (CHUNKS * WORDS) + word
+    if WORDS < 16:
+        where = tl.multiple_of(where, (1, WORDS // 4))
+    return tl.load(plane + where, mask=exists & (word < CHUNKS * WORDS))

@@ -12,10 +12,11 @@ from cortex.neuron.kernels.quantised.fixed_point import (
     code_dot,
     code_halves,
     half_code_dot,
+    interleaved_bytes,
+    merged_nibbles,
     power_of_two,
     signed_code_dot,
     split_bytes,
-    spread_bytes,
     wide_code_dot,
 )
 from cortex.neuron.kernels.quantised.levels import level_bytes
@@ -103,48 +104,75 @@ def times_vector(
     )  # fmt: skip
     if LEVELS:
         even, odd = level_bytes(word, LEVELS, PTX)
-        return low_half(scale_0) * (signed_code_dot(even, odd, high_0, low_0, high_1, low_1, PTX) * step)
-    even, odd = _code_bytes(word, above, LOW_BITS, HIGH_BITS, PTX)
-    if GROUP == 32:
+        product = low_half(scale_0) * (signed_code_dot(even, odd, high_0, low_0, high_1, low_1, PTX) * step)
+    elif GROUP == 32:
+        even, odd = _code_bytes(word, above, LOW_BITS, HIGH_BITS)
         if LOW_BITS == 8:
             dot = wide_code_dot(even, odd, high_0, low_0, high_1, low_1, PTX) * step
         else:
             dot = code_dot(even, odd, high_0, low_0, high_1, low_1, PTX) * step - offset_0
-        return low_half(scale_0) * dot + high_half(scale_0) * sum_0
-    codes_0, codes_1 = code_halves(even, odd, PTX)
-    dot_0 = half_code_dot(codes_0, high_0, low_0, PTX) * step - offset_0
-    dot_1 = half_code_dot(codes_1, high_1, low_1, PTX) * step - offset_1
-    if ZERO >= 0:
-        return low_half(scale_0) * dot_0 + high_half(scale_0) * dot_1
-    first = low_half(scale_0) * dot_0 + high_half(scale_0) * sum_0
-    return first + low_half(scale_1) * dot_1 + high_half(scale_1) * sum_1
+        product = low_half(scale_0) * dot + high_half(scale_0) * sum_0
+    else:
+        codes_0, codes_1 = _half_code_bytes(word, above, LOW_BITS, HIGH_BITS, PTX)
+        dot_0 = half_code_dot(codes_0, high_0, low_0, PTX) * step - offset_0
+        dot_1 = half_code_dot(codes_1, high_1, low_1, PTX) * step - offset_1
+        if ZERO >= 0:
+            product = low_half(scale_0) * dot_0 + high_half(scale_0) * dot_1
+        else:
+            product = low_half(scale_0) * dot_0 + high_half(scale_0) * sum_0
+            product += low_half(scale_1) * dot_1 + high_half(scale_1) * sum_1
+    return product
 
 
 @jit
-def _code_bytes(low, high, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, PTX: tl.constexpr):
+def _code_bytes(low, high, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr):
     """The codes of a unit as bytes: slots j = 0, 2 and j = 1, 3. Bytes 0 and 1 are of h = 0, bytes 2 and 3 of h = 1."""
+    tl.static_assert(LOW_BITS == 8 or (LOW_BITS == 4 and HIGH_BITS < 2))
     if LOW_BITS == 8:
         even, odd = low, high
-    elif LOW_BITS == 4:
-        even, odd = low & 0x0F0F0F0F, (low >> 4) & 0x0F0F0F0F
     else:
-        both = spread_bytes(low, PTX)
-        even = (both & 0x00030003) | ((both >> 4) & 0x03000300)
-        odd = ((both >> 2) & 0x00030003) | ((both >> 6) & 0x03000300)
-    if HIGH_BITS == 2:
-        both = spread_bytes(high, PTX)
-        even |= _moved(both, LOW_BITS, 0x00030003, LOW_BITS) | _moved(both, LOW_BITS - 4, 0x03000300, LOW_BITS)
-        odd |= _moved(both, LOW_BITS - 2, 0x00030003, LOW_BITS) | _moved(both, LOW_BITS - 6, 0x03000300, LOW_BITS)
-    elif HIGH_BITS == 1:
-        both = spread_bytes((high & 0x0F) | ((high & 0xF0) << 4), PTX)
-        even |= _moved(both, LOW_BITS, 0x00010001, LOW_BITS) | _moved(both, LOW_BITS - 2, 0x01000100, LOW_BITS)
-        odd |= _moved(both, LOW_BITS - 1, 0x00010001, LOW_BITS) | _moved(both, LOW_BITS - 3, 0x01000100, LOW_BITS)
+        even, odd = low & 0x0F0F0F0F, (low >> 4) & 0x0F0F0F0F
+    if HIGH_BITS == 1:
+        # a product with four powers of two is four copies; what they add up to elsewhere is masked
+        bits = _bytes_of_words(high)
+        even |= ((bits & 0x55) * 0x00410410) & 0x10101010
+        odd |= ((bits & 0xAA) * 0x00208208) & 0x10101010
     return even, odd
 
 
 @jit
-def _moved(bits, LEFT: tl.constexpr, MASK: tl.constexpr, SHIFT: tl.constexpr):
-    """Bits moved to the left, those of MASK << SHIFT only. LEFT may be negative."""
-    if LEFT >= 0:
-        return (bits << LEFT) & (MASK << SHIFT)
-    return (bits >> -LEFT) & (MASK << SHIFT)
+def _half_code_bytes(low, high, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, PTX: tl.constexpr):
+    """The codes of a unit as bytes: slots j = 0, 1 and j = 2, 3. Bytes 0 and 1 are of h = 0, bytes 2 and 3 of h = 1."""
+    tl.static_assert(LOW_BITS + HIGH_BITS == 6 or (LOW_BITS == 2 and HIGH_BITS < 2))
+    if LOW_BITS == 4:
+        first, second = code_halves(low, low >> 4, PTX)
+        both = _bit_pairs(high, PTX)
+        first, second = merged_nibbles(first, both << 4, PTX), merged_nibbles(second, both, PTX)
+    else:
+        both = _bit_pairs(low, PTX)
+        first, second = both & 0x03030303, (both >> 4) & 0x03030303
+    if HIGH_BITS == 1:
+        bits = _bytes_of_words(high)
+        first |= ((bits & 0x33) * 0x00204204) & 0x04040404
+        second |= ((bits & 0xCC) * 0x00081081) & 0x04040404
+    return first, second
+
+
+@jit
+def _bit_pairs(words, PTX: tl.constexpr):
+    """Words with two units of a plane of two bits → of each unit a word, its bytes in the order of `_half_code_bytes`:
+    slots j = 0, 1 in bits 0 and 1, slots j = 2, 3 in bits 4 and 5. The other bits are 0."""
+    first, second = interleaved_bytes(words & 0x33333333, (words >> 2) & 0x33333333, PTX)
+    return _by_turns(first, second)
+
+
+@jit
+def _bytes_of_words(words):
+    """Words with four units of a plane of one bit → of each unit a word, whose low byte it is."""
+    return _by_turns(_by_turns(words, words >> 16), _by_turns(words >> 8, words >> 24))
+
+
+@jit
+def _by_turns(first, second):
+    """[rows, n] twice → [rows, 2 · n]"""
+    return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))

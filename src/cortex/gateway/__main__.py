@@ -11,7 +11,7 @@ import uvloop
 
 from cortex.exits import ExitCode
 from cortex.gateway import config as configuration
-from cortex.gateway.database import StoreError, StoreSettingError
+from cortex.gateway.database import StoreError
 from cortex.gateway.listening import CannotListen
 from cortex.gateway.process import serve
 from cortex.settings import SettingsError
@@ -25,12 +25,12 @@ def main() -> int:
     path: Path | None = options.config
     try:
         uvloop.run(serve(configuration.load(path, os.environ), path))
-    except (SettingsError, StoreSettingError) as problem:
+    except SettingsError as problem:
         print(f"cortex: {problem}", file=sys.stderr)
         return ExitCode.CONFIG
     except StoreError as problem:
         print(f"cortex: {problem}", file=sys.stderr)
-        return ExitCode.UNREACHABLE
+        return problem.exit_code
     except CannotListen as problem:
         print(f"cortex: {problem}", file=sys.stderr)
         return ExitCode.NO_ROOM

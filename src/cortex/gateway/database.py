@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from cortex.exits import ExitCode
 from cortex.wire.words import os_error_in_words
 
 T = TypeVar("T")
@@ -24,9 +25,14 @@ Execute = Callable[[str, Sequence[Any]], Rows]
 class StoreError(Exception):
     """The database cannot be used; the message says which and why."""
 
+    exit_code = ExitCode.UNREACHABLE
+    """Of a program that ends for it."""
+
 
 class StoreSettingError(StoreError):
     """It cannot be used until the configuration or the installation is changed."""
+
+    exit_code = ExitCode.CONFIG
 
 
 class DatabaseConnection(Protocol):

@@ -236,7 +236,7 @@ def _spent(config: Config, path: Path) -> Mapping[str, Spent]:
             store.close()
     except StoreError as error:
         raise CommandError(
-            str(error), "check `gateway.state` and `ledger.database` in cortex.toml", ExitCode.UNREACHABLE
+            str(error), "check `gateway.state` and `ledger.database` in cortex.toml", error.exit_code
         ) from error
 
 

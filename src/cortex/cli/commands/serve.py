@@ -23,7 +23,7 @@ def serve(config: Path | None) -> None:
     import uvloop
 
     from cortex.gateway.config import load
-    from cortex.gateway.database import StoreError, StoreSettingError
+    from cortex.gateway.database import StoreError
     from cortex.gateway.listening import CannotListen
     from cortex.gateway.process import serve as serve_gateway
 
@@ -34,7 +34,6 @@ def serve(config: Path | None) -> None:
         what, _, remedy = str(error).partition("; ")
         raise CommandError(what, remedy, ExitCode.NO_ROOM) from error
     except StoreError as error:
-        code = ExitCode.CONFIG if isinstance(error, StoreSettingError) else ExitCode.UNREACHABLE
         raise CommandError(
-            str(error), "check `gateway.state` and `ledger.database` in the configuration", code
+            str(error), "check `gateway.state` and `ledger.database` in the configuration", error.exit_code
         ) from error

@@ -18,7 +18,7 @@ from cortex.gateway.config import ActivitySection, Config, GatewaySection, Neuro
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
-from cortex.telemetry import TelemetrySection
+from cortex.telemetry.tracing import TelemetrySection
 
 from ..ports import free_port
 from .fake_neuron import JSON, FakeNeuron, StartNeuron

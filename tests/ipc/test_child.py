@@ -77,10 +77,10 @@ def test_child_is_killed_with_its_parent(tmp_path: Path) -> None:
     assert not is_running(child)
 
 
-def test_processes_of_pools_start_without_asyncio() -> None:
+def test_processes_of_pools_start_without_asyncio_and_settings() -> None:
     check = "import sys, cortex.parsing.__main__, cortex.neuron.tokenizer_process.__main__; print(*sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     modules = subprocess.run(
         [sys.executable, "-c", check], stdout=subprocess.PIPE, text=True, check=True, env=environment
     )
-    assert "asyncio" not in modules.stdout.split()
+    assert not {"asyncio", "cortex.settings"} & set(modules.stdout.split())

@@ -40,6 +40,11 @@ def test_variables_that_hold_keys_of_peers_are_no_unknown_keys(tmp_path: Path) -
         load(path, {"NEURON_ATTIC_KEY": "x" * 16})
 
 
+@pytest.mark.parametrize(("value", "port"), [("tcp://10.0.0.1:80", 13131), ("14000", 14000)])
+def test_port_is_a_key_beside_the_link_to_a_kubernetes_service(value: str, port: int) -> None:
+    assert load(None, {"NEURON_SERVICE_HOST": "10.0.0.1", "NEURON_PORT": value}).address.port == port
+
+
 def test_every_key_has_a_default() -> None:
     config = load(None, {})
     assert config == NeuronConfig()

@@ -91,7 +91,7 @@ def test_kubernetes_configuration_is_valid_and_names_the_headless_service(tmp_pa
 @pytest.mark.parametrize(("kind", "name"), [("Deployment", "cortex"), ("DaemonSet", "neuron")])
 def test_pods_have_no_service_links_and_mount_what_they_declare(kind: str, name: str) -> None:
     pod = manifests()[kind, name]["spec"]["template"]["spec"]
-    assert pod["enableServiceLinks"] is False, "NEURON_PORT=tcp://… is not a port"
+    assert pod["enableServiceLinks"] is False
     (container,) = pod["containers"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 

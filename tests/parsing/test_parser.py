@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from cortex.parsing import relayed
 from cortex.parsing.conversations import Completion
@@ -40,7 +41,10 @@ def body(text: str, **fields: Any) -> bytes:
     return json.dumps({"model": "m", "messages": turns, "input": text, "max_tokens": 9, **fields}).encode()
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def parser() -> AsyncIterator[BodyParser]:
     parser = BodyParser()
     yield parser

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.settings import Listen, Section, SettingsError, load, loads
+from cortex.settings import Listen, Section, SettingsError, check_variables, load, loads
 
 
 class Gateway(Section, frozen=True):
@@ -315,7 +315,8 @@ def test_error_of_a_key_that_moved_names_it_as_written(text: str, message: str) 
         ("CORTEX_GATEWAY_LISTEN", "did you mean CORTEX_GATEWAY__LISTEN?"),
         ("CORTEX_LEVL", "did you mean CORTEX_LEVEL?"),
         ("CORTEX_URI", "did you mean CORTEX_URL?"),
-        ("CORTEX_QQQQQQQQQQQQ", "variables that begin with CORTEX_ are keys; rename it"),
+        ("CORTEX_PORT", "variables that begin with CORTEX_ are keys; rename or unset it"),
+        ("CORTEX_QQQQQQQQQQQQ", "variables that begin with CORTEX_ are keys; rename or unset it"),
     ],
 )
 def test_rejects_unknown_environment_variable_with_the_prefix(variable: str, advice: str) -> None:
@@ -324,6 +325,29 @@ def test_rejects_unknown_environment_variable_with_the_prefix(variable: str, adv
 
 def test_accepts_environment_variables_that_are_no_keys() -> None:
     assert loads(Config, "", env_prefix="CORTEX_", env={"CORTEX_URL": "x", "OTHER": "y"}) == Config()
+
+
+SERVICE_LINKS = {
+    "CORTEX_SERVICE_HOST": "10.0.0.1",
+    "CORTEX_SERVICE_PORT": "80",
+    "CORTEX_SERVICE_PORT_HTTP": "80",
+    "CORTEX_PORT": "tcp://10.0.0.1:80",
+    "CORTEX_PORT_80_TCP": "tcp://10.0.0.1:80",
+    "CORTEX_PORT_80_TCP_PROTO": "tcp",
+    "CORTEX_PORT_80_TCP_PORT": "80",
+    "CORTEX_PORT_80_TCP_ADDR": "10.0.0.1",
+}
+"""Of a service `cortex`, as Kubernetes sets them."""
+
+
+@pytest.mark.parametrize("service", ["CORTEX", "CORTEX_SERVICE", "CORTEX_LEVEL"])
+def test_variables_of_kubernetes_services_are_not_keys(service: str) -> None:
+    links = {f"{service}{name.removeprefix('CORTEX')}": value for name, value in SERVICE_LINKS.items()}
+    assert loads(Config, "", env_prefix="CORTEX_", env=links) == Config()
+    check_variables(Config, "CORTEX_", links, frozenset())
+    del links[f"{service}_SERVICE_HOST"]
+    with pytest.raises(SettingsError, match="unknown environment variable"):
+        check_variables(Config, "CORTEX_", links, frozenset())
 
 
 def test_renamed_key_in_environment_keeps_its_type() -> None:

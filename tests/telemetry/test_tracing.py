@@ -9,7 +9,7 @@ import time
 import pytest
 
 from cortex.settings import SettingsError
-from cortex.telemetry import UNTRACED, NoTracer, TelemetrySection, open_tracer
+from cortex.telemetry.tracing import UNTRACED, NoTracer, TelemetrySection, open_tracer
 
 from .otlp_collector import Collector
 

@@ -21,7 +21,8 @@ known key. A renamed key still works under its former name, and a removed key is
 
 An unknown variable that begins with `CORTEX_` is an error for every `cortex` command, and one that begins with
 `NEURON_` for every `neuron` command. Commands that read no file accept names that end in `_KEY`, which may hold the
-keys of nodes (`key_env`).
+keys of nodes (`key_env`). Variables that Kubernetes sets for a service of that name, such as `CORTEX_SERVICE_HOST`, are
+ignored.
 """
 
 

@@ -22,7 +22,8 @@ from cortex.gateway.database import check_location, is_url
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.store import LedgerSection
 from cortex.settings import Listen, Section
-from cortex.telemetry import TelemetrySection, logs
+from cortex.telemetry import logs
+from cortex.telemetry.tracing import TelemetrySection
 
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]

@@ -57,7 +57,8 @@ from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser
 from cortex.settings import SettingsError, Stamp
 from cortex.tasks import SupervisedTask, Supervisor
-from cortex.telemetry import logs, open_tracer
+from cortex.telemetry import logs
+from cortex.telemetry.tracing import open_tracer
 from cortex.wire.errors import Family, RouteNotFound
 
 log = logging.getLogger(__name__)

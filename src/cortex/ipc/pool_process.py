@@ -62,8 +62,8 @@ def serve_pool(
             for request in requests:
                 channel.send([run_job(request)])
 
-    # What exists now lives as long as the process. Frozen, no collection visits it, so its pages stay shared.
-    gc.collect()
+    # What exists now lives as long as the process, and little of it is garbage. Frozen, no collection visits it, so its
+    # pages stay shared.
     gc.freeze()
     try:
         _ForkServer(PacketSocket(control, Fork | Kill), serve).run()

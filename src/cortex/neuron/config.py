@@ -15,7 +15,8 @@ from msgspec import Meta
 
 from cortex import settings
 from cortex.settings import Listen, SamplingSection, Section
-from cortex.telemetry import TelemetrySection, logs
+from cortex.telemetry import logs
+from cortex.telemetry.tracing import TelemetrySection
 from cortex.wire.node.protocol import KVDtype
 
 Count = Annotated[int, Meta(ge=1)]

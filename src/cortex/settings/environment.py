@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -81,7 +82,11 @@ def check_variables(cls: type[Section], prefix: str, env: Mapping[str, str], oth
     For a command that reads no file, and so does not know which variables hold the keys of nodes: any may whose name
     ends in `_KEY`.
     """
-    given = {name: "" for name in env if name.startswith(prefix) and not name.endswith("_KEY") and name not in others}
+    given = {
+        name: value
+        for name, value in env.items()
+        if name.startswith(prefix) and not name.endswith("_KEY") and name not in others
+    }
     expected = inspect.type_info(cls) if given else None
     if isinstance(expected, inspect.StructType):
         check_unknown(expected, prefix, given, others)
@@ -92,9 +97,15 @@ def check_unknown(expected: inspect.StructType, prefix: str, env: Mapping[str, s
     for variable, path in _variables(expected, prefix, env):
         if variable in others or _is_known(expected, path):
             continue
-        names = [f"{prefix}{'__'.join(map(str, path))}".upper() for path in _keys(expected)]
-        near = difflib.get_close_matches(variable, [*names, *others], n=1)
-        advice = f"did you mean {near[0]}?" if near else f"variables that begin with {prefix} are keys; rename it"
+        # Without the prefix, which all of them have in common.
+        names = ["__".join(map(str, path)).upper() for path in _keys(expected)]
+        known = [*names, *(name.removeprefix(prefix) for name in others if name.startswith(prefix))]
+        near = difflib.get_close_matches(variable.removeprefix(prefix), known, n=1)
+        advice = (
+            f"did you mean {prefix}{near[0]}?"
+            if near
+            else f"variables that begin with {prefix} are keys; rename or unset it"
+        )
         raise SettingsError(f"unknown environment variable {variable}: {advice}")
 
 
@@ -115,9 +126,18 @@ def _keys(table: inspect.StructType, path: Path = ()) -> Iterator[Path]:
 def _variables(expected: inspect.Type, prefix: str, env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
     """The variables with the prefix, and the key that each of them names."""
     prefix = prefix.rstrip("_") + "_"
-    for variable in sorted(env):
+    for variable in sorted(env.keys() - _service_links(env)):
         if variable.startswith(prefix) and variable != prefix:
             yield variable, _path(expected, variable.removeprefix(prefix))
+
+
+def _service_links(env: Mapping[str, str]) -> set[str]:
+    """The variables that Kubernetes sets in a container for the services of its namespace, of which one may have the
+    name of the program."""
+    services = (re.escape(name.removesuffix("_SERVICE_HOST")) for name in env if name.endswith("_SERVICE_HOST"))
+    link = re.compile(rf"(?:{'|'.join(services)})_(SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_\w+)?)")
+    found = ((name, match) for name in env if (match := link.fullmatch(name)) is not None)
+    return {name for name, match in found if match[1] != "PORT" or "://" in env[name]}  # `neuron` has a key `port`
 
 
 def _path(expected: inspect.Type, name: str) -> Path:

@@ -1,6 +1,4 @@
-"""Traces: spans from the client to the engine, through every program that handles a request."""
+"""Logging of every program, and traces: spans from the client to the engine, through every program on the way.
 
-from cortex.telemetry.spans import Span, Tracer
-from cortex.telemetry.tracing import UNTRACED, NoTracer, TelemetrySection, open_tracer
-
-__all__ = ["UNTRACED", "NoTracer", "Span", "TelemetrySection", "Tracer", "open_tracer"]
+Nothing is imported here: processes of pools need only `logs`.
+"""

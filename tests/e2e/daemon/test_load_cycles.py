@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from .conftest import SOURCE
+
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[3]
+BENCH = Path(__file__).parents[3] / "bench"
 
 
-def test_memory_is_the_same_after_two_models_took_turns(wide_model: Path, tiny_model: Path) -> None:
-    finished = subprocess.run(
-        [sys.executable, str(ROOT / "bench/load_cycles.py"), "--cycles", "8", str(wide_model), str(tiny_model)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+def test_memory_is_the_same_after_two_models_took_turns(
+    wide_model: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["load_cycles.py", "--cycles", "8", str(wide_model), str(tiny_model)])
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+    assert import_module("load_cycles").main() == 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from cortex.telemetry import TelemetrySection
+from cortex.telemetry.tracing import TelemetrySection
 from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB, plain_response

@@ -27,8 +27,9 @@ DENSE: dict[str, Any] = {
     "model_type": "qwen3",
     **tiny_sizes(
         vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        head_dim=16,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -36,7 +37,7 @@ DENSE: dict[str, Any] = {
     ),
     "tie_word_embeddings": True,
 }
-EXPERTS = tiny_experts(num_experts=4, moe_intermediate_size=16)
+EXPERTS = tiny_experts(num_experts=4, moe_intermediate_size=8)
 FAMILIES: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "mixture": DENSE | EXPERTS | {"model_type": "qwen3_moe"},

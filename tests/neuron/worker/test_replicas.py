@@ -182,6 +182,7 @@ async def test_replica_that_is_given_up_does_not_count_until_it_is_tried_again()
     assert shown[0] == ((0,), (1,)), "it is loaded again first"
     assert sink.stats == EngineStats(), "which has the model count its slots again"
     assert replicas.device_indices == (0, 1)
+    assert replicas.taken_devices == (0, 1), "no extra replica takes its place there"
     await replicas.wake(await replicas.sleep(resident))
     assert len(replicas.replica_devices) == 2
     replicas.stop_reloads()

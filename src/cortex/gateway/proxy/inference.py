@@ -26,7 +26,7 @@ from cortex.parsing.cost import is_read_elsewhere
 from cortex.parsing.envelope import Envelope
 from cortex.parsing.relayed import RelayedBody
 from cortex.tasks import run_once
-from cortex.telemetry import Span
+from cortex.telemetry.spans import Span
 from cortex.wire import error_encoding
 from cortex.wire.errors import CortexError, InvalidAPIKey, ShuttingDown, shorten
 from cortex.wire.fields.body import check_content_type

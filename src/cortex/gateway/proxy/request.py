@@ -37,7 +37,8 @@ from cortex.http.upstream.faults import NotAdmitted, UpstreamFault
 from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.envelope import Envelope
 from cortex.tasks import run_once
-from cortex.telemetry import UNTRACED, Span
+from cortex.telemetry.spans import Span
+from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.openai_responses import kept

@@ -17,7 +17,7 @@ from cortex.gateway.proxy.admission import AdmissionController
 from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser
-from cortex.telemetry import Tracer
+from cortex.telemetry.spans import Tracer
 
 
 @dataclass(slots=True)

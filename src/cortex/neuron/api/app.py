@@ -25,7 +25,8 @@ from cortex.neuron.api.routes.metrics import Metrics
 from cortex.neuron.api.routes.models import ModelRoutes
 from cortex.neuron.api.routes.tokens import Tokens
 from cortex.parsing.parser import BodyParser
-from cortex.telemetry import NoTracer, Tracer
+from cortex.telemetry.spans import Tracer
+from cortex.telemetry.tracing import NoTracer
 from cortex.wire.dialects.registry import ROUTES, family
 from cortex.wire.errors import Family, MalformedHTTP
 from cortex.wire.node import headers as our_headers

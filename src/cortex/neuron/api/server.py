@@ -25,7 +25,9 @@ from cortex.neuron.config import load as load_config
 from cortex.neuron.node.node import Node, Parts
 from cortex.settings import Listen, SettingsError, stamp
 from cortex.tasks import Supervisor
-from cortex.telemetry import Tracer, logs, open_tracer
+from cortex.telemetry import logs
+from cortex.telemetry.spans import Tracer
+from cortex.telemetry.tracing import open_tracer
 from cortex.tls import CHECK_FILES_S, ServerCertificate
 from cortex.wire.words import duration, plural
 

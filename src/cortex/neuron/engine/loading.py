@@ -134,6 +134,10 @@ def packing_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: tor
             raise LoadError(f"quant {spec.quant!r} is not known; choose one of {', '.join(RECIPES)}")
     if device.type == "cuda" and compute_dtype(spec.dtype, device) == torch.bfloat16:
         return PackingOffer(packed_layouts(tensors, recipe))
+    formats = {name: info.dtype for name, info in tensors.items() if info.dtype not in QUANTISABLE}
+    codes = chosen_codes(packed_layouts(tensors, recipe), formats)
+    if recipe is None and not formats and not codes:
+        return NOTHING_PACKED  # before `best_form`, which takes longer than the load of a small model
     form = None
     if device.type == "cpu" and spec.dtype == "auto" and (recipe is None or suits_cpus(recipe)):
         form = best_form(compute_dtype(spec.dtype, device))
@@ -142,8 +146,7 @@ def packing_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: tor
             f"weights cannot be quantised as {recipe.name} at load here: that takes a GPU that computes in bfloat16, "
             "or for formats of GGUF files the dtype auto on a CPU whose products with codes are faster than dense ones"
         )
-    formats = {name: info.dtype for name, info in tensors.items() if info.dtype not in QUANTISABLE}
-    return PackingOffer(cpu_layouts(formats, form, chosen_codes(packed_layouts(tensors, recipe), formats)))
+    return PackingOffer(cpu_layouts(formats, form, codes))
 
 
 def build_model(

@@ -8,7 +8,8 @@ from aiohttp import ClientSession, web
 
 from cortex.neuron.api import app
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.telemetry import TelemetrySection, Tracer, open_tracer
+from cortex.telemetry.spans import Tracer
+from cortex.telemetry.tracing import TelemetrySection, open_tracer
 from cortex.wire.errors import Recovering
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

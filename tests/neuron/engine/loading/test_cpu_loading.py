@@ -40,10 +40,11 @@ def blocks(kind: str, rows: int, columns: int, generator: torch.Generator) -> by
         numbers = torch.randn(rows * columns, generator=generator) * (0.1 if is_norm else columns**-0.5)
         return (numbers + is_norm).numpy().tobytes()
     scale = columns**-0.5 / (4 if kind.startswith("Q4") else 64)
-    minimum = struct.pack("<e", -8 * scale) if kind == "Q4_1" else b""
-    num_bytes = TYPES[kind][1] - 2 - len(minimum)
-    q = torch.randint(0, 256, (rows * columns // 32, num_bytes), dtype=torch.uint8, generator=generator)
-    return b"".join(struct.pack("<e", scale) + minimum + row.numpy().tobytes() for row in q)
+    head = bytearray(struct.pack("<ee", scale, -8 * scale)[: 4 if kind == "Q4_1" else 2])
+    size = (rows * columns // 32, TYPES[kind][1] - len(head))
+    codes = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+    heads = torch.frombuffer(head, dtype=torch.uint8).expand(len(codes), -1)
+    return torch.cat([heads, codes], dim=1).numpy().tobytes()
 
 
 def write_model(path: Path, matrices: str, embedding: str, values: str | None = None) -> None:
@@ -144,7 +145,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cpu
 @pytest.mark.parametrize("embedding", ["Q4_0", "Q8_0"])
 def test_quantised_model_responds_like_the_dense_model(tmp_path: Path, matrices: str, embedding: str) -> None:
     write_model(tmp_path / "model.gguf", matrices, embedding)
-    tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+    tokens = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(2)).tolist()
     packed = load(tmp_path / "model.gguf")
     assert packed.model.head.packed is not None
     assert packed.model.head.weight.numel() == 0
@@ -157,7 +158,7 @@ def test_quantised_model_responds_like_the_dense_model(tmp_path: Path, matrices:
 @pytest.mark.parametrize(("quant", "limit"), [("q8_0", 0.06), ("q6_k", 0.12), ("q5_k", 0.25), ("q4_k", 0.45)])
 def test_dense_weights_are_quantised_as_they_are_loaded(tmp_path: Path, quant: str, limit: float) -> None:
     write_model(tmp_path / "model.gguf", "F32", "F32")
-    tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+    tokens = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(2)).tolist()
     loaded = load(tmp_path / "model.gguf", quant=quant)
     feed_forward = loaded.model.layers[0].mlp
     assert isinstance(feed_forward, MLP)
@@ -233,6 +234,17 @@ def test_recorded_steps_may_be_read_late_and_survive_sleep(tmp_path: Path, monke
                 engine.sleep()
                 engine.wake(lambda *_: None)
     assert all(tokens == responses[-1] for tokens in responses), responses
+
+
+def test_dense_model_is_loaded_without_measuring_quantised_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "model.gguf", "F32", "F32")
+    monkeypatch.delattr(loading, "best_form")
+    assert load(tmp_path / "model.gguf").model.head.packed is None
+    write_model(tmp_path / "model.gguf", "F32", "Q8_0")
+    with pytest.raises(NameError, match="best_form"):
+        load(tmp_path / "model.gguf")
 
 
 def test_quantising_at_load_is_rejected_where_no_product_is_faster(

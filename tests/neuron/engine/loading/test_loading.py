@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,20 @@ VOCAB = 20_000
 CONTEXT = 256
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.LlamaConfig(
         **tiny_sizes(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, max_position_embeddings=CONTEXT)
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    folder = tmp_path_factory.mktemp("model")
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(written: Path, tmp_path: Path) -> Path:
+    """A copy that the test may change."""
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import TypeVar
 
 import pytest
 import torch
-import torch.distributed
 from torch import Tensor
 
+from cortex.neuron.engine.errors import LoadCancelled
 from cortex.neuron.engine.parallel.sockets import MAX_DIRECT_BYTES, Sockets
 from cortex.neuron.layers.configs import Shard
 
 T = TypeVar("T")
 
-Store: Any = torch.distributed.HashStore  # type: ignore[attr-defined]
 BUFFERED_BYTES = 16 << 20
 """More than a connection holds."""
 
 
-def on_ranks(num_ranks: int, call: Callable[[int, Sockets], T], store: Any = None) -> list[T]:
-    store = store or Store()
+def on_ranks(
+    num_ranks: int, call: Callable[[int, Sockets], T], on_listening: Callable[[str], None] = lambda _: None
+) -> list[T]:
+    """`on_listening`: gets the address of each rank before the other ranks do."""
+    addresses = [""] * num_ranks
+    meeting = threading.Barrier(num_ranks)
 
     def run(rank: int) -> T:
-        sockets = Sockets.connect(Shard(rank, num_ranks), store, None, timeout_s=60.0)
+        def exchange(address: str) -> list[str]:
+            on_listening(address)
+            addresses[rank] = address
+            meeting.wait(60)
+            return addresses
+
+        sockets = Sockets.connect(Shard(rank, num_ranks), exchange, None, 60.0, lambda: None)
         try:
             return call(rank, sockets)
         finally:
@@ -90,37 +101,46 @@ def test_rank_that_is_gone_ends_the_calls_of_the_others() -> None:
     assert on_ranks(3, compute) == ["failed", "failed", "gone"]
 
 
-class Visited:
-    """A store that lets strangers connect to a rank before the other ranks learn its address."""
+@contextmanager
+def strangers(*hellos: bytes) -> Iterator[Callable[[str], None]]:
+    """Gives a function that connects them to a rank, and leaves them connected."""
+    connected: list[socket.socket] = []
 
-    def __init__(self, *hellos: bytes) -> None:
-        self._store = Store()
-        self._hellos = hellos
-        self._strangers: list[socket.socket] = []
+    def visit(address: str) -> None:
+        host, port, _ = address.split()
+        for hello in hellos:
+            connected.append(socket.create_connection((host, int(port))))
+            connected[-1].sendall(hello)
 
-    def set(self, key: str, value: str) -> None:
-        host, port, _ = value.split()
-        for hello in self._hellos:
-            self._strangers.append(socket.create_connection((host, int(port))))
-            self._strangers[-1].sendall(hello)
-            self._strangers[-1].shutdown(socket.SHUT_WR)
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return bytes(self._store.get(key))
-
-    def close(self) -> None:
-        for stranger in self._strangers:
-            stranger.close()
+    yield visit
+    for stranger in connected:
+        stranger.close()
 
 
-def test_connections_without_the_secret_of_the_rank_are_closed() -> None:
-    store = Visited(b"", b"GET / HTTP/1.1\r\n\r\n", b"0" * 32 + b"   1")
-    totals = on_ranks(2, lambda _, sockets: sockets.all_reduce(torch.ones(1)).item(), store)
-    store.close()
-    assert totals == [2.0, 2.0]
+SILENT, UNKNOWN = b"", b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n".ljust(64)
+
+
+@pytest.mark.parametrize(
+    "hellos", [[SILENT], [UNKNOWN], [UNKNOWN[:9]], [b"0" * 32 + b"   1"], [SILENT] * 100], ids=repr
+)
+def test_connections_without_the_secret_of_the_rank_delay_no_other(
+    hellos: list[bytes],
+) -> None:
+    with strangers(*hellos) as visit:
+        assert on_ranks(2, lambda _, sockets: sockets.all_reduce(torch.ones(1)).item(), visit) == [2.0, 2.0]
 
 
 def test_rank_that_never_connects_fails_the_others_in_time() -> None:
     with pytest.raises(TimeoutError):
-        Sockets.connect(Shard(0, 2), Store(), None, timeout_s=0.01)
+        Sockets.connect(Shard(0, 2), lambda own: [own, ""], None, 0.01, lambda: None)
+
+
+def test_wait_for_a_rank_that_does_not_connect_ends_when_the_load_is_cancelled() -> None:
+    polls = iter(range(3))
+
+    def poll() -> None:
+        if next(polls, None) is None:
+            raise LoadCancelled("cancelled")
+
+    with pytest.raises(LoadCancelled):
+        Sockets.connect(Shard(0, 2), lambda own: [own, ""], None, 600.0, poll)

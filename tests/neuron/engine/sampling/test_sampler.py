@@ -142,7 +142,7 @@ def test_top_k_1_draws_the_greedy_token_for_the_seeds_with_the_largest_noise() -
     largest = torch.cat(
         [
             gumbel_noise(torch.arange(first, first + 32), torch.tensor(position), vocab).amax(-1)
-            for first in range(0, 512, 32)
+            for first in range(0, 128, 32)
         ]
     )
     seeds = largest.topk(16).indices.tolist()

@@ -93,18 +93,14 @@ def compare(
     assert torch.equal(state.recent[untouched], before[1])
 
 
+SIZES = [(2, 4, 32, 32, 4), (1, 3, 24, 40, 4), (2, 2, 16, 64, 2)]
+
+
 @pytest.mark.parametrize(
-    ("key_heads", "value_heads", "key_dim", "value_dim", "taps"),
-    [(2, 4, 32, 32, 4), (1, 3, 24, 40, 4), (2, 2, 16, 64, 2)],
-)
-@pytest.mark.parametrize(
-    ("decode_positions", "prefills"),
-    [
-        ([0], []),
-        ([5, 0, 2, 3, 1000], []),
-        ([], [(0, 2), (1, 3), (63, 80)]),
-        ([7], [(0, 64), (2, 65), (300, 129)]),
-    ],
+    ("key_heads", "value_heads", "key_dim", "value_dim", "taps", "decode_positions", "prefills"),
+    [(*sizes, [5, 0, 2, 3, 1000], []) for sizes in SIZES]
+    + [(*sizes, [7], [(0, 2), (63, 64), (300, 129)]) for sizes in SIZES]
+    + [(*SIZES[1], [0], []), (*SIZES[1], [], [(0, 64), (1, 3), (2, 65)])],
 )
 def test_output_and_state_of_a_step_match_the_reference(
     key_heads: int,

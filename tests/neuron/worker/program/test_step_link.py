@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from cortex.neuron.engine.errors import GroupBroken
-from cortex.neuron.engine.parallel import ports
+from cortex.neuron.engine.parallel import arrivals, ports
 from cortex.neuron.engine.request import Meeting, RankSpec
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker.program import step_link
@@ -51,7 +51,7 @@ def test_leader_announces_to_ranks_and_closes_connections_without_the_secret(por
 
 def test_silent_strangers_delay_no_rank(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_link, "CONNECT_S", 1000.0)
-    monkeypatch.setattr(step_link, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(arrivals, "MAX_STRANGERS", 4)
     leader = LeaderLink(rank(0, port), lambda: None)
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
     strangers[-1].sendall(SECRET[:-1].encode())

@@ -14,7 +14,8 @@ from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.routes import Route
 from cortex.gateway.proxy.services import Services
 from cortex.http.observer import Outcome
-from cortex.telemetry import UNTRACED, Span
+from cortex.telemetry.spans import Span
+from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError
 from cortex.wire.events import Usage
 

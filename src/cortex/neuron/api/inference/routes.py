@@ -21,7 +21,7 @@ from cortex.neuron.api.log_context import stream_failure
 from cortex.neuron.api.routes.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
-from cortex.telemetry import Tracer
+from cortex.telemetry.spans import Tracer
 from cortex.wire.dialects import openai_responses
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.dialects.registry import DIALECTS, Dialect, EventEncoder

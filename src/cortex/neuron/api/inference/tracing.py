@@ -10,7 +10,8 @@ from aiohttp import web
 
 from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.routes.metrics import RequestWatch
-from cortex.telemetry import UNTRACED, Span, Tracer
+from cortex.telemetry.spans import Span, Tracer
+from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError
 from cortex.wire.response import total_usage
 

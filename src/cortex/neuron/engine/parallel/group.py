@@ -83,32 +83,35 @@ class TorchGroup:
         store = open_store(spec, poll)
         _meet(store, "arrived", shard, poll)
         _meet(store, "connecting", shard, follow or poll)
-        exchange = functools.partial(_exchange, store, shard=shard, poll=follow or poll) if with_peers else None
+        connected = functools.partial(cls._connected, spec, store, device, poll, follow or poll, with_peers=with_peers)
         if not shard.is_first:
             _wait_for(store, [_CONNECT], follow or poll)
-            return cls._connected(spec, store, shard, device, poll, exchange)
+            return connected()
         with turn or nullcontext():
             store.set(_CONNECT, b"1")
-            return cls._connected(spec, store, shard, device, poll, exchange)
+            return connected()
 
     @classmethod
     def _connected(
         cls,
         spec: RankSpec,
         store: Any,
-        shard: Shard,
         device: torch.device,
         poll: Callable[[], None],
-        exchange: Exchange | None,
+        poll_connecting: Callable[[], None],
+        *,
+        with_peers: bool,
     ) -> TorchGroup:
-        """`exchange`: through which the ranks agree on peer memory; None: they use none."""
+        """`poll_connecting`: instead of `poll` until this returns."""
+        shard = Shard(spec.rank, spec.size)
+        exchange = functools.partial(_exchange, store, shard=shard, poll=poll_connecting)
         group: TorchGroup | None = None
         try:
-            group = cls(_connect(spec, store), store, shard, device, poll)
+            group = cls(_connect(spec, store, poll_connecting), store, shard, device, poll)
             group._check(spec.backend, device)
-            if exchange is not None and group._is_nccl:
+            if with_peers and group._is_nccl:
                 group.agree_on_capture(spec, device, exchange)
-            if exchange is not None and may_share(spec, device.type, os.environ):
+            if with_peers and may_share(spec, device.type, os.environ):
                 group.peers = PeerMemory.connect(shard, device, exchange)
                 if group.uses_peers:
                     group._check("peer memory; NCCL_P2P_DISABLE=1 avoids it", device)
@@ -142,7 +145,7 @@ class TorchGroup:
             return
         log.info("rank %d cannot capture messages as CUDA graphs; the library sends them without", outcomes.index("no"))
         self._abort()
-        self._group = _connect(spec, self._store, "without graphs")
+        self._group = _connect(spec, self._store, self._poll, "without graphs")
         self.captures_library = False
         self._check(spec.backend, device)
 
@@ -305,17 +308,19 @@ def _wait_for(store: Any, keys: list[str], poll: Callable[[], None]) -> None:
         raise LoadCancelled(f"another rank of the model ended its load: {error}") from error
 
 
-def _connect(spec: RankSpec, store: Any, name: str = "group") -> Any:
+def _connect(spec: RankSpec, store: Any, poll: Callable[[], None], name: str = "group") -> Any:
     """`name`: of this connection, of which the ranks may have several in turn."""
     private = _library.PrefixStore(name, store)
     if spec.backend == "nccl":
         options = _library.ProcessGroupNCCL.Options()
         options._timeout = LAST_RESORT
         return _library.ProcessGroupNCCL(private, spec.rank, spec.size, options)
+    shard = Shard(spec.rank, spec.size)
     host = None if spec.meeting is None else spec.meeting.own_host
     # Between hosts a connection may be impossible, and the daemon sees no progress while this rank waits for it.
     timeout = LAST_RESORT if host is None else CONNECT_TIMEOUT
-    return Sockets.connect(Shard(spec.rank, spec.size), private, host, timeout.total_seconds())
+    exchange = functools.partial(_exchange, private, "address", shard=shard, poll=poll)
+    return Sockets.connect(shard, exchange, host, timeout.total_seconds(), poll)
 
 
 def _from_first() -> Any:

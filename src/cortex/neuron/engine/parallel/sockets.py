@@ -11,12 +11,12 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from cortex.neuron.engine.parallel.arrivals import Arrivals
 from cortex.neuron.engine.parallel.ports import listening
 from cortex.neuron.layers.configs import Shard
 
@@ -24,8 +24,7 @@ MAX_DIRECT_BYTES = 256 << 10
 """Larger tensors of more than two ranks are summed in slices, one by each rank, which sends fewer bytes."""
 
 _LOOPBACK = "127.0.0.1"
-_HELLO_S = 10.0
-_SECRET_BYTES = 32
+_ATTEMPT_S = 1.0
 
 
 class Sockets:
@@ -37,27 +36,30 @@ class Sockets:
         self._connections = connections
 
     @classmethod
-    def connect(cls, shard: Shard, store: Any, host: str | None, timeout_s: float) -> Sockets:
-        """`store`: of torch, where the ranks find each other's ports. `host`: an address of this host that the others
-        reach; None if they are on it. Raises OSError, or RuntimeError of the store; nothing is connected then."""
-        deadline_s = time.monotonic() + timeout_s
+    def connect(
+        cls,
+        shard: Shard,
+        exchange: Callable[[str], list[str]],
+        host: str | None,
+        timeout_s: float,
+        poll: Callable[[], None],
+    ) -> Sockets:
+        """`exchange`: returns the texts of all ranks. `host`: an address of this host that the others reach; None if
+        they are on it. `timeout_s`: once all have exchanged their addresses. `poll` is called while it waits; what it
+        raises ends the wait. Raises OSError, or what `exchange` does; nothing is connected then."""
+        secret = secrets.token_hex(16)
         connections: dict[int, socket.socket] = {}
-        secret = secrets.token_hex(_SECRET_BYTES // 2)
         try:
             with listening(host or _LOOPBACK, 0) as listener:
-                store.set(f"address/{shard.rank}", f"{host or _LOOPBACK} {listener.getsockname()[1]} {secret}")
+                addresses = exchange(f"{host or _LOOPBACK} {listener.getsockname()[1]} {secret}")
+                deadline_s = time.monotonic() + timeout_s
                 for rank in range(shard.rank):
-                    connections[rank] = _connection(store.get(f"address/{rank}").decode(), shard.rank, deadline_s)
-                while len(connections) < shard.size - 1:
-                    listener.settimeout(_left_s(deadline_s))
-                    connection = listener.accept()[0]
-                    if (later := _greeted(connection, secret)) is None:
-                        connection.close()
-                    else:
-                        connections[later] = connection
+                    connections[rank] = _connection(addresses[rank], shard.rank, deadline_s, poll)
+                later = range(shard.rank + 1, shard.size)
+                arrivals = Arrivals(listener, [_hello(secret, rank) for rank in later])
+                connections |= zip(later, arrivals.ranks(_left_s(deadline_s), poll), strict=True)
             for connection in connections.values():
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(None)
         except BaseException:
             _close(connections.values())
             raise
@@ -102,7 +104,9 @@ class Sockets:
 
     def _exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         """Sends and receives at the same time: both ends may have more to send than a connection holds."""
-        outgoing, incoming = ({rank: _bytes_of(each) for rank, each in ends.items()} for ends in (sent, received))
+        outgoing, incoming = (
+            {rank: _bytes_of(each) for rank, each in ends.items() if each.nbytes} for ends in (sent, received)
+        )
         while outgoing := {rank: rest for rank, data in outgoing.items() if (rest := self._send_some(rank, data))}:
             incoming = {rank: rest for rank, data in incoming.items() if (rest := self._receive_some(rank, data))}
             waiting = select.poll()
@@ -119,7 +123,7 @@ class Sockets:
     def _send_some(self, rank: int, data: memoryview) -> memoryview:
         """What is left of it."""
         try:
-            return data[self._connections[rank].send(data, socket.MSG_DONTWAIT) :] if data else data
+            return data[self._connections[rank].send(data, socket.MSG_DONTWAIT) :]
         except BlockingIOError:
             return data
 
@@ -134,22 +138,24 @@ class Sockets:
         return data[num_bytes:]
 
 
-def _connection(address: str, own_rank: int, deadline_s: float) -> socket.socket:
+def _connection(address: str, own_rank: int, deadline_s: float, poll: Callable[[], None]) -> socket.socket:
     host, port, secret = address.split()
-    connection = socket.create_connection((host, int(port)), _left_s(deadline_s))
-    connection.sendall(f"{secret}{own_rank:>4}".encode())
-    return connection
+    while True:
+        poll()
+        try:
+            connection = socket.create_connection((host, int(port)), min(_left_s(deadline_s), _ATTEMPT_S))
+        except TimeoutError:
+            if time.monotonic() >= deadline_s:
+                raise
+            continue
+        connection.sendall(_hello(secret, own_rank))
+        connection.setblocking(True)
+        return connection
 
 
-def _greeted(connection: socket.socket, secret: str) -> int | None:
-    """The rank at the other end; None if it does not know the secret."""
-    connection.settimeout(_HELLO_S)
-    try:
-        hello = connection.recv(_SECRET_BYTES + 4, socket.MSG_WAITALL)
-    except OSError:
-        return None
-    is_known = secrets.compare_digest(hello[:_SECRET_BYTES], secret.encode())
-    return int(hello[_SECRET_BYTES:]) if is_known else None
+def _hello(secret: str, rank: int) -> bytes:
+    """What a rank sends first to the one whose secret it is."""
+    return f"{secret}{rank:>4}".encode()
 
 
 def _left_s(deadline_s: float) -> float:

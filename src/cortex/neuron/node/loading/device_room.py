@@ -111,8 +111,8 @@ class DeviceRoom:
         self, model: KnownModel, facts: ModelFacts, taken: tuple[int, ...]
     ) -> tuple[Device, int, int | None] | None:
         """A device with room for an extra replica beside everything else, its free bytes, and what ceilings leave of
-        it; None if there is none. `taken`: the devices that have a replica of the model. The load must start before
-        the loop does anything else."""
+        it; None if there is none. `taken`: see `WorkerReplicas.taken_devices`. The load must start before the loop
+        does anything else."""
         readings = await self._read()
         busy = {
             device.index

@@ -159,8 +159,7 @@ class ModelLoader:
         facts = self.surveys[model.id].facts
         # A gateway names the devices of the load that it asked for; the operator's choice holds for all replicas.
         model = replace(model, replicas=1, devices=self._library.find(model.id).devices)
-        taken = tuple(index for devices in replicas.replica_devices for index in devices)
-        if (room := await self._room.for_extra(model, facts, taken)) is None:
+        if (room := await self._room.for_extra(model, facts, replicas.taken_devices)) is None:
             return False
         device, free_bytes, left_bytes = room
         spec = self.spec(model, facts, ChosenDevices((device,)))

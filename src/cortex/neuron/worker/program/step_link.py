@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
 import logging
 import os
-import selectors
 import socket
 import threading
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 
 from cortex.ipc.channel import BlockingChannel, ChannelError, encode_frame
 from cortex.neuron.engine.errors import GroupBroken
+from cortex.neuron.engine.parallel.arrivals import Arrivals
 from cortex.neuron.engine.parallel.ports import listening
 from cortex.neuron.engine.request import RankSpec
 from cortex.neuron.engine.step_plan import StepPlan
@@ -29,8 +28,6 @@ RETRY_S = 0.0005
 CONNECT_S = 5.0
 ACCEPT_S = 60.0
 """The other ranks connect as soon as they are loaded, and they are loaded when the first plan is sent."""
-MAX_STRANGERS = 64
-"""Connections that may be open without having sent the secret; the oldest are closed."""
 
 
 class LeaderLink:
@@ -65,7 +62,7 @@ class LeaderLink:
         frame = encode_frame([AnnouncedStep(plan)])
         try:
             if not self._followers:
-                self._followers = _Arrivals(self._listener, self._rank).ranks()
+                self._followers = _followers(self._listener, self._rank)
             for follower in self._followers:
                 follower.sendall(frame)
         except OSError as error:
@@ -140,68 +137,14 @@ def _connected(rank: RankSpec) -> socket.socket:
     return connection
 
 
-class _Arrivals:
-    """Connections to a leader. Only ranks can open the socket of one host. A port is open to all that reach it: there a
-    connection is of a rank once it has sent the secret of the load, and one that sends nothing delays no other."""
-
-    def __init__(self, listener: socket.socket, rank: RankSpec) -> None:
-        self._listener = listener
-        self._secret = rank.meeting.secret.encode() if rank.meeting is not None else b""
-        self._num_awaited = rank.size - 1
-        self._ranks: list[socket.socket] = []
-        self._strangers: dict[socket.socket, bytes] = {}
-        """What each has sent so far; oldest first."""
-
-    def ranks(self) -> list[socket.socket]:
-        """The connections of all other ranks. Raises OSError."""
-        deadline_s = time.monotonic() + ACCEPT_S
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._listener, selectors.EVENT_READ)
-                while len(self._ranks) < self._num_awaited:
-                    if (left_s := deadline_s - time.monotonic()) <= 0:
-                        raise TimeoutError(f"not all ranks have connected within {ACCEPT_S:.0f} s")
-                    for key, _ in selector.select(left_s):
-                        self._advance(key.fileobj, selector)
-        except OSError:
-            for connection in self._ranks:
-                connection.close()
-            raise
-        finally:
-            for connection in self._strangers:
-                connection.close()
-        return self._ranks
-
-    def _advance(self, ready: object, selector: selectors.BaseSelector) -> None:
-        if ready is self._listener:
-            connection, _ = self._listener.accept()
-            if not self._secret:
-                connection.setblocking(True)
-                self._ranks.append(connection)
-                return
-            connection.setblocking(False)
-            self._strangers[connection] = b""
-            selector.register(connection, selectors.EVENT_READ)
-            if len(self._strangers) > MAX_STRANGERS:
-                self._dismiss(next(iter(self._strangers)), selector)
-        elif isinstance(ready, socket.socket) and ready in self._strangers:  # not dismissed for a newer one
-            try:
-                received = ready.recv(len(self._secret) - len(self._strangers[ready]))
-            except OSError:
-                received = b""
-            self._strangers[ready] += received
-            if hmac.compare_digest(self._strangers[ready], self._secret):
-                selector.unregister(ready)
-                del self._strangers[ready]
-                _keep_alive(ready)
-                self._ranks.append(ready)
-            elif not received or len(self._strangers[ready]) == len(self._secret):
-                self._dismiss(ready, selector)
-
-    def _dismiss(self, stranger: socket.socket, selector: selectors.BaseSelector) -> None:
-        selector.unregister(stranger)
-        del self._strangers[stranger]
-        stranger.close()
+def _followers(listener: socket.socket, rank: RankSpec) -> list[socket.socket]:
+    """The connections of all other ranks. Raises OSError."""
+    secret = rank.meeting.secret.encode() if rank.meeting is not None else b""  # the socket of one host is private
+    followers = Arrivals(listener, [secret] * (rank.size - 1)).ranks(ACCEPT_S)
+    if rank.meeting is not None:
+        for follower in followers:
+            _keep_alive(follower)
+    return followers
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -74,6 +74,11 @@ class WorkerReplicas:
         return tuple(replica.host.device_indices for replica in self._replicas if not replica.is_given_up)
 
     @property
+    def taken_devices(self) -> tuple[int, ...]:
+        """Where no further replica belongs: they have one, or one was lost there too often."""
+        return tuple(index for replica in self._replicas for index in replica.host.device_indices)
+
+    @property
     def device_indices(self) -> tuple[int, ...]:
         return tuple(index for replica in self._replicas.fixed for index in replica.host.device_indices)
 

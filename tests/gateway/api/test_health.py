@@ -6,8 +6,11 @@ import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cortex.fleet.topology import Node
+from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import generate
+from cortex.tasks import Supervisor
 from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
@@ -98,3 +101,10 @@ async def test_unload_clears_a_failed_model(neurons: StartNeuron, start_gateway:
     assert await shown() == []
     assert (await client.post("/fleet/models/a/unload"))[0] == 404
     assert (await client.chat("a"))[0] == 200, "a request loads it again without waiting for the retry"
+
+
+def test_reasons_without_names_are_given_once() -> None:
+    down = [Node(name=name, healthy=False) for name in "ab"]
+    drained = [Node(name=name, healthy=True, draining=True) for name in "cd"]
+    body = GatewayHealth(Supervisor()).body([*down, *drained], for_operator=False)
+    assert body["reasons"] == ["a node is down", "a node takes no new requests"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +51,8 @@ USAGE_TIMEOUT_S = 4.0
 """A node waits briefly for the end of the request whose usage is read."""
 STATE_POLL_S = 0.25
 NOT_ADMITTED = (401, 403)
+_STATUS_ALONE = re.compile(rb'\{"status": ?"\w+"\}')
+"""What `/health` of a neuron with keys reports to callers without one."""
 """Statuses with which a node rejects the gateway itself, for its key or the name that it used for the node."""
 _CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
 
@@ -230,8 +233,8 @@ class NodeClient:
         try:
             return msgspec.json.decode(response.body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-            # To callers without a key, a neuron with keys reports its status and nothing else.
-            hint = "" if self.headers else "; if the node needs a key, set its key_env"
-            raise UpstreamUnavailable(
-                f"Node {self.name} responded to {target.decode()} with an unreadable body: {problem}{hint}"
-            ) from problem
+            if not self.headers and _STATUS_ALONE.fullmatch(response.body):
+                why = "it needs a key: set its `key_env`, or `node_key_env` of [gateway], to a variable with one"
+            else:
+                why = f"its response to {target.decode()} is unreadable: {problem}"
+            raise UpstreamUnavailable(why) from problem

@@ -15,6 +15,7 @@ from cortex.gateway.database import StoreError
 from cortex.gateway.listening import CannotListen
 from cortex.gateway.process import serve
 from cortex.settings import SettingsError
+from cortex.telemetry import logs
 
 
 def main() -> int:
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, help="cortex.toml; defaults and CORTEX_… variables apply without it")
     options = parser.parse_args()
     path: Path | None = options.config
+    logs.hold()
     try:
         uvloop.run(serve(configuration.load(path, os.environ), path))
     except SettingsError as problem:

@@ -26,8 +26,10 @@ def serve(config: Path | None) -> None:
     from cortex.gateway.database import StoreError
     from cortex.gateway.listening import CannotListen
     from cortex.gateway.process import serve as serve_gateway
+    from cortex.telemetry import logs
 
     config = config or file_here("cortex.toml")
+    logs.hold()
     try:
         uvloop.run(serve_gateway(load(config, os.environ), config))
     except CannotListen as error:

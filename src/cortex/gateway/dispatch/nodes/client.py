@@ -19,7 +19,7 @@ from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.pool import Pool
 from cortex.tls import client_context
-from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable, from_code
+from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable, from_code
 from cortex.wire.events import Usage
 from cortex.wire.node.protocol import (
     DeletedFiles,
@@ -178,7 +178,10 @@ class NodeClient:
 
     async def unload(self, request: UnloadRequest, *, timeout_s: float) -> ModelStatus:
         """Ensure the model is gone from this node's devices; returns when it is. With `sleep` it may be asleep then."""
-        status = await self._post(b"/models/unload", request, ModelStatus, timeout_s)
+        try:
+            status = await self._post(b"/models/unload", request, ModelStatus, timeout_s)
+        except ModelNotFound:  # the node rejected its load, or has forgotten it since
+            return ModelStatus(id=request.model_id, state=ModelState.COLD)
         while status.state is ModelState.UNLOADING:
             await asyncio.sleep(STATE_POLL_S)
             status = await self._status(request.model_id)

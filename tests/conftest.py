@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import gc
 import itertools
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -106,7 +107,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the objects of imported modules from garbage collection: they live until the end."""
+    """Exclude the objects of imported modules from garbage collection: they live until the end.
+
+    Let torch's loggers propagate, too: pytest adds a handler to each that does not, six times in every test.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # extension modules report objects as leaked that are still frozen at exit

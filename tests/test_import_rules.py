@@ -75,7 +75,7 @@ RULES: dict[str, Rule] = {
     "gateway.config": Rule(
         {"fleet", "gateway.database", "gateway.ledger", "settings", "telemetry"}, frozenset({"msgspec"})
     ),
-    "gateway.database": Rule({"wire"}, frozenset(), frozenset({"psycopg"})),
+    "gateway.database": Rule({"exits", "wire"}, frozenset(), frozenset({"psycopg"})),
     "gateway.metrics": Rule({"fleet", "wire"}),
     "gateway.ledger": Rule(LEDGER),
     "gateway.dispatch": Rule(DISPATCH),

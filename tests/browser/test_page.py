@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
@@ -364,3 +365,64 @@ def test_page_reconnects_after_the_gateway_restarts(page: Page, stage: Stage, no
     stage.start_gateway()
     card(page, "beast").locator("li.model").filter(has_text="cold").wait_for()
     page.get_by_text("The connection to the gateway is lost").wait_for(state="detached")
+
+
+NUM_NODES = 50
+NUM_MODELS = 100
+MAX_ELEMENTS = 12_000
+
+
+class LargeFleet(NamedTuple):
+    """50 nodes that list 100 models each, behind a gateway of their own."""
+
+    url: str
+    lively: DirectedNode
+    """The node that a test changes; the other 49 are one process under 49 names."""
+
+
+@pytest.fixture(scope="module")
+def large_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LargeFleet]:
+    models = {f"org/model-{number:03d}": GB for number in range(NUM_MODELS)}
+    stage = Stage(tmp_path_factory.mktemp("large"))
+    shared = DirectedNode("unused", sizes=models)
+    shared.states = dict.fromkeys(list(models)[:3], ModelState.READY)
+    stage.call(shared.start())
+    lively = stage.add(DirectedNode("lively", sizes=models))
+    others = [f'[[neurons]]\nname = "node-{n:02d}"\nendpoint = "{shared.endpoint}"' for n in range(1, NUM_NODES)]
+    stage.open_gateway(extra_nodes="\n".join(others), poll_interval_s=10.0)  # a busy machine misses no poll
+    yield LargeFleet(stage.url, lively)
+    stage.close()
+
+
+def test_change_of_one_node_redraws_one_card_of_fifty(page: Page, large_fleet: LargeFleet) -> None:
+    page.goto(f"{large_fleet.url}#/fleet")
+    cards = page.locator("article.node")
+    cards.nth(NUM_NODES - 1).wait_for()
+    assert page.evaluate("document.querySelectorAll('*').length") < MAX_ELEMENTS
+    page.evaluate("""() => {
+        window.redrawn = new Set();
+        new MutationObserver((changes) => changes.forEach(({ target }) => {
+            const card = (target.closest ? target : target.parentElement)?.closest("article.node");
+            if (card) window.redrawn.add(card.getAttribute("aria-label"));
+        })).observe(document.body, { subtree: true, childList: true, attributes: true, characterData: true });
+    }""")
+    lively = large_fleet.lively
+    lively.states["org/model-007"] = ModelState.READY
+    lively.loads["org/model-007"] = ModelLoad(running=3)
+    page.get_by_label("Node lively").get_by_text("3 in flight").wait_for()
+    redrawn = page.evaluate("[...window.redrawn]")
+    assert "Node lively" in redrawn
+    assert len(redrawn) < NUM_NODES // 2, "a poll that is missed redraws a card, too; not so many"
+    page.get_by_label("Filter nodes and models").fill("lively")
+    cards.nth(1).wait_for(state="detached")
+
+
+def test_every_model_is_listed_once(page: Page, large_fleet: LargeFleet) -> None:
+    page.goto(f"{large_fleet.url}#/models")
+    rows = page.locator(".catalogue > li")
+    rows.nth(NUM_MODELS - 1).wait_for(timeout=120_000)
+    assert rows.count() == NUM_MODELS
+    page.get_by_label("Filter models").fill("model-09")
+    rows.nth(10).wait_for(state="detached")
+    assert rows.count() == 10
+    page.get_by_text("fits on 50 nodes").first.wait_for()

@@ -237,6 +237,8 @@ class FakeNeuron:
         wanted = msgspec.json.decode(await request.read(), type=UnloadRequest)
         self.unload_requests.append(wanted)
         await self.unload_gate.wait()
+        if wanted.model_id not in self.sizes:
+            return _json({"error": {"message": "this node knows no such model", "code": "model_not_found"}}, 404)
         falls_asleep = wanted.sleep and self.has_host_memory and self.states.get(wanted.model_id) is not None
         self.states[wanted.model_id] = ModelState.ASLEEP if falls_asleep else ModelState.COLD
         return _json(self.status(wanted.model_id))

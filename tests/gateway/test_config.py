@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cortex.gateway.config import GatewaySection, load
+from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.settings import SettingsError
 
 
@@ -55,3 +56,12 @@ def test_key_of_a_node_that_no_header_can_carry_is_an_error_at_the_start(tmp_pat
     with pytest.raises(SettingsError, match="the environment variable KEY holds more than one key") as caught:
         load(path, {"KEY": key})
     assert "nk" not in str(caught.value), "a message shows no key"
+
+
+def test_catalogue_of_another_name_must_exist(tmp_path: Path) -> None:
+    path = tmp_path / "cortex.toml"
+    path.write_text("[gateway]\nmodels = 'mdoels.toml'\n")
+    with pytest.raises(SettingsError, match=r"no config file at .*mdoels\.toml"):
+        ConfigurationFiles(path, {}).read()
+    path.write_text("[gateway]\nmodels = 'models.toml'\n")
+    assert ConfigurationFiles(path, {}).read()[1].models == ()

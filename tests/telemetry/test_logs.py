@@ -79,3 +79,18 @@ def test_configuring_again_replaces_only_our_own_handler(
     logging.getLogger("cortex.some.module").warning("once")
     assert capsys.readouterr().err.count("once") == 1
     assert "once" in caplog.text
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_held_lines_are_written_in_the_configured_format_and_level(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.hold()
+    logging.getLogger("cortex.settings").warning("old name", extra={"key": "models_config"})
+    logging.getLogger("library").info("chatter")
+    assert capsys.readouterr().err == ""
+    logs.configure("json", "info")
+    logging.getLogger("cortex.gateway").info("listening")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["message"], line.get("key")) for line in lines] == [
+        ("old name", "models_config"),
+        ("listening", None),
+    ]

@@ -57,8 +57,10 @@ def serve(config: Path | None, port: int | None, insecure: bool) -> None:
 
     from cortex.neuron.api.server import CannotListen
     from cortex.neuron.api.server import serve as serve_node
+    from cortex.telemetry import logs
 
     config = config or file_here("neuron.toml")
+    logs.hold()
     try:
         settings = _load(config, {"NEURON_PORT": str(port)} if port else {})
         uvloop.run(serve_node(settings, config, insecure=insecure))

@@ -165,7 +165,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def why_draining(self) -> str:
-        return "drained by the operator: run `cortex undrain`" if self.drained else "shutting down"
+        return f"drained by the operator: run `cortex undrain {self.name}`" if self.drained else "shutting down"
 
     def nodes_of(self, spec: ModelSpec) -> tuple[str, ...]:
         """The nodes that share a model which this one serves: by the catalogue, or as this one is configured. Empty:

@@ -11,10 +11,11 @@ import uvloop
 
 from cortex.exits import ExitCode
 from cortex.gateway import config as configuration
-from cortex.gateway.database import StoreError, StoreSettingError
+from cortex.gateway.database import StoreError
 from cortex.gateway.listening import CannotListen
 from cortex.gateway.process import serve
 from cortex.settings import SettingsError
+from cortex.telemetry import logs
 
 
 def main() -> int:
@@ -23,14 +24,15 @@ def main() -> int:
     parser.add_argument("--config", type=Path, help="cortex.toml; defaults and CORTEX_… variables apply without it")
     options = parser.parse_args()
     path: Path | None = options.config
+    logs.hold()
     try:
         uvloop.run(serve(configuration.load(path, os.environ), path))
-    except (SettingsError, StoreSettingError) as problem:
+    except SettingsError as problem:
         print(f"cortex: {problem}", file=sys.stderr)
         return ExitCode.CONFIG
     except StoreError as problem:
         print(f"cortex: {problem}", file=sys.stderr)
-        return ExitCode.UNREACHABLE
+        return problem.exit_code
     except CannotListen as problem:
         print(f"cortex: {problem}", file=sys.stderr)
         return ExitCode.NO_ROOM

@@ -63,7 +63,8 @@ class GatewaySection(Section, frozen=True):
     node_ca_file: Path | None = None
     """The `ca_file` of every node without one of its own."""
     models: Path = Path("models.toml")
-    """The catalogue, relative to this file. Optional: nodes list their own models."""
+    """The catalogue, relative to this file. `models.toml` is optional: nodes list their own models. A file of another
+    name must exist."""
     state: Path = Path(".")
     """Directory for measured model sizes and usage records, relative to this file."""
     keepalive_s: Seconds = 2.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from cortex import settings
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway import config as configuration
-from cortex.gateway.config import Config
+from cortex.gateway.config import Config, GatewaySection
 from cortex.settings import Stamp, stamp
 
 
@@ -43,9 +43,10 @@ def authority_stamps(config: Config, directory: Path) -> dict[str, Stamp]:
 
 
 def load_catalogue(config: Config, path: Path | None) -> Catalogue:
-    """`models.toml` beside the configuration; an empty catalogue when there is none. Raises SettingsError."""
+    """`models.toml` beside the configuration; an empty catalogue when there is none. Raises SettingsError, also when
+    the configuration names another file that does not exist."""
     catalogue = catalogue_path(config, path)
-    if not catalogue.exists():
+    if not catalogue.exists() and config.gateway.models == GatewaySection().models:
         return Catalogue()
     return settings.load(Catalogue, catalogue, env_prefix="", env={})
 

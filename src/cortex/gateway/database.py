@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from cortex.exits import ExitCode
 from cortex.wire.words import os_error_in_words
 
 T = TypeVar("T")
@@ -24,9 +25,14 @@ Execute = Callable[[str, Sequence[Any]], Rows]
 class StoreError(Exception):
     """The database cannot be used; the message says which and why."""
 
+    exit_code = ExitCode.UNREACHABLE
+    """Of a program that ends for it."""
+
 
 class StoreSettingError(StoreError):
     """It cannot be used until the configuration or the installation is changed."""
+
+    exit_code = ExitCode.CONFIG
 
 
 class DatabaseConnection(Protocol):
@@ -143,7 +149,8 @@ class Database:
         except self._driver.errors as error:
             self._drop()
             reason = os_error_in_words(error) if isinstance(error, OSError) else " ".join(str(error).split())
-            raise StoreError(f"cannot use the {self._what} {self.name}: {reason}") from error
+            kind = StoreSettingError if _is_lasting(error) else StoreError
+            raise kind(f"cannot use the {self._what} {self.name}: {reason}") from error
         except BaseException:
             self._drop()  # no later work may commit what this one has begun
             raise
@@ -169,3 +176,12 @@ class Database:
             connection.close()
         except self._driver.errors:
             pass  # the connection is broken already
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Whether it is a file or folder of the wrong kind, or one that may not be written: not a full disk, a locked file
+    or a server."""
+    if isinstance(error, sqlite3.Error):
+        kinds = ("SQLITE_CANTOPEN", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY")
+        return getattr(error, "sqlite_errorname", "").startswith(kinds)
+    return isinstance(error, FileExistsError | NotADirectoryError | PermissionError)

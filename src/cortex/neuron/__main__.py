@@ -11,6 +11,7 @@ from cortex.exits import ExitCode
 from cortex.neuron import config
 from cortex.neuron.serve import serve
 from cortex.settings import SettingsError
+from cortex.telemetry import logs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, help="a neuron.toml; without it, defaults and the environment")
     parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
     options = parser.parse_args(arguments)
+    logs.hold()
     try:
         settings = config.load(options.config)
     except SettingsError as problem:

@@ -87,16 +87,37 @@ class _LineHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
+class _HeldLines(logging.Handler):
+    """Keeps what is logged until `configure`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def hold() -> None:
+    """Hold the log until `configure`: a program calls this before it reads the configuration, which has the format."""
+    logging.getLogger().addHandler(_HeldLines())
+
+
 def configure(format: Format, level: str, common: Callable[[], Mapping[str, object]] = dict[str, object]) -> None:
     """Send the log of this process to standard error; of libraries only warnings and errors.
 
-    `common` returns the fields that every line has. A second call replaces the configuration of the first.
+    `common` returns the fields that every line has. A second call replaces the configuration of the first. Held lines
+    are written now.
     """
     root = logging.getLogger()
-    root.handlers[:] = [handler for handler in root.handlers if not isinstance(handler, _LineHandler)]
-    root.addHandler(_LineHandler(format, common))
+    held = [record for handler in root.handlers if isinstance(handler, _HeldLines) for record in handler.records]
+    root.handlers[:] = [handler for handler in root.handlers if not isinstance(handler, _LineHandler | _HeldLines)]
+    root.addHandler(lines := _LineHandler(format, common))
     root.setLevel(logging.WARNING)
     logging.getLogger("cortex").setLevel(level.upper())
+    for record in held:
+        if logging.getLogger(record.name).isEnabledFor(record.levelno):
+            lines.handle(record)
 
 
 def in_use() -> tuple[Format, str]:

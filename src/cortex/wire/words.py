@@ -19,7 +19,9 @@ def whole_seconds(seconds: float) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people, rounded up: `42 s`, `2 min 30 s`, `24 h`, `2 d 3 h`."""
+    """Seconds for people, rounded up: `42 s`, `2 min 30 s`, `24 h`, `2 d 3 h`; `∞ s` where a setting is `inf`."""
+    if seconds == math.inf:
+        return "∞ s"
     whole = whole_seconds(seconds)
     for (unit, scale), (finer, step) in pairwise((("d", 86400), ("h", 3600), ("min", 60), ("s", 1))):
         if whole >= 2 * scale:

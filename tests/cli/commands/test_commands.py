@@ -224,6 +224,7 @@ def test_unknown_job_is_not_found(gateway: CannedGateway, invoke: Invoke) -> Non
     [
         ("CORTEX_ULR", "status", "did you mean CORTEX_URL?"),
         ("CORTEX_ULR", "usage", "did you mean CORTEX_URL?"),
+        ("CORTEX_ULR", "keys add anna", "did you mean CORTEX_URL?"),
         ("CORTEX_API_KYE", "jobs", "did you mean CORTEX_API_KEY?"),
         ("CORTEX_GATEWAY_LISTEN", "ps", "did you mean CORTEX_GATEWAY__LISTEN?"),
         ("CORTEX_GATEWAY__LISTN", "models", "did you mean CORTEX_GATEWAY__LISTEN?"),
@@ -239,7 +240,7 @@ def test_unknown_variable_is_an_error(
     advice: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    outcome = invoke(command, env={variable: "x"})
+    outcome = invoke(*command.split(), env={variable: "x"})
     assert (outcome.code, outcome.error) == (ExitCode.CONFIG, f"unknown environment variable {variable}: {advice}")
     assert gateway.requests == []
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from cortex.cli.client import DEFAULT_URL
+from cortex.cli.commands.doctor.checks import Finding, Severity
+from cortex.cli.commands.doctor.command import show
 from cortex.cli.failures import ExitCode
 from cortex.cli.neuron import neuron
 from cortex.neuron.kernels.native.library import native_library_or_none
@@ -221,3 +225,17 @@ def test_doctor_says_whether_there_is_a_c_compiler(
         native_library_or_none.__wrapped__()
     found = findings(invoke("doctor", "--json"), "engine")
     assert any(what.startswith(expected[0]) and verdict == expected[1] for what, verdict in found.items()), found
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "summary"),
+    [
+        ([], "no problems found"),
+        ([Severity.NOTE], "no problems found, 1 note"),
+        ([Severity.PROBLEM, Severity.NOTE, Severity.NOTE], "1 problem to fix, 2 notes"),
+    ],
+)
+def test_summary_counts_problems_and_notes(verdicts: list[Severity], summary: str) -> None:
+    out = Console(file=StringIO())
+    show([Finding("topic", Severity.FINE, "fine"), *(Finding("topic", verdict, "what") for verdict in verdicts)], out)
+    assert out.file.getvalue().splitlines()[-1] == summary  # type: ignore[attr-defined]

@@ -150,6 +150,19 @@ def test_keys_list_shows_expiry_and_what_is_left(invoke: Invoke, tmp_path: Path)
     assert invoke("keys", "add", "bert", "--expires", "soon").code is ExitCode.USAGE
 
 
+@pytest.mark.parametrize("command", [("keys", "list"), ("usage",)])
+@pytest.mark.parametrize(
+    ("url", "code"), [("postgresql://[half", ExitCode.CONFIG), ("postgresql://127.0.0.1:1/x", ExitCode.UNREACHABLE)]
+)
+def test_invalid_database_is_distinguished_from_one_that_does_not_respond(
+    invoke: Invoke, tmp_path: Path, command: tuple[str, ...], url: str, code: ExitCode
+) -> None:
+    pytest.importorskip("psycopg")
+    config = tmp_path / "cortex.toml"
+    config.write_text(f'[ledger]\ndatabase = "{url}"\n')
+    assert invoke(*command, "--config", str(config)).code is code
+
+
 def test_key_is_changed_in_place(invoke: Invoke, tmp_path: Path) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text(KEYED)

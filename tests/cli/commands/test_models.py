@@ -141,3 +141,21 @@ def test_run_does_not_chat_with_another_quantisation_than_the_requested_one(
     assert outcome.code is ExitCode.FAILED
     assert "org/m is in memory on beast as q4_k, not as q8; unload it first with `cortex unload org/m`" in outcome.error
     assert all(request[0] == "GET" for request in gateway.requests)
+
+
+def test_models_shows_where_the_model_is_in_another_state(gateway: CannedGateway, invoke: Invoke) -> None:
+    down, loading, ready = (
+        {"node": node, "status": status}
+        for node, status in (("attic", "unreachable"), ("barn", "loading"), ("cellar", "ready"))
+    )
+    gateway.responses["GET", "/v1/models"] = {
+        "data": [
+            {"id": "served", "loaded": True, "locations": [down, loading, ready]},
+            {"id": "soon", "loaded": False, "locations": [down, loading]},
+            {"id": "lost", "loaded": False, "locations": [down]},
+        ]
+    }
+    lines = [" ".join(line.split()) for line in invoke("models").stdout.splitlines()]
+    assert "served ready attic (unreachable), barn (loading), cellar" in lines
+    assert "soon loading attic (unreachable), barn" in lines
+    assert "lost unreachable attic" in lines

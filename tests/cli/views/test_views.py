@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -37,6 +38,7 @@ def test_size_has_a_readable_unit(num_bytes: int, text: str) -> None:
         (3600 * 3 + 1, "3 h 1 min"),
         (86400 * 3, "3 d"),
         (86400 * 3 + 60, "3 d 1 h"),
+        (math.inf, "∞ s"),
     ],
 )
 def test_duration_has_a_readable_unit_and_is_never_too_short(seconds: float, text: str) -> None:

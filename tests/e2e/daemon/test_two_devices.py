@@ -114,12 +114,16 @@ def test_demand_through_a_gateway_adds_a_replica_that_gives_way_to_another_model
         assert daemon.call("/models/unload", {"model_id": model}, TIMEOUT_S)[0] == 200
     gateway = start_gateway("", {NODE: daemon})
 
-    def wide() -> dict[str, Any]:
-        return next(model for model in nodes_of(gateway)[NODE]["models"] if model["id"] == WIDE)
+    def listed() -> list[dict[str, Any]]:
+        """The model, once the first request has begun to load it."""
+        return [model for model in nodes_of(gateway)[NODE]["models"] if model["id"] == WIDE]
+
+    def num_replicas() -> int:
+        return max((model["replicas"] for model in listed()), default=0)
 
     with Clients(gateway, 3) as clients:
-        until(lambda: wide()["replicas"] == 2, "no replica was added")
-        until(lambda: wide()["load"]["running"] == 2, "only one replica has requests")  # each has one slot
+        until(lambda: num_replicas() == 2, "no replica was added")
+        until(lambda: listed()[0]["load"]["running"] == 2, "only one replica has requests")  # each has one slot
         devices = gateway.call(f"/v1/models/{WIDE}")[1]["locations"][0]["replica_devices"]
         assert sorted(devices) == [[0], [1]]
         status, response = gateway.call("/v1/completions", {"model": OTHER, "prompt": "x", "max_tokens": 2}, TIMEOUT_S)
@@ -128,5 +132,5 @@ def test_demand_through_a_gateway_adds_a_replica_that_gives_way_to_another_model
         num_served = clients.statuses[200]
         until(lambda: clients.statuses[200] > num_served + 4, "no responses after the replica was unloaded")
         assert gateway.call(f"/fleet/models/{OTHER}/unload", {}, TIMEOUT_S)[0] in (200, 202)
-        until(lambda: wide()["replicas"] == 2, "no replica was added after the other model had gone")
+        until(lambda: num_replicas() == 2, "no replica was added after the other model had gone")
     assert set(clients.statuses) == {200}

@@ -136,7 +136,7 @@ NODE_CASES: list[tuple[dict[str, Any], dict[str, Any], Verdict, str]] = [
     ({"healthy": False}, {}, Verdict.UNHEALTHY, "no poll has succeeded yet"),
     ({"healthy": False, "problem": "connection refused"}, {}, Verdict.UNHEALTHY, "connection refused"),
     ({"draining": True}, {}, Verdict.DRAINING, "shutting down"),
-    ({"draining": True, "drained": True}, {}, Verdict.DRAINING, "drained by the operator: run `cortex undrain`"),
+    ({"draining": True, "drained": True}, {}, Verdict.DRAINING, "drained by the operator: run `cortex undrain n`"),
     (
         {"has_lifecycle": False},
         {},

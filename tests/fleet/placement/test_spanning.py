@@ -43,7 +43,11 @@ def test_needs_its_part_on_every_node_and_is_served_by_the_first(node: Make, fle
     ("change", "verdict", "reason"),
     [
         ({"healthy": False, "problem": "connection refused"}, Verdict.UNHEALTHY, "benjy: connection refused"),
-        ({"draining": True, "drained": True}, Verdict.DRAINING, "benjy: drained by the operator: run `cortex undrain`"),
+        (
+            {"draining": True, "drained": True},
+            Verdict.DRAINING,
+            "benjy: drained by the operator: run `cortex undrain benjy`",
+        ),
         ({"name": "renamed"}, Verdict.UNHEALTHY, "benjy: the fleet has no such node; add it under [[neurons]]"),
         ({"has_lifecycle": False}, Verdict.WRONG_HARNESS, "benjy: takes no parts of models"),
     ],

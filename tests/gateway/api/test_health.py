@@ -6,8 +6,14 @@ import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
+from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.topology import Node
+from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import generate
+from cortex.tasks import Supervisor
 from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
@@ -83,9 +89,11 @@ async def test_models_of_a_node_that_is_down_are_not_shown_as_ready(
     assert (model["loaded"], model["locations"][0]["status"]) == (False, "unreachable")
 
 
-async def test_unload_clears_a_failed_model(neurons: StartNeuron, start_gateway: StartGateway) -> None:
-    beast = await neurons("beast", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
-    client = await start_gateway(beast)
+@pytest.mark.parametrize("is_known", [True, False], ids=["listed by the node", "rejected by the node"])
+async def test_unload_clears_a_failed_model(neurons: StartNeuron, start_gateway: StartGateway, is_known: bool) -> None:
+    sizes = {"a": GB} if is_known else {}
+    beast = await neurons("beast", sizes=sizes, load_faults=[(502, "load_failed", "corrupt file")])
+    client = await start_gateway(beast, catalogue=Catalogue(models=(ModelSpec(id="a"),)))
 
     async def shown() -> list[tuple[str, str]]:
         (node,) = (await client.get("/fleet/status"))[1]["nodes"]
@@ -97,4 +105,12 @@ async def test_unload_clears_a_failed_model(neurons: StartNeuron, start_gateway:
     assert (status, body["nodes"]) == (200, ["beast"])
     assert await shown() == []
     assert (await client.post("/fleet/models/a/unload"))[0] == 404
+    beast.sizes["a"] = GB
     assert (await client.chat("a"))[0] == 200, "a request loads it again without waiting for the retry"
+
+
+def test_reasons_without_names_are_given_once() -> None:
+    down = [Node(name=name, healthy=False) for name in "ab"]
+    drained = [Node(name=name, healthy=True, draining=True) for name in "cd"]
+    body = GatewayHealth(Supervisor()).body([*down, *drained], for_operator=False)
+    assert body["reasons"] == ["a node is down", "a node takes no new requests"]

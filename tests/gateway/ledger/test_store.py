@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -137,13 +139,24 @@ def test_error_names_an_unusable_file(tmp_path: Path, content: bytes | None) -> 
         path.mkdir()
     else:
         path.write_bytes(content)
-    with pytest.raises(StoreError, match=r"cannot use the usage database .*spend\.db"):
+    with pytest.raises(StoreSettingError, match=r"cannot use the usage database .*spend\.db"):
         open_store(str(path))
+
+
+def test_locked_file_is_no_error_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda path, **options: connect(path, **{**options, "timeout": 0.0}))
+    open_store(str(tmp_path / "spend.db")).close()
+    with contextlib.closing(connect(tmp_path / "spend.db")) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreError, match="locked") as caught:
+            open_store(str(tmp_path / "spend.db"))
+    assert not isinstance(caught.value, StoreSettingError)
 
 
 def test_error_names_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
-    with pytest.raises(StoreError, match=r"spend\.db: .*state: (Not a directory|File exists)$"):
+    with pytest.raises(StoreSettingError, match=r"spend\.db: .*state: (Not a directory|File exists)$"):
         open_store(str(tmp_path / "state" / "spend.db"))
 
 

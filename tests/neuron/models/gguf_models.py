@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor
 
 from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
+from .reference_models import randomised
 
 VOCAB, HIDDEN = 96, 256
 SIZES: dict[str, Any] = {
@@ -81,13 +82,9 @@ _SCALE_BYTES = {
 
 
 def reference_of(architecture: str, **changes: Any) -> Any:
-    """A model whose every parameter matters: the library initialises norms and biases to one or zero."""
-    torch.manual_seed(0)
     config_class, model_class, sizes = BUILDS[architecture]
-    reference = model_class(config_class(**(sizes | changes), attn_implementation="eager")).eval()
-    for parameter in reference.parameters():
-        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.06)
-    return reference
+    config = config_class(**(sizes | changes), attn_implementation="eager")
+    return randomised(lambda: model_class(config), std=0.06, vector_std=0.3)
 
 
 Override = Callable[[str, Tensor, str], list[tuple[str, Tensor]] | None]

@@ -26,6 +26,7 @@ from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3 import Qwen3
 
 from ..tiny_models import tiny_sizes
+from .reference_models import randomised
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -92,18 +93,14 @@ CASES = [("llama", name) for name in LLAMA] + [("qwen3", name) for name in QWEN3
 
 
 def reference_of(family: str, name: str) -> Any:
-    """A reference model whose every parameter matters: the library initialises norms and biases to one or zero."""
-    torch.manual_seed(0)
     sizes = SIZES | (LLAMA if family == "llama" else QWEN3)[name]
     classes: dict[str, tuple[Any, Any]] = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     }
     config_class, model_class = classes[family]
-    reference = model_class(config_class(**sizes, attn_implementation="eager")).eval()
-    for parameter in reference.parameters():
-        torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.15)
-    return reference
+    config = config_class(**sizes, attn_implementation="eager")
+    return randomised(lambda: model_class(config), std=0.15, vector_std=0.5)
 
 
 def spec(path: Path, **changes: Any) -> LoadSpec:

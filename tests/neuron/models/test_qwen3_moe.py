@@ -21,6 +21,7 @@ from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_moe import Qwen3Moe
 
 from ..tiny_models import tiny_sizes
+from .reference_models import randomised
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -49,14 +50,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
-def randomised(**changes: Any) -> Any:
-    """A reference model whose every parameter matters: the library initialises norms and biases to zero or one."""
-    torch.manual_seed(0)
+def reference_of(**changes: Any) -> Any:
     config = transformers.Qwen3MoeConfig(**(SIZES | changes | {"attn_implementation": "eager"}))
-    reference = transformers.Qwen3MoeForCausalLM(config).eval()
-    for parameter in reference.parameters():
-        torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.15)
-    return reference
+    return randomised(lambda: transformers.Qwen3MoeForCausalLM(config), std=0.15, vector_std=0.5)
 
 
 def spec(path: Path) -> LoadSpec:
@@ -105,7 +101,7 @@ def continued(reference: Any, prompt: list[int], max_tokens: int) -> list[int]:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @torch.inference_mode()
 def test_every_logit_matches_the_reference_library(name: str, tmp_path: Path) -> None:
-    reference = randomised(**CHECKPOINTS[name])
+    reference = reference_of(**CHECKPOINTS[name])
     reference.save_pretrained(tmp_path)
     loaded = load_model(spec(tmp_path), CPU, lambda *_: None, lambda: False)
     tokens = torch.randint(0, 96, (130,))
@@ -119,7 +115,7 @@ def test_every_logit_matches_the_reference_library(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["renormalised", "tied, biased"])
 @torch.inference_mode()
 def test_sharded_files_in_half_precision_match(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    randomised(**CHECKPOINTS[name]).to(dtype).save_pretrained(tmp_path, max_shard_size="100KB")
+    reference_of(**CHECKPOINTS[name]).to(dtype).save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     reference = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.randint(0, 96, (60,))
@@ -133,7 +129,7 @@ def test_sharded_files_in_half_precision_match(name: str, dtype: torch.dtype, tm
 @torch.inference_mode()
 def test_engine_matches_generate_of_the_reference_library(name: str, tmp_path: Path) -> None:
     """Chunked prefill, prefill beside decode, and decode alone: whatever else is in the batch."""
-    reference = randomised(**CHECKPOINTS[name])
+    reference = reference_of(**CHECKPOINTS[name])
     reference.save_pretrained(tmp_path)
     prompts = [torch.randint(0, 96, (length,)).tolist() for length in (1, 5, 100, 33)]
     expected = [continued(reference, prompt, 12) for prompt in prompts]
@@ -142,7 +138,7 @@ def test_engine_matches_generate_of_the_reference_library(name: str, tmp_path: P
 
 @torch.inference_mode()
 def test_stacked_experts_and_published_spelling_load_the_same(tmp_path: Path) -> None:
-    reference = randomised(norm_topk_prob=True)
+    reference = reference_of(norm_topk_prob=True)
     apart, together = tmp_path / "apart", tmp_path / "together"
     reference.save_pretrained(apart)
     reference.save_pretrained(together, save_original_format=False)

@@ -18,6 +18,7 @@ from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_next import Qwen3Next
 
 from ..tiny_models import tiny_delta, tiny_sizes
+from .reference_models import randomised
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -84,14 +85,8 @@ CHECKPOINTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
 }
 
 
-def randomised(build: Callable[[], transformers.PreTrainedModel]) -> transformers.PreTrainedModel:
-    """A reference model whose every parameter matters: the library initialises norms and biases to zero or one."""
-    torch.manual_seed(0)
-    reference = build()
-    reference.eval()
-    for parameter in reference.parameters():
-        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.12)
-    return reference
+def reference_of(build: Callable[[], transformers.PreTrainedModel]) -> Any:
+    return randomised(build, std=0.12, vector_std=0.3)
 
 
 def load(reference: transformers.PreTrainedModel, path: Path, **saving: Any) -> LoadedModel:
@@ -126,7 +121,7 @@ def logits_of(loaded: LoadedModel, tokens: torch.Tensor, cuts: list[int], row: i
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @torch.inference_mode()
 def test_every_logit_matches_the_reference_library(name: str, tmp_path: Path) -> None:
-    reference = randomised(CHECKPOINTS[name])
+    reference = reference_of(CHECKPOINTS[name])
     loaded = load(reference, tmp_path)
     tokens = torch.randint(0, 96, (150,))
     expected = reference(tokens[None]).logits[0]
@@ -147,7 +142,7 @@ def test_every_logit_matches_the_reference_library(name: str, tmp_path: Path) ->
 )
 @torch.inference_mode()
 def test_sharded_files_in_half_precision_match(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    halved: Any = randomised(CHECKPOINTS[name])  # the library has no usable types for `to`
+    halved = reference_of(CHECKPOINTS[name])
     halved = halved.to(dtype)
     loaded = load(halved, tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -160,7 +155,7 @@ def test_sharded_files_in_half_precision_match(name: str, dtype: torch.dtype, tm
 
 
 def test_multimodal_checkpoint_notes_that_it_reads_text_only(tmp_path: Path) -> None:
-    loaded = load(randomised(qwen3_5), tmp_path)
+    loaded = load(reference_of(qwen3_5), tmp_path)
     assert loaded.notes == ("text only: the vision tower is not loaded",)
     assert loaded.model.architecture.raw["model_type"] == "qwen3_5"
 

@@ -95,43 +95,37 @@ def test_computed_size_of_a_stage_is_what_its_layers_allocate(family: str, chang
     assert state_bytes(architecture, 4) == states
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "mixed", "form"),
-    [
-        # Every form with every family, every change and every format.
-        (family, change, mixed, FORMS[(row + column + number) % len(FORMS)])
-        for row, family in enumerate(FAMILIES)
-        for column, change in enumerate(CHANGES)
-        for number, mixed in enumerate(("Q4_K", "Q6_K", "Q8_0", "F32"))
-    ],
-)
-def test_computed_size_on_a_cpu_is_what_the_layers_allocate(
-    family: str, changes: str, mixed: str, form: CpuForm
-) -> None:
-    """Value projections are stored in `mixed`, all other matrices in Q4_K."""
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_computed_size_on_a_cpu_is_what_the_layers_allocate(family: str, changes: str) -> None:
+    """Value projections are stored in a format of their own, all other matrices in Q4_K. Every form occurs with every
+    family, every change and every format."""
     architecture = read_architecture(config_of(family, CHANGES[changes]))
     dense = Decoder(architecture, Parameters(META, torch.float32), num_positions=1)
     matrices = [binding.source for binding in dense.parameters.bindings if binding.destination.dim() == 2]
-    offer = PackingOffer(cpu_layouts({name: mixed if "v_proj" in name else "Q4_K" for name in matrices}, form))
-    allocated = Decoder(architecture, Parameters(META, torch.float32, offer), num_positions=1).parameters.num_bytes
-    assert weight_bytes(architecture, WeightStorage(4, offer.layouts)) == allocated < dense.parameters.num_bytes
+    place = list(FAMILIES).index(family) + list(CHANGES).index(changes)
+    for number, mixed in enumerate(("Q4_K", "Q6_K", "Q8_0", "F32")):
+        form = FORMS[(place + number) % len(FORMS)]
+        offer = PackingOffer(cpu_layouts({name: mixed if "v_proj" in name else "Q4_K" for name in matrices}, form))
+        allocated = Decoder(architecture, Parameters(META, torch.float32, offer), num_positions=1).parameters.num_bytes
+        computed = weight_bytes(architecture, WeightStorage(4, offer.layouts))
+        assert computed == allocated < dense.parameters.num_bytes, (mixed, form)
 
 
-@pytest.mark.parametrize("mixed", [layouts.Q4, layouts.Q6, layouts.IQ4, FLOAT8_ROWS, None])
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_computed_size_of_packed_matrices_is_what_the_layers_allocate(
-    family: str, changes: str, mixed: DeviceLayout | None
-) -> None:
-    """Value and down projections are packed in `mixed` or dense, all other matrices in 4 bits."""
+def test_computed_size_of_packed_matrices_is_what_the_layers_allocate(family: str, changes: str) -> None:
+    """Value and down projections are packed in a layout of their own or dense, all other matrices in 4 bits."""
     architecture = read_architecture(config_of(family, CHANGES[changes]))
     dense = Decoder(architecture, Parameters(META, torch.bfloat16), num_positions=1).parameters
     names = [part.source for binding in dense.bindings for part in binding.parts or (binding,)]
-    packing = {name: mixed if "v_proj" in name or "down_proj" in name else layouts.Q4 for name in names}
-    offer = PackingOffer({name: layout for name, layout in packing.items() if layout is not None})
-    packed = Decoder(architecture, Parameters(META, torch.bfloat16, packing=offer), num_positions=1).parameters
-    assert weight_bytes(architecture, WeightStorage(2, packing=offer.layouts)) == packed.num_bytes
-    assert packed.num_bytes < dense.num_bytes
+    of_their_own: list[DeviceLayout | None] = [layouts.Q4, layouts.Q6, layouts.IQ4, FLOAT8_ROWS, None]
+    for mixed in of_their_own:
+        packing = {name: mixed if "v_proj" in name or "down_proj" in name else layouts.Q4 for name in names}
+        offer = PackingOffer({name: layout for name, layout in packing.items() if layout is not None})
+        packed = Decoder(architecture, Parameters(META, torch.bfloat16, packing=offer), num_positions=1).parameters
+        computed = weight_bytes(architecture, WeightStorage(2, packing=offer.layouts))
+        assert computed == packed.num_bytes < dense.num_bytes, mixed
 
 
 def test_sizes_are_computed_without_torch() -> None:

@@ -1,6 +1,7 @@
 """A supervisor with a real worker process: its loads, requests and unloads."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,15 @@ async def test_unload_fails_running_requests(tmp_path: Path) -> None:
         await sink.until(lambda: sink.tokens("long"))
         await supervisor.unload(resident)
         assert sink.failed["long"][0] is FaultKind.REQUEST
+
+
+async def test_worker_that_keeps_memory_of_a_cpu_is_replaced_at_once(tmp_path: Path) -> None:
+    async with supervised(timeouts=WorkerTimeouts(reclaim_s=3600)) as supervisor, asyncio.timeout(WAIT_S):
+        resident = await supervisor.load(model(tmp_path), RecordingSink())
+        process = worker_of(supervisor)
+        reclaimed = await supervisor.unload(replace(resident, process_bytes=1 << 40))
+        assert not alive(process)
+        assert reclaimed.is_complete, "with the worker all its memory is free"
 
 
 async def test_recycles_only_a_worker_without_models(tmp_path: Path) -> None:

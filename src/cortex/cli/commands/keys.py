@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from cortex.cli.client import GatewayClient, gateway_options
-from cortex.cli.failures import CommandError, ExitCode, Group
+from cortex.cli.failures import CommandError, ExitCode, Group, check_environment
 from cortex.cli.ledger_source import ask, configuration
 from cortex.cli.output import console, json_option, print_json, table
 from cortex.gateway.config import Config, load
@@ -60,6 +60,8 @@ def add(
     """
     if not name.strip():
         raise CommandError("a key needs a name", "name its owner: cortex keys add anna", ExitCode.USAGE)
+    if config is None:
+        check_environment()
     try:
         made = generate(
             name,
@@ -236,7 +238,7 @@ def _spent(config: Config, path: Path) -> Mapping[str, Spent]:
             store.close()
     except StoreError as error:
         raise CommandError(
-            str(error), "check `gateway.state` and `ledger.database` in cortex.toml", ExitCode.UNREACHABLE
+            str(error), "check `gateway.state` and `ledger.database` in cortex.toml", error.exit_code
         ) from error
 
 

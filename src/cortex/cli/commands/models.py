@@ -43,21 +43,23 @@ def _name(entry: dict[str, Any]) -> str:
 def _state(entry: dict[str, Any]) -> str:
     if entry.get("loaded"):
         return "ready"
-    statuses = [location["status"] for location in entry.get("locations", ())]
-    return statuses[0] if statuses else "cold"
+    statuses = [str(location["status"]) for location in entry.get("locations", ())]
+    return min(statuses, key="unreachable".__eq__, default="cold")
 
 
 def _places(entry: dict[str, Any]) -> str:
     """The nodes that hold it, else, in parentheses, the nodes where it fits."""
-    if here := [_place(location) for location in entry.get("locations", ())]:
+    if here := [_place(location, _state(entry)) for location in entry.get("locations", ())]:
         return ", ".join(here)
     possible = entry.get("feasible_on", ())
     return f"({', '.join(possible)})" if possible else "fits nowhere"
 
 
-def _place(location: dict[str, Any]) -> str:
-    replicas = replicas_in_words(location.get("replica_devices", ()))
-    return f"{location['node']} ({replicas})" if replicas else str(location["node"])
+def _place(location: dict[str, Any], shown: str) -> str:
+    """A node, with the state of the model there where that is not the one shown, or with its replicas."""
+    status = str(location["status"])
+    note = replicas_in_words(location.get("replica_devices", ())) if status == shown else status
+    return f"{location['node']} ({note})" if note else str(location["node"])
 
 
 def _sizes(entry: dict[str, Any]) -> tuple[str, str]:

@@ -23,18 +23,19 @@ def serve(config: Path | None) -> None:
     import uvloop
 
     from cortex.gateway.config import load
-    from cortex.gateway.database import StoreError, StoreSettingError
+    from cortex.gateway.database import StoreError
     from cortex.gateway.listening import CannotListen
     from cortex.gateway.process import serve as serve_gateway
+    from cortex.telemetry import logs
 
     config = config or file_here("cortex.toml")
+    logs.hold()
     try:
         uvloop.run(serve_gateway(load(config, os.environ), config))
     except CannotListen as error:
         what, _, remedy = str(error).partition("; ")
         raise CommandError(what, remedy, ExitCode.NO_ROOM) from error
     except StoreError as error:
-        code = ExitCode.CONFIG if isinstance(error, StoreSettingError) else ExitCode.UNREACHABLE
         raise CommandError(
-            str(error), "check `gateway.state` and `ledger.database` in the configuration", code
+            str(error), "check `gateway.state` and `ledger.database` in the configuration", error.exit_code
         ) from error

@@ -75,7 +75,7 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
     if not node.up:
         condition = Text.assemble(("down", "bold red"), f"  {node.problem or ''}")
     elif node.drained:
-        condition = Text("drained, takes no new requests until `cortex undrain`", style="yellow")
+        condition = Text(f"drained, takes no new requests until `cortex undrain {node.name}`", style="yellow")
     elif node.draining:
         condition = Text("draining, takes no new requests", style="yellow")
     else:

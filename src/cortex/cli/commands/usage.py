@@ -19,7 +19,7 @@ from cortex.cli.output import console, json_option, print_json, table
 from cortex.gateway.api.usage import cost_of
 from cortex.gateway.config import load
 from cortex.gateway.configuration_files import load_catalogue
-from cortex.gateway.database import StoreError, StoreSettingError
+from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.usage_report import HEADER, UsageRow
 from cortex.gateway.ledger.usage_report import usage as read_usage
@@ -88,5 +88,6 @@ def _from_ledger(config: Path, by: Group, since: float, until: float) -> tuple[U
         finally:
             store.close()
     except StoreError as error:
-        code = ExitCode.CONFIG if isinstance(error, StoreSettingError) else ExitCode.UNREACHABLE
-        raise CommandError(str(error), "check `gateway.state` and `ledger.database` in cortex.toml", code) from error
+        raise CommandError(
+            str(error), "check `gateway.state` and `ledger.database` in cortex.toml", error.exit_code
+        ) from error

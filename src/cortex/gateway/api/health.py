@@ -91,4 +91,4 @@ def _node_reasons(nodes: tuple[Node, ...], *, for_operator: bool) -> list[str]:
             reasons.append(f"{name} is down{problem}")
         elif node.draining:
             reasons.append(f"{name} takes no new requests")
-    return reasons
+    return list(dict.fromkeys(reasons))

@@ -159,7 +159,7 @@ class Keyring:
         # key is cut, because the cost must not depend on its length.
         digest = _hash(text[: _KEY_LENGTH + 1])
         if key is None or not hmac.compare_digest(digest, key.sha256):
-            raise InvalidAPIKey("This API key is unknown; ask the operator for one (`cortex keys add`).")
+            raise InvalidAPIKey("This API key is unknown; ask the operator for one.")
         if self._has_expired(key):
             raise InvalidAPIKey(f"The key `{key.name}` expired on {key.expires}; ask the operator for a new one.")
         return key

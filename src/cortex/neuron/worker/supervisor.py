@@ -115,9 +115,9 @@ class WorkerSupervisor:
         except WorkerLost:
             return Reclaimed(resident.process_bytes, resident.process_bytes)
         if not reclaimed.is_complete:
-            log.warning("%s: after an unload %s", self.device.thread_name, reclaimed)
-            if not self._models:
-                await self.recycle()
+            log.info("%s: after an unload %s; its worker is replaced", self.device.thread_name, reclaimed)
+            if await self.recycle():
+                return Reclaimed(resident.process_bytes, resident.process_bytes)
         return reclaimed
 
     async def sleep(self, resident: Resident) -> Resident:
@@ -161,7 +161,8 @@ class WorkerSupervisor:
     async def _await_memory(
         self, resident: Resident, expected_bytes: int, freed: protocol.Unloaded | protocol.Slept
     ) -> Reclaimed:
-        deadline_s = _now_s() + self._timeouts.reclaim_s
+        # The driver of a GPU may free memory later. The allocators of a CPU have freed what they will.
+        deadline_s = _now_s() + (self._timeouts.reclaim_s if self.device.kind == "cuda" else 0)
         memory = freed.after
         while True:
             freed_bytes = max(0, freed.before.process_bytes - memory.process_bytes)

@@ -35,7 +35,7 @@ async def test_sends_the_key_of_the_node_or_the_default(
 
 
 @pytest.mark.parametrize(
-    ("sent", "problem"), [(None, "if the node needs a key, set its key_env"), ("wrong", "does not admit this gateway")]
+    ("sent", "problem"), [(None, "it needs a key: set its `key_env`"), ("wrong", "does not admit this gateway")]
 )
 async def test_node_that_needs_another_key_is_down_and_says_why(
     neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, sent: str | None, problem: str

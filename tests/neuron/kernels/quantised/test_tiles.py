@@ -96,6 +96,8 @@ def test_few_pairs_of_an_expert_read_whole_lines_in_long_programs(
         (Q8, 64, 32, 24576, PackedTiles(64, 1, 4, 3, 1, 168)),
         (Q8, 64, 32, 151936, PackedTiles(128, 2, 8, 3, 1, 255)),
         (Q8, 64, 96, 4096, PackedTiles(128, 2, 8, 3, 4, 255)),
+        (Q8, 64, 76, 2560, PackedTiles(64, 1, 4, 4, 4, 255)),  # steps of two chunks could be split only once
+        (Q4, 32, 76, 2560, PackedTiles(64, 1, 4, 5, 4, 168)),
     ],
 )
 def test_rows_are_read_in_whole_lines_where_that_was_faster(

@@ -163,6 +163,17 @@ async def test_unexpected_error_while_files_are_sought_is_reported_to_the_lead(p
     assert "cannot read the cache" in reply.message
 
 
+async def test_lead_of_another_version_gets_the_reason(served: Any) -> None:
+    _, lead, serving = served
+    lead.say(PREPARE)
+    assert isinstance(await lead.reply(), SharePrepared)
+    lead.say({"type": "LoadShare", "spec": {"path": "m", "rank": {"rank": 1, "backend": "of the past"}}})
+    reply = await lead.reply()
+    assert isinstance(reply, ShareFailed)
+    assert "need the same version" in reply.message
+    await serving
+
+
 async def test_unexpected_error_during_the_load_is_reported_and_releases_the_device(
     place: Any, group: FakeGroup, served: Any
 ) -> None:

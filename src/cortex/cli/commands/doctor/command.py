@@ -72,5 +72,7 @@ def show(findings: list[Finding], out: Console) -> None:
         out.print(Text.assemble((f"{label:<10}", "bold"), (f"{mark} ", style), finding.what), soft_wrap=True)
         if finding.remedy:
             out.print(Text.assemble(" " * 12, ("→ ", style), finding.remedy), soft_wrap=True)
-    problems = sum(finding.verdict is Severity.PROBLEM for finding in findings)
-    out.print(f"\n{plural(problems, 'problem')} to fix" if problems else "\nno problems found", style="bold")
+    verdicts = [finding.verdict for finding in findings]
+    problems, notes = verdicts.count(Severity.PROBLEM), verdicts.count(Severity.NOTE)
+    summary = f"{plural(problems, 'problem')} to fix" if problems else "no problems found"
+    out.print(f"\n{summary}, {plural(notes, 'note')}" if notes else f"\n{summary}", style="bold")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.pool import Pool
 from cortex.tls import client_context
-from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable, from_code
+from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable, from_code
 from cortex.wire.events import Usage
 from cortex.wire.node.protocol import (
     DeletedFiles,
@@ -50,6 +51,8 @@ USAGE_TIMEOUT_S = 4.0
 """A node waits briefly for the end of the request whose usage is read."""
 STATE_POLL_S = 0.25
 NOT_ADMITTED = (401, 403)
+_STATUS_ALONE = re.compile(rb'\{"status": ?"\w+"\}')
+"""What `/health` of a neuron with keys reports to callers without one."""
 """Statuses with which a node rejects the gateway itself, for its key or the name that it used for the node."""
 _CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
 
@@ -175,7 +178,10 @@ class NodeClient:
 
     async def unload(self, request: UnloadRequest, *, timeout_s: float) -> ModelStatus:
         """Ensure the model is gone from this node's devices; returns when it is. With `sleep` it may be asleep then."""
-        status = await self._post(b"/models/unload", request, ModelStatus, timeout_s)
+        try:
+            status = await self._post(b"/models/unload", request, ModelStatus, timeout_s)
+        except ModelNotFound:  # the node rejected its load, or has forgotten it since
+            return ModelStatus(id=request.model_id, state=ModelState.COLD)
         while status.state is ModelState.UNLOADING:
             await asyncio.sleep(STATE_POLL_S)
             status = await self._status(request.model_id)
@@ -230,8 +236,8 @@ class NodeClient:
         try:
             return msgspec.json.decode(response.body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-            # To callers without a key, a neuron with keys reports its status and nothing else.
-            hint = "" if self.headers else "; if the node needs a key, set its key_env"
-            raise UpstreamUnavailable(
-                f"Node {self.name} responded to {target.decode()} with an unreadable body: {problem}{hint}"
-            ) from problem
+            if not self.headers and _STATUS_ALONE.fullmatch(response.body):
+                why = "it needs a key: set its `key_env`, or `node_key_env` of [gateway], to a variable with one"
+            else:
+                why = f"its response to {target.decode()} is unreadable: {problem}"
+            raise UpstreamUnavailable(why) from problem

@@ -208,7 +208,8 @@ def small_batch_tiles(
     """The fastest of a sweep on Hopper.
 
     Two chunks of a row are at least a line of the cache in four bits and more. With many rows they take so much shared
-    memory that they are read one at a time, unless all programs run at once.
+    memory that a processor runs one program: they are read one at a time where programs are more than that, or few and
+    long because single chunks can be split further.
     """
     columns = product_columns(rows)
 
@@ -233,9 +234,14 @@ def small_batch_tiles(
     if shared.copies == 1 or chunks % 2 != 0:
         return tiles(COUNTED_ROWS, 1, 4)
     is_long = outputs > 8 * COUNTED_ROWS * processors  # as an output head
-    if (is_long and 16 < columns <= (64 if layout.bits == 8 else 32)) or (columns > 32 and chunks > 64):
+    if is_long and 16 < columns <= (64 if layout.bits == 8 else 32):
         return tiles(2 * COUNTED_ROWS, 2, 8)
-    return tiles(COUNTED_ROWS, 2 if columns <= 32 or outputs <= COUNTED_ROWS * processors else 1, 4)
+    lines = tiles(2 * COUNTED_ROWS, 2, 8) if columns > 32 and chunks > 64 else tiles(COUNTED_ROWS, 2, 4)
+    programs = -(-outputs // lines.outputs) * lines.split
+    few_long = 3 * programs < 2 * processors and chunks // lines.split > 32
+    if (columns > 16 and few_long) or (columns > 32 and programs > processors):
+        return tiles(COUNTED_ROWS, 1, 4)
+    return lines
 
 
 def product_columns(rows: int) -> int:

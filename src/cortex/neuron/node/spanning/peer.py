@@ -20,6 +20,7 @@ from cortex.neuron.node.spanning.protocol import (
     LoadShare,
     PrepareShare,
     ShareEnding,
+    ShareFailed,
     ShareUnloaded,
     SleepShare,
     UnloadShare,
@@ -27,6 +28,7 @@ from cortex.neuron.node.spanning.protocol import (
     decode_from_lead,
     encode,
 )
+from cortex.neuron.worker.faults import FaultKind
 from cortex.tasks import run_once
 from cortex.wire.node.protocol import ModelShare
 
@@ -77,6 +79,8 @@ class HostedShares:
                             share.kill(reason)
         except msgspec.MsgspecError as error:
             log.warning("the lead of a model sent an invalid message: %s", error)
+            text = f"it does not understand the lead: {error}; both need the same version of cortex"
+            await connection.send(encode(ShareFailed(FaultKind.REQUEST, text)))
         finally:
             if share is not None:
                 ending = run_once(self._forget(share), f"free the part of {share.model_id}")

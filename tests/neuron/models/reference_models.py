@@ -1,0 +1,20 @@
+"""Random models of the reference library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.initialization import no_init_weights
+
+
+def randomised(build: Callable[[], Any], std: float, vector_std: float) -> Any:
+    """A model whose every parameter matters: the library initialises norms and biases to one or zero."""
+    torch.manual_seed(0)
+    with no_init_weights():
+        reference = build()
+    reference.tie_weights()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=vector_std if parameter.dim() == 1 else std)
+    return reference.eval()

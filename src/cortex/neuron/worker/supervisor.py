@@ -115,9 +115,10 @@ class WorkerSupervisor:
         except WorkerLost:
             return Reclaimed(resident.process_bytes, resident.process_bytes)
         if not reclaimed.is_complete:
-            log.info("%s: after an unload %s; its worker is replaced", self.device.thread_name, reclaimed)
             if await self.recycle():
+                log.info("%s: after an unload %s; its worker was replaced", self.device.thread_name, reclaimed)
                 return Reclaimed(resident.process_bytes, resident.process_bytes)
+            log.warning("%s: after an unload %s", self.device.thread_name, reclaimed)
         return reclaimed
 
     async def sleep(self, resident: Resident) -> Resident:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
+import hypothesis.strategies
 import pytest
 
 from .forked_run import ForkedRun
@@ -106,11 +107,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none on this machine"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude the objects of imported modules from garbage collection: they live until the end.
 
-    Let torch's loggers propagate, too: pytest adds a handler to each that does not, six times in every test.
+    Let torch's loggers propagate, too: pytest adds a handler to each that does not, six times in every test. And let
+    hypothesis read its tables of characters before the processes are forked: in a fresh checkout it computes them.
     """
+    if any(item.get_closest_marker("hypothesis") for item in session.items):
+        hypothesis.strategies.text().validate()
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True

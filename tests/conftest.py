@@ -50,10 +50,10 @@ gc.disable()  # until the tests are collected: little of what is imported is gar
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--processes",
-        type=lambda text: 2 * min(len(os.sched_getaffinity(0)), 4) if text == "auto" else int(text),
+        type=lambda text: min(3 * len(os.sched_getaffinity(0)), 8) if text == "auto" else int(text),
         default=0,
         metavar="N",
-        help="run the tests in N processes, forked after the collection; auto: two per core, at most 8",
+        help="run the tests in N processes, forked after the collection; auto: three per core, at most 8",
     )
 
 

@@ -205,12 +205,13 @@ OF_WORKERS = ("clients", "faulty", "ipc")
 def plain_imports(tests: Path) -> list[str]:
     """Imports of modules of the tests by their plain name, which works only while somebody else changes `sys.path`."""
     paths = [path for path in sorted(tests.rglob("*.py")) if not set(path.relative_to(tests).parts) & set(OF_WORKERS)]
-    shared = "|".join(re.escape(path.stem) for path in paths)
-    plain = re.compile(rf"^(?:from|import) ({shared})\b", re.MULTILINE)
+    shared = {path.stem for path in paths}
+    plain = re.compile(r"^(?:from|import) (\w+)\b", re.MULTILINE)
     return [
         f"{path.relative_to(tests)} imports {name} by its plain name; write `from .{name} import …`"
         for path in paths
         for name in plain.findall(path.read_text())
+        if name in shared
     ]
 
 

@@ -44,7 +44,8 @@ def _state(entry: dict[str, Any]) -> str:
     if entry.get("loaded"):
         return "ready"
     statuses = [str(location["status"]) for location in entry.get("locations", ())]
-    return min(statuses, key="unreachable".__eq__, default="cold")
+    reachable = [status for status in statuses if status != "unreachable"]
+    return (reachable or statuses or ["cold"])[0]
 
 
 def _places(entry: dict[str, Any]) -> str:

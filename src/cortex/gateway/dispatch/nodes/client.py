@@ -51,9 +51,9 @@ USAGE_TIMEOUT_S = 4.0
 """A node waits briefly for the end of the request whose usage is read."""
 STATE_POLL_S = 0.25
 NOT_ADMITTED = (401, 403)
+"""Statuses with which a node rejects the gateway itself, for its key or the name that it used for the node."""
 _STATUS_ALONE = re.compile(rb'\{"status": ?"\w+"\}')
 """What `/health` of a neuron with keys reports to callers without one."""
-"""Statuses with which a node rejects the gateway itself, for its key or the name that it used for the node."""
 _CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
 
 

@@ -15,13 +15,13 @@ from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, unpacked
 from cortex.neuron.kernels.quantised.product import (
-    PackedTiles,
     dequantise,
     gated_product,
     packed_product,
     packed_product_reference,
     packed_rows,
 )
+from cortex.neuron.kernels.quantised.tiles import PackedTiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_kernels = pytest.mark.skipif(

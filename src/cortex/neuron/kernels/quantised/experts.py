@@ -11,7 +11,7 @@ from cortex.neuron.kernels.moe.grouped import max_tiles, own_pairs, store_pairs
 from cortex.neuron.kernels.moe.routing import PairLists
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
-from cortex.neuron.kernels.quantised.product import fitting_stages, program_bytes
+from cortex.neuron.kernels.quantised.tiles import fitting_stages, program_bytes
 from cortex.neuron.kernels.quantised.unpack import add_product, layout_options, operand, operand_row, restored
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 

@@ -83,7 +83,7 @@ class ModelSpec(Section, frozen=True):
     """`fp8`: the KV cache takes one byte a number, for about twice the context in the same memory. As the node is
     configured when absent."""
     deterministic: bool = False
-    """A request with a seed, or at temperature 0, gets the same tokens alone and beside others, whatever is cached and
+    """A request with a seed, or at temperature 0, gets the same tokens whatever else is in the batch or cached, and
     however its prompt is divided into steps. Slower; not for models that are divided among devices."""
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does; from
@@ -138,7 +138,7 @@ class Alias(Section, frozen=True):
     model: Annotated[str, msgspec.Meta(min_length=1)]
     """The id it stands for."""
     background: bool = False
-    """For secondary requests of an agent, beside its main model: they never evict anything."""
+    """For secondary requests of an agent, besides its main model: they never evict anything."""
 
 
 class Resolution(msgspec.Struct, frozen=True, kw_only=True):

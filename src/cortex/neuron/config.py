@@ -135,7 +135,7 @@ class ModelOptions(Section, frozen=True):
     """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
     an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
     deterministic: bool = False
-    """A request with a seed, or at temperature 0, gets the same tokens alone and beside others, whatever is cached and
+    """A request with a seed, or at temperature 0, gets the same tokens whatever else is in the batch or cached, and
     however its prompt is divided into steps. Slower; not for models that are divided among devices."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
@@ -203,7 +203,8 @@ class DeviceEntry(Section, frozen=True):
 
     index: Annotated[int, Meta(ge=0)]
     memory_mb: Count
-    """The most memory that models may take there, however much is free; beside `limits.memory_mb` for all devices."""
+    """The most memory that models may take there, however much is free. `limits.memory_mb` bounds all devices
+    together."""
 
 
 class NeuronConfig(Section, frozen=True):

@@ -190,7 +190,7 @@ class TextModel:
 
     @cached_property
     def _literal_content(self) -> tuple[LiteralContent | None, LiteralContent | None]:
-        """Of the template with tools, and of the other."""
+        """For the template with tools, and for the template without."""
         vocabulary = self.tokenizer.vocabulary
         if not vocabulary.control_texts:
             return None, None
@@ -216,7 +216,7 @@ class TextSurvey:
 
 
 def survey_text(path: Path) -> TextSurvey:
-    """Of the model at `path`, from its templates and recommended options alone.
+    """Surveys the model at `path`, from its templates and recommended options alone.
 
     It builds no tokenizer, which would take a second and 100 MB for a large vocabulary. Raises TextModelError, or
     CheckpointError for a bad GGUF header.

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cortex.settings import SamplingSection, Section
+from cortex.settings import SamplingDefaults, Section
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.protocol import KVDtype
@@ -88,7 +88,7 @@ class ModelSpec(Section, frozen=True):
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does; from
     the next load on. By default they are only text, so that clients cannot forge turns."""
-    sampling: SamplingSection = SamplingSection()
+    sampling: SamplingDefaults = SamplingDefaults()
     """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; from the next load on. As its files
     recommend where absent."""
     cost: Cost = Cost()

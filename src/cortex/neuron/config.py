@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from cortex import settings
-from cortex.settings import Listen, SamplingSection, Section
+from cortex.settings import Listen, SamplingDefaults, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
 from cortex.wire.node.protocol import KVDtype
@@ -158,7 +158,7 @@ class ModelOptions(Section, frozen=True):
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
     default they are only text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always have them."""
-    sampling: SamplingSection = SamplingSection()
+    sampling: SamplingDefaults = SamplingDefaults()
     """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; as its files recommend where
     absent."""
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 from cortex.neuron.text import defaults, files
-from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
 from cortex.neuron.text.output.detect import (
@@ -40,6 +39,7 @@ from cortex.neuron.text.tokenizer.encoder import NoEncoder, TextEncoder
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.weights.gguf.metadata import read_metadata
+from cortex.settings import SamplingDefaults
 from cortex.wire.fields.constraints import is_constrained
 from cortex.wire.node.protocol import Capabilities
 from cortex.wire.requests import EFFORT_TOKENS, GenerateRequest
@@ -55,7 +55,7 @@ class TextModel:
     template: ChatTemplate
     tools_template: ChatTemplate
     """For requests with tools; the same as `template` unless the model has two."""
-    generation: GenerationDefaults
+    generation: SamplingDefaults
     reasoning_end: tuple[int, ...] = ()
     """The tokens that end reasoning, laid out as templates write them; empty for a model that does not reason."""
     notes: tuple[str, ...] = ()
@@ -212,7 +212,7 @@ class TextSurvey:
     """What a model's text files say about it before it is used."""
 
     capabilities: Capabilities
-    generation: GenerationDefaults
+    generation: SamplingDefaults
 
 
 def survey_text(path: Path) -> TextSurvey:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from cortex.settings import SamplingDefaults
 from cortex.wire.fields.body import MAX_MODEL_NAME
 
 log = logging.getLogger(__name__)
@@ -126,21 +127,6 @@ class Capabilities(NodeValue, frozen=True):
     vision: bool = False
     embeddings: bool = False
     notes: tuple[str, ...] = ()
-
-
-class SamplingDefaults(NodeValue, frozen=True):
-    """How a model samples where a request says nothing; None: not said here."""
-
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-
-    def over(self, other: SamplingDefaults) -> SamplingDefaults:
-        """These values, and those of `other` where there are none."""
-        ours = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-        return msgspec.structs.replace(other, **ours)
 
 
 class QuantisedSize(NodeValue, frozen=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +75,7 @@ def count_in(config: Mapping[str, Any], name: str, default: int | None = None) -
         value = default
     if value is None:
         raise UnsupportedModel(f"the model's config has no {name!r}")
-    if not isinstance(value, int) or not 0 < value <= _MAX_COUNT:
+    if type(value) is not int or not 0 < value <= _MAX_COUNT:  # no bool
         raise UnsupportedModel(f"the model's config has {value!r:.80} for {name!r}; it must be a positive integer")
     return value
 
@@ -98,7 +97,7 @@ def number_in(config: Mapping[str, Any], name: str, default: float) -> float:
 
 def is_positive(value: Any) -> bool:
     """Whether `value` is a number that calculations with floats can use."""
-    return isinstance(value, int | float) and 0 < value < _MAX_NUMBER and math.isfinite(value)
+    return type(value) in (int, float) and 0 < value < _MAX_NUMBER
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:

@@ -249,6 +249,7 @@ ROPE = st.dictionaries(
 )
 @example(changes={"num_hidden_layers": 1, "layer_types": ["linear_attention"]})
 @example(changes={"num_experts": 4})
+@example(changes={"hidden_size": True})
 @example(changes={"rope_parameters": {"rope_type": "default", "partial_rotary_factor": float("inf")}})
 @example(changes={"rms_norm_eps": 1 << 2000})
 def test_config_with_other_values_than_its_tensors(hybrid: Path, changes: dict[str, Any]) -> None:

@@ -98,6 +98,8 @@ class OutputFormat(Value, frozen=True):
     schema: dict[str, Any] | None = None
     text: str | None = None
     choices: tuple[str, ...] = ()
+    param: str = "response_format"
+    """The field of the client that it is from, for errors."""
 
 
 EFFORT_TOKENS = {"minimal": 512, "low": 1024, "medium": 8192}

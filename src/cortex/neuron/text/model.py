@@ -11,6 +11,7 @@ from typing import Final
 from cortex.neuron.text import defaults, files
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
+from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.output.detect import (
     PYTHON_TAG,
     TOOL_CALL_CLOSE,
@@ -143,12 +144,11 @@ class TextModel:
     def _grammar(self, request: GenerateRequest, reasoning: LeadingReasoning, rules: PromptRules) -> str | None:
         return build_grammar(
             request,
-            self.tokenizer,
+            self._grammar_trial,
             self._tool_syntax,
             self._reasoning_markers,
             reasoning,
-            rules.max_grammar_characters,
-            rules.max_grammar_cpu_s,
+            rules,
         )
 
     def may_reason(self, request: GenerateRequest) -> bool:
@@ -183,6 +183,10 @@ class TextModel:
 
     def _template_for(self, request: GenerateRequest) -> ChatTemplate:
         return self.tools_template if request.tools else self.template
+
+    @cached_property
+    def _grammar_trial(self) -> GrammarTrial:
+        return GrammarTrial(self.tokenizer)
 
     @cached_property
     def _tool_syntax(self) -> ToolSyntax:

@@ -140,5 +140,5 @@ def error_of(reply: FilesUnreadable | Rejected) -> Exception:
 def out_of_memory() -> PreparationLimitExceeded:
     return PreparationLimitExceeded(
         "Preparing this request took more memory than this node allows (text.memory_mb in neuron.toml). "
-        "Send a shorter conversation, or a simpler schema or grammar."
+        "Send a shorter conversation, or a simpler schema or grammar, with shorter chains of references."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cortex import open_files
 from cortex.gateway.config import Config
 from cortex.gateway.metrics import Metrics
 from cortex.gateway.proxy.cors import CrossOrigin
@@ -27,12 +28,19 @@ Authenticate = Callable[[Request], object]
 """Checks the key of a request. Raises InvalidAPIKey."""
 
 
-def client_limits(config: Config) -> ClientLimits:
-    """The configured limits, converted for the data path."""
+def client_limits(config: Config, num_files: int) -> ClientLimits:
+    """The configured limits, converted for the data path of a process that may open `num_files`."""
     limits = config.limits
+    connections = open_files.connections(
+        num_files,
+        files_each=2,  # one more for the connection to the node
+        one_of=4,
+        in_all=limits.max_connections,
+        per_client=limits.max_connections_per_client,
+    )
     return ClientLimits(
-        num_connections=limits.max_connections,
-        num_connections_per_client=limits.max_connections_per_client,
+        num_connections=connections.in_all,
+        num_connections_per_client=connections.per_client,
         buffered_bytes=limits.max_buffered_mb * 1024 * 1024,
         head_bytes=limits.max_head_kb * 1024,
         body_bytes=config.gateway.max_body_mb * 1024 * 1024,
@@ -48,10 +56,10 @@ def api_server(
     ticker: Ticker,
     metrics: Metrics,
     authenticate: Authenticate,
+    limits: ClientLimits,
     buffered: Buffered | None = None,
 ) -> Server:
     """A server that reads no large body without a valid key, and counts what it rejects. `buffered`: see `Server`."""
-    limits = client_limits(config)
     cross_origin = CrossOrigin(config.gateway.cors_origins) if config.gateway.cors_origins else None
 
     def admit_head(request: Request) -> int:

@@ -15,7 +15,7 @@ from cortex.neuron.text.grammar.gbnf.tree import (
     LAST_CHARACTER,
     SURROGATES,
     CharacterClass,
-    Choice,
+    Alternation,
     Concatenation,
     GbnfError,
     Literal,
@@ -90,7 +90,7 @@ class _Reader:
         options = [self._concatenation(depth)]
         while self._takes("|"):
             options.append(self._concatenation(depth))
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+        return options[0] if len(options) == 1 else Alternation(tuple(options))
 
     def _concatenation(self, depth: int) -> Node:
         items: list[Node] = []

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from cortex.neuron.text.grammar.gbnf.emitter import to_lark
 from cortex.neuron.text.grammar.gbnf.reader import read_gbnf
 from cortex.neuron.text.grammar.gbnf.tree import (
-    CharacterClass,
     Alternation,
+    CharacterClass,
     Concatenation,
     GbnfError,
     Literal,

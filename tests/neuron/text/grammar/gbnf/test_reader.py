@@ -10,8 +10,8 @@ from cortex.neuron.text.grammar.gbnf.emitter import to_lark
 from cortex.neuron.text.grammar.gbnf.reader import MAX_DEPTH, defines_a_rule, read_gbnf
 from cortex.neuron.text.grammar.gbnf.tree import (
     ANY_CHARACTER,
-    CharacterClass,
     Alternation,
+    CharacterClass,
     Concatenation,
     GbnfError,
     Literal,

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from cortex.neuron.text.grammar.gbnf.tree import (
     ANY_CHARACTER,
-    CharacterClass,
     Alternation,
+    CharacterClass,
     Concatenation,
     Literal,
     Node,

@@ -6,8 +6,8 @@ from collections import defaultdict
 from typing import Final
 
 from cortex.neuron.text.grammar.gbnf.tree import (
-    CharacterClass,
     Alternation,
+    CharacterClass,
     Concatenation,
     GbnfError,
     Literal,

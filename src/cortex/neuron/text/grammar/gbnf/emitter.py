@@ -12,8 +12,8 @@ from typing import Final
 from cortex.neuron.text.grammar.gbnf.checks import ROOT, reachable, regular
 from cortex.neuron.text.grammar.gbnf.tree import (
     ANY_CHARACTER,
-    CharacterClass,
     Alternation,
+    CharacterClass,
     Concatenation,
     Literal,
     Node,

@@ -32,7 +32,7 @@ from cortex.http.observer import Keepalive, ObservedRelay, Outcome
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
-from cortex.http.upstream.faults import NotAdmitted, UpstreamFault
+from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault
 from cortex.parsing.envelope import Envelope
 from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
@@ -296,9 +296,14 @@ class ProxyRequest:
         """The client has nothing yet: try another node, or this one again once it is back."""
         assert self._lease is not None
         node = self._lease.node
-        self.services.dispatcher.request_failed(node, str(fault))
+        is_final = isinstance(fault, ResponseTooLarge)
+        if not is_final:
+            self.services.dispatcher.request_failed(node, str(fault))
         self._accounting.failed_at(self._lease)
         self._release(str(fault))
+        if is_final:
+            self._reject(UpstreamUnavailable(f"Node {node}: {fault}. Check the server, or request less."))
+            return
         if self._accounting.num_attempts >= MAX_ATTEMPTS or not self.route.generates:
             self._reject(UpstreamUnavailable(f"Node {node} failed before it responded: {fault}"))
             return

@@ -2,11 +2,11 @@ import pytest
 
 from cortex.neuron.api.inference.engine_requests import engine_requests, sampling_params, within_limit
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.text.defaults import GenerationDefaults
+from cortex.settings import SamplingDefaults
 from cortex.wire.errors import InsufficientQuota
 from cortex.wire.requests import GenerateRequest, Sampling
 
-RECOMMENDED = GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
+RECOMMENDED = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
 
 
 def jobs(sampling: Sampling, *, context_tokens: int = 100, num_prompt: int = 10) -> tuple[EngineRequest, ...]:
@@ -15,13 +15,13 @@ def jobs(sampling: Sampling, *, context_tokens: int = 100, num_prompt: int = 10)
         id="a",
         prompt=tuple(range(num_prompt)),
         context_tokens=context_tokens,
-        defaults=GenerationDefaults(),
+        defaults=SamplingDefaults(),
         eos_ids=(7,),
     )
 
 
 def test_prefers_the_client_then_the_model_then_plain_sampling() -> None:
-    assert sampling_params(Sampling(), GenerationDefaults()) == SamplingParams()
+    assert sampling_params(Sampling(), SamplingDefaults()) == SamplingParams()
     params = sampling_params(Sampling(temperature=0.0, top_k=0), RECOMMENDED)
     assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0.0, 0, 0.95, 1.05)
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.text.defaults import GenerationDefaults
+from cortex.settings import SamplingDefaults
 from cortex.wire.errors import InsufficientQuota, InvalidValue
 from cortex.wire.requests import GenerateRequest, Sampling
 
@@ -21,7 +21,7 @@ _LEAST_TOP_P = 1e-6
 """`top_p: 0` means "only the likeliest token"; this keeps exactly that one."""
 
 
-def sampling_params(sampling: Sampling, defaults: GenerationDefaults) -> SamplingParams:
+def sampling_params(sampling: Sampling, defaults: SamplingDefaults) -> SamplingParams:
     """The client's values, then the model's recommended ones, then plain sampling at temperature 1."""
     ours = SamplingParams()
     return SamplingParams(
@@ -47,7 +47,7 @@ def engine_requests(
     first_index: int = 0,
     prompt: tuple[int, ...],
     context_tokens: int,
-    defaults: GenerationDefaults,
+    defaults: SamplingDefaults,
     eos_ids: tuple[int, ...],
     turn_ends: tuple[int, ...] = (),
     grammar: str | None = None,

@@ -14,7 +14,6 @@ from cortex.neuron.api.inference.choice import Choice, ChoiceContext
 from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, scores_prompt, within_limit
 from cortex.neuron.api.inference.thought_budget import submit
 from cortex.neuron.engine.request import EngineRequest, StepOutput
-from cortex.neuron.text.defaults import overridden
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Timing, Usage
 from cortex.wire.node.protocol import LoadRequest, ModelState, ModelStatus
@@ -78,7 +77,7 @@ class Session:
                 first_index=len(jobs),
                 prompt=rendered.ids,
                 context_tokens=status.context_tokens or len(rendered.ids) + 1,
-                defaults=overridden(text.generation, status.sampling),
+                defaults=status.sampling.over(text.generation),
                 eos_ids=text.eos_ids,
                 turn_ends=rendered.turn_ends,
                 grammar=prepared.grammar,

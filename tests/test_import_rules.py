@@ -20,7 +20,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 
 ENGINE_LIBRARIES = frozenset({"torch", "triton", "numpy", "safetensors", "tokenizers"})
-KERNELS = {"neuron.kernels", "neuron.delta_sizes"}
+KERNELS = {"neuron.kernels", "neuron.delta_sizes", "quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", *MODELS}
@@ -70,7 +70,7 @@ RULES: dict[str, Rule] = {
     "settings": Rule({"settings"}, frozenset({"msgspec"})),
     "telemetry": Rule({"telemetry", "settings", "cortex"}),
     "wire": Rule({"wire", "settings"}, frozenset({"msgspec"})),
-    "fleet": Rule({"fleet", "wire", "settings"}, frozenset({"msgspec"})),
+    "fleet": Rule({"fleet", "quant_names", "wire", "settings"}, frozenset({"msgspec"})),
     "http": Rule({"http", "wire"}, frozenset({"httptools"})),
     "ipc": Rule({"ipc", "telemetry"}, frozenset({"msgspec"})),
     "parsing": Rule({"parsing", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),

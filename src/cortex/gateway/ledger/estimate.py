@@ -7,7 +7,6 @@ or, where the prompt alone is larger, makes the gateway reserve again with the n
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple, Protocol
 
 from cortex.wire.fields.sampling import DEFAULT_COMPLETION_TOKENS
@@ -17,6 +16,8 @@ BYTES_PER_TOKEN = 4
 LIKELY_TEMPLATE_TOKENS = 256
 """What a chat template adds to the texts of a request."""
 MAX_TEMPLATE_TOKENS = 4096
+UNKNOWN = 2**62
+"""More tokens than any budget has."""
 
 
 class TokenLimits(Protocol):
@@ -66,17 +67,23 @@ class Estimate(NamedTuple):
         return prompt + completion * self.num_choices
 
     @property
-    def most_tokens(self) -> float:
-        """What it cannot exceed; infinite where neither a limit nor the context is known."""
-        if self.completion_limit == 0:
-            return self.prompt_bytes
-        prompt = self.prompt_bytes + MAX_TEMPLATE_TOKENS if self.prompt_tokens is None else self.prompt_tokens
-        by_limit = math.inf if self.completion_limit is None else prompt + self.completion_limit * self.num_choices
-        by_context = math.inf if self.context_tokens is None else self.context_tokens * self.num_choices
-        return min(by_limit, by_context)
+    def most_tokens(self) -> int:
+        """What it cannot exceed; `UNKNOWN` where neither a limit nor the context is known."""
+        prompt_bytes, limit, num_choices, context, prompt = self
+        if limit == 0:
+            return prompt_bytes
+        most = UNKNOWN if context is None else context * num_choices
+        if limit is not None:
+            by_limit = (prompt_bytes + MAX_TEMPLATE_TOKENS if prompt is None else prompt) + limit * num_choices
+            if by_limit < most:
+                return by_limit
+        return most
 
     def reserved(self, left: int) -> int:
         """What it reserves of the tokens that are left to its key: all that it can use, up to half of what is left so
         that other requests of the key can run meanwhile, or what it likely uses where that is more."""
+        most, half = self.most_tokens, left // 2
+        if most <= half:
+            return most
         likely = self.likely_tokens + (LIKELY_TEMPLATE_TOKENS if self.completion_limit != 0 else 0)
-        return int(min(self.most_tokens, left, max(likely, left // 2)))
+        return min(most, left, max(likely, half))

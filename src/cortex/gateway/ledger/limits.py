@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from cortex.gateway.ledger.estimate import Estimate
+from cortex.gateway.ledger.estimate import UNKNOWN, Estimate
 from cortex.gateway.ledger.keys import KeySection
 from cortex.wire.errors import CortexError, InsufficientQuota, RateLimitExceeded
 from cortex.wire.words import duration, plural
@@ -118,6 +118,7 @@ class Account:
         "_total",
         "_unrecorded",
         "_window",
+        "has_budget",
         "key",
         "num_reservations",
     )
@@ -133,6 +134,8 @@ class Account:
         self.num_reservations = 0
         """Running requests with a reservation."""
         self._bucket = RateBucket(key.requests_per_min or 0, monotonic_now)
+        self.has_budget = _has_budget(key)
+        """Whether its tokens are limited."""
 
     @property
     def reserved_tokens(self) -> int:
@@ -145,11 +148,6 @@ class Account:
 
     def total_spent(self) -> int:
         return self._total
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether its tokens are limited."""
-        return self.key.balance_tokens is not None or self.key.window_tokens is not None
 
     def reserve(self, estimate: Estimate, now: float, monotonic_now: float | None = None) -> int:
         """Reserve a request and the tokens that it may use; returns the tokens, for `settle`.
@@ -166,7 +164,7 @@ class Account:
                 message = f"The key `{key.name}` has used its {plural(key.requests_per_min, 'request')} per minute"
                 raise RateLimitExceeded(f"{message}; try again in {duration(max(1.0, wait_s))}.", retry_after_s=wait_s)
         try:
-            tokens = self._granted(estimate, now)
+            tokens = self._granted(estimate, now) if self.has_budget else estimate.likely_tokens
         except (RateLimitExceeded, InsufficientQuota):
             self._bucket.give_back()
             raise
@@ -200,6 +198,7 @@ class Account:
         if key.requests_per_min != self.key.requests_per_min:
             self._bucket = RateBucket(key.requests_per_min or 0, monotonic_now)
         self.key = key
+        self.has_budget = _has_budget(key)
 
     def synchronise(self, recorded: Spent | None, written: Mapping[int, int]) -> None:
         """Adopt `recorded` from the store, which includes `written` of what was settled here.
@@ -220,19 +219,18 @@ class Account:
 
     def _granted(self, estimate: Estimate, now: float) -> int:
         """The tokens to reserve. Raises the error of a budget that has too few left."""
-        if not self.has_budget:
-            return estimate.likely_tokens
         held, least = self._reserved + self._reserved_elsewhere, estimate.least_tokens
-        unspent: list[int] = []
+        left = UNKNOWN
         if (balance := self.key.balance_tokens) is not None:
-            unspent.append(balance - self._total)
-            if unspent[-1] - held < least or balance == 0:
-                raise self._over_balance(unspent[-1], held, least, balance)
+            left = balance - self._total - held
+            if left < least or balance == 0:
+                raise self._over_balance(left + held, held, least, balance)
         if (budget := self.key.window_tokens) is not None:
-            unspent.append(budget - self.window_spent(now))
-            if unspent[-1] - held < least or budget == 0:
-                raise self._over_window(unspent[-1], held, least, budget, now)
-        return estimate.reserved(max(0, min(unspent) - held))
+            left_in_window = budget - self.window_spent(now) - held
+            if left_in_window < least or budget == 0:
+                raise self._over_window(left_in_window + held, held, least, budget, now)
+            left = min(left, left_in_window)
+        return estimate.reserved(max(0, left))
 
     def _over_balance(self, unspent: int, held: int, least: int, balance: int) -> CortexError:
         has = f"The key `{self.key.name}` has {max(0, unspent - held)} of {balance} tokens left"
@@ -263,3 +261,7 @@ class Account:
         """Seconds until the window has passed `missing` tokens."""
         minute = self._window.minute_of_oldest(missing)
         return 1.0 if minute is None else max(1.0, (minute + 1) * MINUTE_S + self.key.window_s - now)
+
+
+def _has_budget(key: KeySection) -> bool:
+    return key.balance_tokens is not None or key.window_tokens is not None

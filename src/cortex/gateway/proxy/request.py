@@ -197,8 +197,8 @@ class ProxyRequest:
         if (traceparent := self._attempt.traceparent) is not None:
             headers = (*headers, (b"traceparent", traceparent))
         ours: Headers = ((_NODE_HEADER, _header_value(lease.node)),) if services.config.node_header else ()
-        if reservation.is_tight:
-            ours = (*ours, (_BUDGET_HEADER, b"%d tokens" % (reservation.token_limit or 0)))
+        if reservation.token_limit is not None and reservation.is_tight:
+            ours = (*ours, (_BUDGET_HEADER, b"%d tokens" % reservation.token_limit))
         silence_s = services.config.idle_timeout_s
         self._relay.send(node.pool, b"POST", target, headers, body, self._translation, ours, silence_s)
 

@@ -180,9 +180,10 @@ class RequestAccounting:
     def _ended_at_budget(self, usage: Usage) -> bool:
         """Whether the budget, and not the client's limit or the model, ended the choices: each has its part of it."""
         reservation = self.admitted.reservation
-        if reservation.token_limit is None or not reservation.is_tight or not self.route.generates:
+        limit = reservation.token_limit
+        if limit is None or usage.prompt_tokens + usage.completion_tokens + self.num_choices <= limit:
             return False
-        return usage.prompt_tokens + usage.completion_tokens + self.num_choices > reservation.token_limit
+        return reservation.is_tight and self.route.generates
 
     def _reason(self, lease: Lease | None) -> str:
         """Why the request went to its last node."""

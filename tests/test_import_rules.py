@@ -26,8 +26,8 @@ MODELS = {"neuron.models", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", *MODELS}
 WORKER = {"neuron.worker", "ipc", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights"}
-NODE = {"neuron.node", "neuron.config", "quant_names", "settings", *TOKENIZER, *WORKER}
-API = {"neuron.api", "build", "open_files", "parsing", "http", "tls", *NODE}
+NODE = {"neuron.node", "neuron.config", "quant_names", *TOKENIZER, *WORKER}
+API = {"neuron.api", "build", "open_files", "parsing", "http", "settings", "tls", *NODE}
 NEURON = {"neuron", "exits", *API}
 LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "tasks", "wire", "settings"}
 DISPATCH = {
@@ -69,7 +69,7 @@ RULES: dict[str, Rule] = {
     "tls": Rule({"settings"}, frozenset()),
     "settings": Rule({"settings"}, frozenset({"msgspec"})),
     "telemetry": Rule({"telemetry", "settings", "cortex"}),
-    "wire": Rule({"wire", "settings"}, frozenset({"msgspec"})),
+    "wire": Rule({"wire"}, frozenset({"msgspec"})),
     "fleet": Rule({"fleet", "quant_names", "wire", "settings"}, frozenset({"msgspec"})),
     "http": Rule({"http", "wire"}, frozenset({"httptools"})),
     "ipc": Rule({"ipc", "telemetry"}, frozenset({"msgspec"})),

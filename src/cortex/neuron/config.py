@@ -14,10 +14,11 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from cortex import settings
-from cortex.settings import Listen, SamplingDefaults, Section
+from cortex.settings import Listen, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
 from cortex.wire.node.protocol import KVDtype
+from cortex.wire.node.sampling import SamplingDefaults
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]

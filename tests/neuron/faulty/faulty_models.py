@@ -18,8 +18,8 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.node import Node, Parts
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.settings import SamplingDefaults
 from cortex.wire.node.protocol import Capabilities
+from cortex.wire.node.sampling import SamplingDefaults
 
 CONFIG = {
     "model_type": "llama",

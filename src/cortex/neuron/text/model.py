@@ -40,9 +40,9 @@ from cortex.neuron.text.tokenizer.encoder import NoEncoder, TextEncoder
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.weights.gguf.metadata import read_metadata
-from cortex.settings import SamplingDefaults
 from cortex.wire.fields.constraints import is_constrained
 from cortex.wire.node.protocol import Capabilities
+from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import EFFORT_TOKENS, GenerateRequest
 
 _OUTPUT_MARKERS: Final = (PYTHON_TAG, TOOL_CALL_OPEN, TOOL_CALL_CLOSE)

@@ -8,14 +8,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .section import Section
 
-
-class SamplingDefaults(Section, frozen=True, forbid_unknown_fields=False):
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """How the model samples where a request says nothing. What is absent here comes from the model's own files
     (`generation_config.json`, or the metadata of a GGUF file)."""
-
-    # A gateway and a node of other versions may know other keys; unknown ones in a file are rejected by its reader.
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     """0 always takes the most likely token."""

@@ -22,7 +22,7 @@ from ....processes import alive
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def surveys() -> AsyncIterator[SurveyProcess]:
-    process = SurveyProcess(cpu_s=2, memory_bytes=512 << 20)
+    process = SurveyProcess(cpu_s=1, memory_bytes=512 << 20)
     yield process
     await process.close()
 
@@ -59,7 +59,7 @@ async def test_template_beyond_the_limits_is_damage_and_others_are_read(
     hostile, good = model_with(tmp_path / "hostile", template), model_with(tmp_path / "good", "{{ messages }}")
     damaged = asyncio.create_task(surveys.read_text(hostile, "org/hostile"))
     assert await surveys.read_text(good, "org/good")
-    with pytest.raises(LoadFailed, match=r"^org/hostile is damaged: .* 2 s of computing or 512 MiB of memory"):
+    with pytest.raises(LoadFailed, match=r"^org/hostile is damaged: .* 1 s of computing or 512 MiB of memory"):
         await damaged
     process_id = surveys.process_id
     assert await surveys.read_text(good, "org/good")

@@ -21,9 +21,9 @@ from cortex.neuron.node.loading.files import find_local
 from cortex.neuron.node.node import Node, Parts
 from cortex.neuron.node.survey_process.jobs import read_forms
 from cortex.neuron.node.survey_process.protocol import FoundForms, Read
-from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.settings import SamplingDefaults
 from cortex.wire.node.protocol import Capabilities
 
 CONFIG = {
@@ -81,7 +81,7 @@ class PlainText:
 
 
 def survey_text(path: Path) -> TextSurvey:
-    return TextSurvey(Capabilities(tools=True, notes=("from the template",)), GenerationDefaults(top_k=40))
+    return TextSurvey(Capabilities(tools=True, notes=("from the template",)), SamplingDefaults(top_k=40))
 
 
 @dataclass(frozen=True, slots=True)

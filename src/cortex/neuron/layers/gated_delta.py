@@ -44,7 +44,7 @@ class GatedDelta:
             eps=config.norm_eps,
         )
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm, batch: Batch) -> Tensor:
-        """hidden: [tokens, hidden] → hidden + gated delta net(norm(hidden))"""
-        projected = self.input(hidden, norm=norm)
-        return self.output(gated_delta(projected, self.rules, batch, self.state), residual=hidden)
+    def __call__(self, x: Tensor, norm: RMSNorm | None, batch: Batch, residual: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] → residual + gated delta net(norm(x)). `residual` may be overwritten: use the result."""
+        projected = self.input(x, norm=norm)
+        return self.output(gated_delta(projected, self.rules, batch, self.state), residual=residual)

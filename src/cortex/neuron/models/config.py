@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cortex.neuron.layers.configs import SCALINGS, RopeConfig
+from cortex.neuron.layers.configs import SCALINGS, Activation, RopeConfig
 from cortex.neuron.models.errors import UnsupportedModel
 
+ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""`hidden_act` in a model's config → the activation."""
 _MAX_LAYERS = 1_000
 """Far above every published model; bounds what a damaged config can make a node compute."""
 _MAX_COUNT = 1 << 40
@@ -37,7 +39,7 @@ class DecoderConfig:
     norm_eps: float
     context_tokens: int
     tied: bool
-    rope: RopeConfig
+    activation: Activation
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -47,10 +49,11 @@ class DecoderConfig:
         if heads % kv_heads:
             raise UnsupportedModel(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
         hidden = count_in(config, "hidden_size")
-        activation = config.get("hidden_act", "silu")
-        if activation != "silu":
-            raise UnsupportedModel(f"hidden_act {activation!r} is not supported; only 'silu' is")
-        head_dim = count_in(config, "head_dim", hidden // heads)
+        activation = str(config.get("hidden_activation") or config.get("hidden_act") or "silu")
+        if activation not in ACTIVATIONS:
+            raise UnsupportedModel(
+                f"hidden_act {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+            )
         num_layers = count_in(config, "num_hidden_layers")
         if num_layers > _MAX_LAYERS:
             raise UnsupportedModel(f"the model's config has {num_layers} layers; at most {_MAX_LAYERS} are supported")
@@ -60,11 +63,11 @@ class DecoderConfig:
             num_layers=num_layers,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=head_dim,
+            head_dim=count_in(config, "head_dim", hidden // heads),
             norm_eps=number_in(config, "rms_norm_eps", 1e-6),
             context_tokens=count_in(config, "max_position_embeddings"),
             tied=bool(config.get("tie_word_embeddings", False)),
-            rope=read_rope(config, head_dim),
+            activation=ACTIVATIONS[activation],
         )
 
 
@@ -100,9 +103,12 @@ def is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < _MAX_NUMBER
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """Both spellings: `rope_theta` beside `rope_scaling`, and everything in `rope_parameters`."""
+def read_rope(config: Mapping[str, Any], head_dim: int, layer_type: str | None = None) -> RopeConfig:
+    """Both spellings: `rope_theta` beside `rope_scaling`, and everything in `rope_parameters`, where each `layer_type`
+    may have its own."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(settings, Mapping) and layer_type in settings:
+        settings = settings[layer_type] or {}
     if not isinstance(settings, Mapping):
         raise UnsupportedModel(f"the model's config has {settings!r} for its rope parameters; they are an object")
     scaling = str(settings.get("rope_type") or settings.get("type") or "default")

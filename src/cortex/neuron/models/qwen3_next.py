@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig
+from cortex.neuron.layers.configs import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    MLPConfig,
+    MoEConfig,
+    NormConfig,
+    QKNormConfig,
+)
 from cortex.neuron.models.config import count_in, optional_count_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.llama import Llama
@@ -16,14 +23,17 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 
 
 class Qwen3Next(Llama):
-    zero_centred_norm = True
     defaults: ClassVar[Mapping[str, Any]] = {"partial_rotary_factor": 0.25, "norm_topk_prob": True}
 
     def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:
         return self.attention(index) if self._layer_type(index) == "full_attention" else self._gated_delta()
 
     def attention(self, index: int) -> AttentionConfig:
-        return replace(super().attention(index), qk_norm=True, zero_centred_norm=True, gated=True)
+        return replace(super().attention(index), qk_norm=QKNormConfig(self.norm), gated=True)
+
+    @property
+    def norm(self) -> NormConfig:
+        return NormConfig(self.config.norm_eps, zero_centred=True)
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         return read_moe(self.raw, index, self.config.hidden) or super().feed_forward(index)

@@ -20,8 +20,8 @@ from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.packing import STORED_LAYOUTS
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.preflight import ModelFacts
-from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.model import TextSurvey
+from cortex.settings import SamplingDefaults
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.protocol import Capabilities
 from cortex.wire.rejection import Rejected
@@ -70,7 +70,7 @@ class FoundFacts(ChannelMessage, frozen=True):
 
 class FoundText(ChannelMessage, frozen=True):
     capabilities: Capabilities
-    generation: GenerationDefaults
+    generation: SamplingDefaults
 
 
 Job = Find | Read | ReadText

@@ -76,9 +76,6 @@ class KnownModel:
 Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
 """(source, cache, quant, progress(done, total), cancelled) → local path. Blocks; may use the network."""
 
-FindLocal = Callable[[str, Path, str | None], Path | None]
-"""(source, cache, quant) → local path when the whole model is on disk. Blocks; never uses the network."""
-
 
 def _with_own_quant(model: KnownModel) -> KnownModel:
     """The model with the quantisation that its source names, as in `owner/name:q4`, unless it has one of its own."""

@@ -12,8 +12,8 @@ from typing import Final
 from cortex.neuron.text.grammar.gbnf.checks import ROOT, reachable, regular
 from cortex.neuron.text.grammar.gbnf.tree import (
     ANY_CHARACTER,
+    Alternatives,
     CharacterClass,
-    Choice,
     Concatenation,
     Literal,
     Node,
@@ -63,7 +63,7 @@ class _Emitter:
                 return f"{repeated}{_quantifier(least, most)}"
             case Concatenation(parts):
                 joined = " ".join(self._node(part, owner, depth + 1) for part in parts)
-            case Choice(parts):
+            case Alternatives(parts):
                 joined = " | ".join(self._node(part, owner, depth + 1) for part in parts)
         return joined if depth == 0 else self._group(joined, owner, depth)
 

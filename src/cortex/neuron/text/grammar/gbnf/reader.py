@@ -14,8 +14,8 @@ from cortex.neuron.text.grammar.gbnf.tree import (
     ANY_CHARACTER,
     LAST_CHARACTER,
     SURROGATES,
+    Alternatives,
     CharacterClass,
-    Choice,
     Concatenation,
     GbnfError,
     Literal,
@@ -90,7 +90,7 @@ class _Reader:
         options = [self._concatenation(depth)]
         while self._takes("|"):
             options.append(self._concatenation(depth))
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+        return options[0] if len(options) == 1 else Alternatives(tuple(options))
 
     def _concatenation(self, depth: int) -> Node:
         items: list[Node] = []

@@ -187,8 +187,16 @@ def test_follows_the_redirect_of_a_renamed_repository(start_hub: StartHub, clien
         {"sha": COMMIT, "siblings": [{"rfilename": "a.gguf", "size": -1, "blobId": "0" * 40}]},
         {"sha": COMMIT, "siblings": [{"rfilename": "a.gguf", "lfs": {"sha256": "x", "size": 1}}]},
         {"sha": COMMIT, "siblings": [None]},
+        {"sha": 1, "siblings": []},
+        {"sha": COMMIT, "siblings": 5},
+        {"sha": COMMIT, "siblings": [{"rfilename": 5, "size": 1, "blobId": "0" * 40}]},
+        {"sha": COMMIT, "siblings": [{"rfilename": "a\0.gguf", "size": 1, "blobId": "0" * 40}]},
+        {"sha": COMMIT, "siblings": [{"rfilename": "\ud800.gguf", "size": 1, "blobId": "0" * 40}]},
+        {"sha": COMMIT, "siblings": [{"rfilename": "a.gguf", "size": 1 << 70, "blobId": "0" * 40}]},
+        {"sha": COMMIT, "siblings": [{"rfilename": "a.gguf", "size": 1, "blobId": 7}]},
+        {"sha": COMMIT, "siblings": [{"rfilename": "a.gguf", "lfs": "yes"}]},
     ],
-    ids=range(10),
+    ids=range(18),
 )
 def test_rejects_an_endpoint_that_does_not_respond_like_a_hub(
     start_hub: StartHub, client: Client, listing: Any

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from huggingface_hub import constants, file_download, get_hf_file_metadata, hf_hub_url
+from huggingface_hub import HfFileMetadata, constants, file_download, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # its documentation names it here
 
 from cortex.neuron.hub_process.protocol import FetchFiles
@@ -104,6 +104,8 @@ class _Transfer:
         while (position := partial.stat().st_size) < file.num_bytes:
             try:
                 self._continue(partial, position, file)
+                if partial.stat().st_size == position:
+                    raise Interrupted("nothing arrived")
             except Interrupted as failure:
                 num_failed = 1 if partial.stat().st_size > position else num_failed + 1
                 if num_failed == _MAX_ATTEMPTS_WITHOUT_PROGRESS:
@@ -117,7 +119,7 @@ class _Transfer:
         """One transfer of what is missing from `position` on. Raises Interrupted, NotOnHub, or OSError of the disk."""
         request = self._request
         url = hf_hub_url(request.repository, file.path, revision=request.commit, endpoint=request.endpoint)
-        if position == 0 and not file.is_git_blob and self._uses_xet and self._fetch_over_xet(url, partial, file):
+        if position == 0 and not file.is_git_blob and self._fetch_over_xet(url, partial, file):
             return
         with _BoundedFile(partial, file.num_bytes) as output:
             output.seek(position)
@@ -125,6 +127,8 @@ class _Transfer:
                 file_download.http_get(
                     url, output, resume_size=position, headers=self._headers, expected_size=file.num_bytes
                 )
+            except _TooLong:
+                return
             except OSError as error:
                 if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
                     raise  # of the disk
@@ -133,15 +137,15 @@ class _Transfer:
                 raise interruption(error, request.repository) from error
 
     def _fetch_over_xet(self, url: str, partial: Path, file: RemoteFile) -> bool:
-        """Whether the hub has the file in Xet and all of it is in `partial` now. Xet cannot continue a partial file."""
+        """Whether all of the file is in `partial` now. Xet cannot continue a partial file."""
+        found = self._metadata(url) if self._uses_xet else None
+        if found is None or found.xet_file_data is None:
+            return False
         unordered = self._cache.unordered_partial(file)
         try:
-            metadata = get_hf_file_metadata(url, headers=self._headers, endpoint=self._request.endpoint)
-            if metadata.xet_file_data is None:
-                return False
             file_download.xet_get(
                 incomplete_path=unordered,
-                xet_file_data=metadata.xet_file_data,
+                xet_file_data=found.xet_file_data,
                 headers=self._headers,
                 expected_size=file.num_bytes,
             )
@@ -153,9 +157,21 @@ class _Transfer:
             return False
         return True
 
+    def _metadata(self, url: str) -> HfFileMetadata | None:
+        """What the hub says about a file, such as its place in Xet; None where a mirror does not."""
+        try:
+            return get_hf_file_metadata(url, headers=self._headers, endpoint=self._request.endpoint)
+        except Exception as error:  # noqa: BLE001 - the request for the contents finds out what is wrong
+            log.debug("no metadata of %s: %s", url, error)
+            return None
+
+
+class _TooLong(Exception):
+    """A server sends more than it listed."""
+
 
 class _BoundedFile(io.FileIO):
-    """Keeps one byte more than `num_bytes` and drops the rest, however much a server sends."""
+    """Takes one byte more than `num_bytes`, however much a server sends; what follows raises _TooLong."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         super().__init__(path, "r+")
@@ -163,9 +179,11 @@ class _BoundedFile(io.FileIO):
 
     def write(self, data: Buffer) -> int:
         view = memoryview(data)
-        kept = view[: max(0, self._max_bytes - self.tell())]
+        kept = view[: self._max_bytes - self.tell()]
         while kept:
             kept = kept[super().write(kept) :]
+        if self.tell() == self._max_bytes:
+            raise _TooLong
         return len(view)
 
 

@@ -12,6 +12,7 @@ from cortex.neuron.weights.directory import parse_json_object
 from cortex.neuron.weights.errors import HubError, Malformed
 
 MAX_LISTING_BYTES: Final = 64 << 20
+_MAX_FILE_BYTES: Final = 1 << 62
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -56,9 +57,11 @@ def _file(sibling: Mapping[str, Any]) -> RemoteFile:
     digest, num_bytes = (lfs["sha256"], lfs["size"]) if lfs else (sibling["blobId"], sibling["size"])
     if not (_SHA256 if lfs else _COMMIT).fullmatch(digest):
         raise ValueError(f"the digest {digest[:80]!r}")
-    if type(num_bytes) is not int or num_bytes < 0:
-        raise ValueError(f"the size {num_bytes!r}")
+    if type(num_bytes) is not int or not 0 <= num_bytes <= _MAX_FILE_BYTES:
+        raise ValueError(f"the size {str(num_bytes)[:80]}")
+    if not isinstance(path, str):
+        raise TypeError("a path that is no text")
     parts = path.split("/")
-    if not all(parts) or ".." in parts or "." in parts or "\\" in path or "\0" in path:
+    if not all(parts) or ".." in parts or "." in parts or "\\" in path or not path.isprintable():
         raise ValueError(f"the path {path[:80]!r}")
     return RemoteFile(path, num_bytes, digest)

@@ -154,7 +154,7 @@ class Sampling(Value, frozen=True):
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
-    """Log-probabilities of the prompt's tokens with this many of the likeliest ones; None: not of the prompt."""
+    """Log-probabilities of the prompt's tokens with this many top tokens; None: not of the prompt."""
 
 
 class GenerateRequest(Value, frozen=True):

@@ -24,7 +24,7 @@ _MAX_TOKEN_DIGITS = len(str(LARGEST_TOKEN))
 
 
 def read_sampling(fields: Fields) -> Sampling:
-    """The sampling fields that every OpenAI dialect spells alike: all but the numbers of tokens, of choices and of
+    """The sampling fields that every OpenAI dialect spells alike: all but the counts of tokens, of choices and of
     log-probabilities. Raises `InvalidValue`."""
     top_k = fields.integer("top_k", low=-1, high=LARGEST_COUNT)
     penalty, window = "repetition_penalty", "repetition_window"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cortex.neuron.text.grammar.gbnf.emitter import to_lark
 from cortex.neuron.text.grammar.gbnf.reader import read_gbnf
 from cortex.neuron.text.grammar.gbnf.tree import (
-    Alternatives,
+    Alternation,
     CharacterClass,
     Concatenation,
     GbnfError,
@@ -55,7 +55,7 @@ def pattern(node: Node) -> str:
             return f"(?:{pattern(item)}){{{least},{'' if most is None else most}}}"
         case Concatenation(items):
             return "".join(map(pattern, items))
-        case Alternatives(options):
+        case Alternation(options):
             return f"(?:{'|'.join(map(pattern, options))})"
         case Reference():
             raise AssertionError(node)

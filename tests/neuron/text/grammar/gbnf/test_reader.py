@@ -10,7 +10,7 @@ from cortex.neuron.text.grammar.gbnf.emitter import to_lark
 from cortex.neuron.text.grammar.gbnf.reader import MAX_DEPTH, defines_a_rule, read_gbnf
 from cortex.neuron.text.grammar.gbnf.tree import (
     ANY_CHARACTER,
-    Alternatives,
+    Alternation,
     CharacterClass,
     Concatenation,
     GbnfError,
@@ -40,7 +40,7 @@ def problem_of(text: str) -> str | None:
     [
         ('"a"', A),
         ('"a" "b"', Concatenation((A, B))),
-        ('"a" | "b" |', Alternatives((A, B, Concatenation(())))),
+        ('"a" | "b" |', Alternation((A, B, Concatenation(())))),
         ('("a"*)*', Repetition(Repetition(A, 0, None), 0, None)),
         ('"a" +?', Repetition(Repetition(A, 1, None), 0, 1)),
         ('"a"{3}', Repetition(A, 3, 3)),
@@ -54,9 +54,9 @@ def problem_of(text: str) -> str | None:
         ),
         (r'[^"#]', CharacterClass(((34, 34), (35, 35)), is_negated=True)),
         ("x-y_1", Reference("x-y_1", 0)),
-        ('# one\n "a" # two\r\n\t# three\n | "b"# four', Alternatives((A, B))),
-        ('(\n"a"\n|\n"b"\n)\n"a"', Concatenation((Alternatives((A, B)), A))),
-        ('"a" |\n"b"', Alternatives((A, B))),
+        ('# one\n "a" # two\r\n\t# three\n | "b"# four', Alternation((A, B))),
+        ('(\n"a"\n|\n"b"\n)\n"a"', Concatenation((Alternation((A, B)), A))),
+        ('"a" |\n"b"', Alternation((A, B))),
         ('"""a"', Concatenation((Literal(""), A))),
     ],
 )

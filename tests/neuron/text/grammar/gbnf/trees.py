@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cortex.neuron.text.grammar.gbnf.tree import (
     ANY_CHARACTER,
-    Alternatives,
+    Alternation,
     CharacterClass,
     Concatenation,
     Literal,
@@ -44,7 +44,7 @@ def _larger(parts: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
     return st.one_of(
         st.builds(lambda item, count: Repetition(item, *count), parts, counts),
         st.builds(Concatenation, several),
-        st.builds(Alternatives, several),
+        st.builds(Alternation, several),
     )
 
 
@@ -55,12 +55,12 @@ def written(rules: list[Rule]) -> str:
 def write(node: Node) -> str:
     """The GBNF of `node` with as few groups as possible."""
     match node:
-        case Alternatives(options):
-            return " | ".join(f"({write(part)})" if isinstance(part, Alternatives) else write(part) for part in options)
+        case Alternation(options):
+            return " | ".join(f"({write(part)})" if isinstance(part, Alternation) else write(part) for part in options)
         case Concatenation(items):
-            return " ".join(_operand(part, Alternatives, Concatenation) for part in items)
+            return " ".join(_operand(part, Alternation, Concatenation) for part in items)
         case Repetition(item, least, most):
-            return f"{_operand(item, Alternatives, Concatenation)}{{{least},{'' if most is None else most}}}"
+            return f"{_operand(item, Alternation, Concatenation)}{{{least},{'' if most is None else most}}}"
         case Reference(name):
             return name
         case Literal(text):

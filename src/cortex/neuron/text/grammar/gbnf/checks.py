@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Final
 
 from cortex.neuron.text.grammar.gbnf.tree import (
-    Alternatives,
+    Alternation,
     CharacterClass,
     Concatenation,
     GbnfError,
@@ -96,7 +96,7 @@ def _starts(node: Node, nullable: set[str], beginning: set[str]) -> tuple[bool, 
         case Repetition(item, least, most):
             can_be_empty, can_begin = _starts(item, nullable, beginning)
             return can_be_empty or least == 0, can_begin and most != 0
-        case Alternatives(options):
+        case Alternation(options):
             found = [_starts(option, nullable, beginning) for option in options]
             return any(each[0] for each in found), any(each[1] for each in found)
         case Concatenation(items):

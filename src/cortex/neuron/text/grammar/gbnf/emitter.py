@@ -12,7 +12,7 @@ from typing import Final
 from cortex.neuron.text.grammar.gbnf.checks import ROOT, reachable, regular
 from cortex.neuron.text.grammar.gbnf.tree import (
     ANY_CHARACTER,
-    Alternatives,
+    Alternation,
     CharacterClass,
     Concatenation,
     Literal,
@@ -63,7 +63,7 @@ class _Emitter:
                 return f"{repeated}{_quantifier(least, most)}"
             case Concatenation(parts):
                 joined = " ".join(self._node(part, owner, depth + 1) for part in parts)
-            case Alternatives(parts):
+            case Alternation(parts):
                 joined = " | ".join(self._node(part, owner, depth + 1) for part in parts)
         return joined if depth == 0 else self._group(joined, owner, depth)
 

@@ -14,7 +14,7 @@ from cortex.neuron.text.grammar.gbnf.tree import (
     ANY_CHARACTER,
     LAST_CHARACTER,
     SURROGATES,
-    Alternatives,
+    Alternation,
     CharacterClass,
     Concatenation,
     GbnfError,
@@ -90,7 +90,7 @@ class _Reader:
         options = [self._concatenation(depth)]
         while self._takes("|"):
             options.append(self._concatenation(depth))
-        return options[0] if len(options) == 1 else Alternatives(tuple(options))
+        return options[0] if len(options) == 1 else Alternation(tuple(options))
 
     def _concatenation(self, depth: int) -> Node:
         items: list[Node] = []

@@ -62,13 +62,13 @@ class Concatenation:
 
 
 @dataclass(frozen=True, slots=True)
-class Alternatives:
+class Alternation:
     """One of at least two options."""
 
     options: tuple[Node, ...]
 
 
-Node: TypeAlias = Literal | CharacterClass | Reference | Repetition | Concatenation | Alternatives
+Node: TypeAlias = Literal | CharacterClass | Reference | Repetition | Concatenation | Alternation
 """Its depth is bounded by the reader, so recursive functions over it need no bound of their own."""
 
 
@@ -90,6 +90,6 @@ def references(node: Node) -> Iterator[Reference]:
             yield node
         case Repetition(item):
             yield from references(item)
-        case Concatenation(parts) | Alternatives(parts):
+        case Concatenation(parts) | Alternation(parts):
             for part in parts:
                 yield from references(part)

@@ -21,9 +21,9 @@ from cortex.neuron.models.packing import STORED_LAYOUTS
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.text.model import TextSurvey
-from cortex.settings import SamplingDefaults
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.protocol import Capabilities
+from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.rejection import Rejected
 
 MAX_REPLY_BYTES: Final = 48 << 20

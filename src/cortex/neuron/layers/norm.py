@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.norm import rms_norm, rms_norm_in_two
+from cortex.neuron.kernels.norm import rms_norm
 from cortex.neuron.layers.parameters import Parameters
 
 
@@ -24,7 +24,3 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., size], normalised over the last dimension."""
         return rms_norm(x, self.weight, self.eps)
-
-    def in_two(self, x: Tensor) -> tuple[Tensor, float]:
-        """x: [rows, size], normalised but for the factor, which products on a CPU apply to their result."""
-        return rms_norm_in_two(x, self.weight, self.eps)

@@ -2,6 +2,7 @@ import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
 
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.routing import (
     choose_reference,
@@ -20,7 +21,8 @@ def make_experts(
 ) -> Experts:
     router = torch.randn(routed + bool(shared), hidden, device=device)
     unused = torch.empty(routed + shared, 2, hidden, device=device)
-    return Experts(router, unused, unused.mT[..., :1], top_k, renormalise, shared)
+    gate_up, down = DenseMatrix(unused.flatten(0, 1)), DenseMatrix(unused.mT[..., :1].flatten(0, 1))
+    return Experts(router, gate_up, down, top_k, renormalise, shared)
 
 
 @pytest.mark.parametrize(("routed", "top_k", "shared"), COUNTS)

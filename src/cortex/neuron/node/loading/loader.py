@@ -270,7 +270,7 @@ class ModelLoader:
     def estimate(self, model: KnownModel, facts: ModelFacts) -> Estimate:
         """On those of this node's devices that the model may use. Every poll of the node asks for it, and it takes
         milliseconds, so it is computed again only if something has changed."""
-        basis = (model, facts, self._forecast.cpu_form(self._devices[0]))
+        basis = (model, facts, self._forecast.matrix_device(self._devices[0]))
         known_basis, estimate = self._estimates.get(model.id, (None, None))
         if estimate is None or basis != known_basis:
             estimate = Estimate(self._forecast.footprint(model, facts, self._devices), self._stage_layers(model, facts))
@@ -330,14 +330,14 @@ class ModelLoader:
 def quantised_footprints(
     forecast: Forecast, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]
 ) -> dict[str, Footprint]:
-    """The memory of a model with dense weights if they were quantised at load, by recipe. Blocks: reads headers."""
+    """The memory of a model with dense weights if they were quantised at load, by recipe."""
     if facts.quant is not None:
         return {}
-    offered = [
-        name for name, recipe in RECIPES.items() if all(forecast.quantises(device, recipe) for device in devices)
-    ]
-    forms = {name: inspect(facts.path, name, name=model.id, num_ranks=model.tensor_parallel) for name in offered}
-    return {name: forecast.footprint(model, form, devices) for name, form in forms.items()}
+    return {
+        name: forecast.footprint(model, replace(facts, recipe=recipe), devices)
+        for name, recipe in RECIPES.items()
+        if all(forecast.quantises(device, recipe) for device in devices)
+    }
 
 
 def _smaller_forms(quantised: Mapping[str, Footprint]) -> str:

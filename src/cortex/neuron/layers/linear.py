@@ -55,7 +55,7 @@ class RowParallelLinear(Linear):
         """x: [tokens, this rank's inputs] → [tokens, out]"""
         return self._sum(x, prologue_of(norm), residual)
 
-    def activated(self, gate_up: Tensor, residual: Tensor, activation: str = "silu") -> Tensor:
+    def activated(self, gate_up: Tensor, residual: Tensor, activation: str) -> Tensor:
         """`(activation(gate) · up) Wᵀ + b + residual`. gate_up: [tokens, 2 · this rank's inputs] → [tokens, out]"""
         return self._sum(gate_up, Prologue(activation=activation), residual)
 

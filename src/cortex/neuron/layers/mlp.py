@@ -22,4 +22,4 @@ class MLP:
         inner = self.gate_up.fused(hidden, norm)
         if inner is not None:
             return self.down(inner, residual=hidden)
-        return self.down.activated(self.gate_up.gate_up(hidden, norm=norm), hidden)
+        return self.down.activated(self.gate_up.gate_up(hidden, norm=norm), hidden, self.gate_up.activation)

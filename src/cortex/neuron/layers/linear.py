@@ -55,7 +55,7 @@ class RowParallelLinear(Linear):
         """x: [tokens, this rank's inputs] → [tokens, out]"""
         return self._sum(x, prologue_of(norm), residual)
 
-    def activated(self, gate_up: Tensor, residual: Tensor, activation: str) -> Tensor:
+    def activated(self, gate_up: Tensor, residual: Tensor | None, activation: str) -> Tensor:
         """`(activation(gate) · up) Wᵀ + b + residual`. gate_up: [tokens, 2 · this rank's inputs] → [tokens, out]"""
         return self._sum(gate_up, Prologue(activation=activation), residual)
 
@@ -81,12 +81,12 @@ class GatedLinear:
         self.gate_up = Linear(parameters, inputs, {gate: outputs, up: outputs}, bias=bias)
         self.activation = activation
 
-    def __call__(self, x: Tensor, *, norm: RMSNorm) -> Tensor:
+    def __call__(self, x: Tensor, *, norm: RMSNorm | None) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
         epilogue = Epilogue(self.gate_up.bias, activation=self.activation)
         return self.gate_up.matrix.product(x, prologue_of(norm), epilogue)
 
-    def fused(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
+    def fused(self, x: Tensor, norm: RMSNorm | None) -> Tensor | None:
         """The result if one kernel computes all of it for this batch; None if the activation is better part of the
         product that follows."""
         is_fused = self.gate_up.bias is None and self.gate_up.matrix.gates(x)

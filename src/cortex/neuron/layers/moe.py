@@ -39,22 +39,34 @@ class MoE:
             gate_up, down = quantised
             if config.shared_inner:
                 self.shared = SharedExpert(parameters, config, prefix)
-        router = parameters.empty(config.experts + bool(num_shared), config.hidden)
+        router = parameters.empty(config.num_scores if num_shared else config.experts, config.hidden)
         parameters.bind(f"{prefix}.gate.weight", router[: config.experts])
-        if num_shared:
+        if num_shared and config.router.gates_shared:
             parameters.bind(f"{prefix}.shared_expert_gate.weight", router[config.experts :])
-        self.experts = Experts(router, gate_up, down, config.top_k, config.renormalise, num_shared, config.held.start)
+        self.experts = Experts(
+            router,
+            gate_up,
+            down,
+            config.top_k,
+            config.renormalise,
+            num_shared,
+            config.held.start,
+            rule=config.router,
+            bias=_bias(parameters, config, prefix),
+        )
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """hidden: [tokens, hidden] → hidden + experts(norm(hidden))"""
-        residual = hidden if self._group.shard.is_first else torch.zeros_like(hidden)
+    def __call__(self, x: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] → residual + experts(norm(x))"""
+        assert norm is not None, "every family has a norm before its experts"
+        if residual is None or not self._group.shard.is_first:
+            residual = torch.zeros_like(x)
         if self.shared is not None:
-            residual = residual + self.shared(hidden, norm)
-        return self._group.all_reduce(mixture(hidden, norm.weight, norm.eps, self.experts, residual))
+            residual = residual + self.shared(x, norm)
+        return self._group.all_reduce(mixture(x, norm.weight, norm.eps, self.experts, residual))
 
 
 class SharedExpert:
-    """The expert that every token uses, weighted by its own gate; on a rank of a divided model, a part of the sum."""
+    """The expert that every token uses, with or without a gate; on a rank of a divided model, a part of the sum."""
 
     def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
         name = f"{prefix}.shared_expert"
@@ -62,12 +74,14 @@ class SharedExpert:
             parameters, config.hidden, config.shared_inner, f"{name}.gate_proj", f"{name}.up_proj"
         )
         self._down = Linear(parameters, config.shared_inner, {f"{name}.down_proj": config.hidden})
-        self._gate = parameters.load(f"{prefix}.shared_expert_gate.weight", 1, config.hidden)
+        self._gate = None
+        if config.router.gates_shared:
+            self._gate = parameters.load(f"{prefix}.shared_expert_gate.weight", 1, config.hidden)
 
     def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [tokens, hidden] → sigmoid(gate) · expert(norm(hidden)): [tokens, hidden]"""
-        weight = torch.sigmoid(F.linear(norm(hidden), self._gate))
-        return self._down(self._gate_up(hidden, norm=norm)) * weight
+        out = self._down(self._gate_up(hidden, norm=norm))
+        return out if self._gate is None else out * torch.sigmoid(F.linear(norm(hidden), self._gate))
 
 
 def _quantised_experts(
@@ -108,9 +122,18 @@ def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tu
     return DenseMatrix(gate_up.flatten(0, 1)), DenseMatrix(down.flatten(0, 1))
 
 
+def _bias(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | None:
+    """The bias of the choice of experts."""
+    if not config.has_bias:
+        return None
+    bias = parameters.empty(config.experts, dtype=torch.float32)
+    parameters.bind(f"{prefix}.gate.e_score_correction_bias", bias, torch.flatten)
+    return bias
+
+
 def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_inner: int, prefix: str) -> None:
     """Splits the shared expert into parts of the width of the stack. The last part is padded with zeros."""
-    inner = down.shape[2]
+    hidden, inner = down.shape[1:]
     for number, (expert_gate_up, expert_down) in enumerate(zip(gate_up, down, strict=True)):
         start = number * inner
         width = min(inner, shared_inner - start)
@@ -118,8 +141,10 @@ def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_i
             expert_gate_up.zero_()
             expert_down.zero_()
         for name, rows in zip(("gate", "up"), expert_gate_up.chunk(2), strict=True):
-            parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], partial(_narrow, 0, start, width))
-        parameters.bind(f"{prefix}.down_proj.weight", expert_down[:, :width], partial(_narrow, 1, start, width))
+            part = partial(_narrow, 0, start, width)
+            parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], part, shape=(shared_inner, hidden))
+        part = partial(_narrow, 1, start, width)
+        parameters.bind(f"{prefix}.down_proj.weight", expert_down[:, :width], part, shape=(hidden, shared_inner))
 
 
 def _narrow(dim: int, start: int, length: int, tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cortex.neuron.kernels.matrix import ExpertMatrix
+from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Experts:
     """
 
     router: Tensor
-    """[routed (+ 1), hidden]: a score for each routed expert; with shared experts, the last row is their gate"""
+    """[routed (+ 1), hidden]: a score for each routed expert; with gated shared experts, the last row is their gate"""
     gate_up: ExpertMatrix
     """[held experts · 2 · inner, hidden]: the gate's rows of an expert, then those of up"""
     down: ExpertMatrix
@@ -26,12 +27,15 @@ class Experts:
     top_k: int
     """Routed experts per token."""
     renormalise: bool
-    """Whether the weights of the selected experts are scaled to sum to one after the softmax over all."""
+    """Whether the weights of the selected experts are scaled to sum to one."""
     num_shared: int = 0
     first: int = 0
     """The first routed expert that is held."""
     activation: str = "silu"
     """One of `ACTIVATIONS`."""
+    rule: RouterRule = DEFAULT_RULE
+    bias: Tensor | None = None
+    """[routed] float32: added to the weights for the choice of experts, not to the weights of the chosen ones"""
 
     @property
     def num_experts(self) -> int:
@@ -39,7 +43,7 @@ class Experts:
 
     @property
     def num_routed(self) -> int:
-        return len(self.router) - bool(self.num_shared)
+        return len(self.router) - (self.rule.gates_shared and self.num_shared > 0)
 
     @property
     def num_held(self) -> int:

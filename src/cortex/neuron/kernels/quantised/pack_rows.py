@@ -1,6 +1,6 @@
 """Rows of a packed matrix written in one pass on a GPU: from dense numbers, or from codes and scales.
 
-`packing.py` and `quantise.py` do the same in plain torch, in a hundred operations for each piece of a tensor, whose
+`codes.py` and `quantise.py` do the same in plain torch, in a hundred operations for each piece of a tensor, whose
 launches take longer than reading the file.
 """
 

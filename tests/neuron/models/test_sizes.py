@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from cortex.neuron.engine.memory.sequences import KVCache, StateMemory
+from cortex.neuron.kernels.cpu.layout import CpuForm, cpu_layout
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
-from cortex.neuron.kernels.products.cpu_layout import CpuForm, cpu_layouts
+from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.quantised import layout as layouts
-from cortex.neuron.kernels.quantised.recipes import DeviceLayout
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import SingleRank
-from cortex.neuron.layers.parameters import PackingOffer, Parameters
+from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import FAMILIES, read_architecture
 from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
@@ -106,9 +106,10 @@ def test_computed_size_on_a_cpu_is_what_the_layers_allocate(family: str, changes
     place = list(FAMILIES).index(family) + list(CHANGES).index(changes)
     for number, mixed in enumerate(("Q4_K", "Q6_K", "Q8_0", "F32")):
         form = FORMS[(place + number) % len(FORMS)]
-        offer = PackingOffer(cpu_layouts({name: mixed if "v_proj" in name else "Q4_K" for name in matrices}, form))
+        chosen = {name: cpu_layout(mixed if "v_proj" in name else "Q4_K", form) for name in matrices}
+        offer = {name: layout for name, layout in chosen.items() if layout is not None}
         allocated = Decoder(architecture, Parameters(META, torch.float32, offer), num_positions=1).parameters.num_bytes
-        computed = weight_bytes(architecture, WeightStorage(4, offer.layouts))
+        computed = weight_bytes(architecture, WeightStorage(4, offer))
         assert computed == allocated < dense.parameters.num_bytes, (mixed, form)
 
 
@@ -122,9 +123,9 @@ def test_computed_size_of_packed_matrices_is_what_the_layers_allocate(family: st
     of_their_own: list[DeviceLayout | None] = [layouts.Q4, layouts.Q6, layouts.IQ4, FLOAT8_ROWS, None]
     for mixed in of_their_own:
         packing = {name: mixed if "v_proj" in name or "down_proj" in name else layouts.Q4 for name in names}
-        offer = PackingOffer({name: layout for name, layout in packing.items() if layout is not None})
+        offer = {name: layout for name, layout in packing.items() if layout is not None}
         packed = Decoder(architecture, Parameters(META, torch.bfloat16, packing=offer), num_positions=1).parameters
-        computed = weight_bytes(architecture, WeightStorage(2, packing=offer.layouts))
+        computed = weight_bytes(architecture, WeightStorage(2, packing=offer))
         assert computed == packed.num_bytes < dense.num_bytes, mixed
 
 

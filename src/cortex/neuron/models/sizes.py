@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cortex.neuron.kernels.products.cpu_layout import CpuLayout
-from cortex.neuron.kernels.quantised.recipes import DeviceLayout
+from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, NormConfig
 from cortex.neuron.models.architecture import Architecture
 
@@ -23,7 +22,7 @@ class WeightStorage:
 
     item_bytes: int
     """Of one number in the dtype that the model computes in."""
-    packing: Mapping[str, DeviceLayout | CpuLayout] = field(default_factory=dict)
+    packing: Mapping[str, MatrixLayout] = field(default_factory=dict)
     """Name of a tensor → the layout in which it stays quantised; tensors left out are dense."""
     kv_item_bytes: int | None = None
     """Of one number in the KV cache; None: `item_bytes`."""

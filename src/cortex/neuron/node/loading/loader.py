@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from cortex.wire.errors import (
     SourceNotFound,
     about,
 )
+from cortex.wire.node.protocol import Device
 
 log = logging.getLogger(__name__)
 
@@ -221,23 +222,18 @@ class ModelLoader:
 
     async def read(self, model: KnownModel, path: Path) -> Survey:
         """What `survey` finds, without keeping it: of files beside those of a model in memory. Raises LoadFailed."""
-        recipes = tuple(name for name, recipe in RECIPES.items() if self._quantises(recipe))
-        forms = await self._reader.read(Read(str(path), model.id, model.quant, model.tensor_parallel, recipes))
-        facts = forms.facts
+        facts = await self.inspect(model, path)
         if facts.recipe is not None and not self._quantises(facts.recipe):
             raise _not_quantised(model, facts.recipe)
-        quantised = await asyncio.to_thread(self._footprints, model, forms.quantised)
+        quantised = await asyncio.to_thread(quantised_footprints, self._forecast, model, facts, self._devices)
         return Survey(facts, await self._reader.read_text(path, model.id), model.quant, quantised)
 
     async def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
         """What the config and the headers say. Raises LoadFailed."""
-        return (await self._reader.read(Read(str(path), model.id, model.quant, model.tensor_parallel))).facts
+        return await self._reader.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
 
     def _quantises(self, recipe: Recipe) -> bool:
         return all(self._forecast.quantises(device, recipe) for device in self._devices)
-
-    def _footprints(self, model: KnownModel, forms: Mapping[str, ModelFacts]) -> dict[str, Footprint]:
-        return {name: self._forecast.footprint(model, form, self._devices) for name, form in forms.items()}
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""
@@ -264,7 +260,7 @@ class ModelLoader:
     def estimate(self, model: KnownModel, facts: ModelFacts) -> Estimate:
         """On those of this node's devices that the model may use. Every poll of the node asks for it, and it takes
         milliseconds, so it is computed again only if something has changed."""
-        basis = (model, facts, self._forecast.cpu_form(self._devices[0]))
+        basis = (model, facts, self._forecast.matrix_device(self._devices[0]))
         known_basis, estimate = self._estimates.get(model.id, (None, None))
         if estimate is None or basis != known_basis:
             estimate = Estimate(self._forecast.footprint(model, facts, self._devices), self._stage_layers(model, facts))
@@ -332,6 +328,19 @@ def _not_quantised(model: KnownModel, recipe: Recipe) -> LoadFailed:
         "auto or bfloat16, or for the formats of GGUF files a CPU with asimddp, avx2 or avx512f and the dtype "
         f"auto; {remedy}, or omit `quant`"
     )
+
+
+def quantised_footprints(
+    forecast: Forecast, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]
+) -> dict[str, Footprint]:
+    """The memory of a model with dense weights if they were quantised at load, by recipe."""
+    if facts.quant is not None:
+        return {}
+    return {
+        name: forecast.footprint(model, replace(facts, recipe=recipe), devices)
+        for name, recipe in RECIPES.items()
+        if all(forecast.quantises(device, recipe) for device in devices)
+    }
 
 
 def _smaller_forms(quantised: Mapping[str, Footprint]) -> str:

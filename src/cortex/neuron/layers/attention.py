@@ -18,9 +18,10 @@ from cortex.neuron.layers.rope import RopeTable
 class LayerCache:
     """The KV pages of one layer."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, group: int = 0) -> None:
         self.keys = keys  # [pages, page tokens, kv heads, head dim]
         self.values = values
+        self.group = group
 
 
 class Attention:
@@ -70,7 +71,8 @@ class Attention:
         gate = None
         if config.gated:
             q, gate = q.view(-1, config.heads, 2 * config.head_dim).chunk(2, dim=-1)
-        out = attention(q, k, v, self.rules, batch, self.cache.keys, self.cache.values)
+        cache = self.cache
+        out = attention(q, k, v, self.rules, batch.of_group(cache.group), cache.keys, cache.values)
         if gate is not None:
             out = out * torch.sigmoid(gate)
         return self.output(out.flatten(1), residual=hidden)

@@ -7,6 +7,7 @@ description.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -63,6 +64,12 @@ class Architecture(ABC):
         )
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
+        windows = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, AttentionConfig)}
+        self.windows: tuple[int | None, ...] = tuple(sorted(windows, key=lambda window: -(window or math.inf))) or (
+            None,
+        )
+        """The windows of the whole model's attention layers, each once: first None, which is no window, then the widest.
+        The layers of each window share the pages of their KV."""
 
     def sharded(self, shard: Shard) -> Architecture:
         """What one rank has of this model: `config` describes the whole model, `layers` this rank's share.

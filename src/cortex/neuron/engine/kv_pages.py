@@ -77,6 +77,10 @@ class KVPages:
         self.groups = tuple(PageGroup(PagePool(count, page_tokens), window) for window, count in num_pages.items())
         self._windowed = tuple((index, group) for index, group in enumerate(self.groups) if group.window is not None)
 
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._windowed)
+
     # -- prefixes --------------------------------------------------------------------------------------------------
 
     def match(self, digests: Sequence[Digest]) -> Sequence[int]:

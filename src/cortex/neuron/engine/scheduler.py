@@ -152,8 +152,9 @@ class Scheduler:
 
     def _trim(self) -> None:
         """Releases the pages that no further step reads: those behind the windows of the model's layers."""
-        for sequence in self.running:
-            self.pages.trim(sequence.pages, sequence.scheduled)
+        if self.pages.has_windows:
+            for sequence in self.running:
+                self.pages.trim(sequence.pages, sequence.scheduled)
 
     def _plan_decodes(self, draft: StepDraft) -> None:
         for sequence in list(self.running):
@@ -238,12 +239,14 @@ class Scheduler:
         writes = sequence.scheduled >= sequence.committed * self.pages.page_tokens
         row = sequence.next_row(end, writes=writes)
         draft.rows.append(row)
-        sequence.planned += row.count
-        sequence.in_flight += row.outputs.draws
-        sequence.drew_in_row |= row.outputs.draws > 0
+        draws = row.outputs.draws
+        sequence.planned += row.inputs.count
+        sequence.in_flight += draws
+        sequence.drew_in_row |= draws > 0
         first_new = sequence.committed
         self._commit(sequence)
-        draft.being_computed.update(sequence.digests[first_new : sequence.committed])
+        if sequence.committed > first_new:
+            draft.being_computed.update(sequence.digests[first_new : sequence.committed])
 
     def _commit(self, sequence: Sequence) -> None:
         """Registers the pages that the launched steps fill with known tokens."""
@@ -286,7 +289,7 @@ class Scheduler:
     def row_read(self, sequence: Sequence, row: RowPlan, tokens: Ordered[int]) -> None:
         """Records the results of a launched row, once the host has read them. `tokens`: the accepted ones of those
         drawn."""
-        sequence.planned -= row.count
+        sequence.planned -= row.inputs.count
         sequence.in_flight -= row.outputs.draws
         sequence.tokens += tokens
         if sequence.row != NO_ROW:  # else it was preempted: its pages are gone

@@ -64,12 +64,10 @@ class Architecture(ABC):
         )
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
-        windows = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, AttentionConfig)}
-        self.windows: tuple[int | None, ...] = tuple(sorted(windows, key=lambda window: -(window or math.inf))) or (
-            None,
-        )
-        """The windows of the whole model's attention layers, each once: first None, which is no window, then the widest.
-        The layers of each window share the pages of their KV."""
+        found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, AttentionConfig)} or {None}
+        self.windows = tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
+        """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
+        layers of a window are one KV group, which shares page numbers."""
 
     def sharded(self, shard: Shard) -> Architecture:
         """What one rank has of this model: `config` describes the whole model, `layers` this rank's share.

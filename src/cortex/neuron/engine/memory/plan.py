@@ -101,9 +101,10 @@ class ModelSizes:
                 continue
             shared = count * share_bytes // max(1, self.bytes_of(wanted))
             num_pages[window] = min(equal, max(shared, each[window] + MIN_PAGES))
-        if windows and self.group_bytes[first]:
+        if windows:
             left_bytes = room_bytes - self.bytes_of({window: num_pages[window] for window in windows})
-            num_pages[first] = min(most, left_bytes // self.group_bytes[first])
+            first_bytes = self.group_bytes[first]
+            num_pages[first] = min(most, left_bytes // first_bytes) if first_bytes else most
         return num_pages
 
     def held_tokens(self, num_pages: Mapping[Window, int]) -> int:

@@ -91,7 +91,7 @@ class _Decodes:
     """The positions that the decode rows of a step attend to."""
 
     table: Tensor
-    """[rows, pages]: those that a row reads; it may read others only if it has fewer."""
+    """[rows, pages]: those that hold the positions of each row, from its window on; of a shorter row then any."""
     mask: Tensor
     """[rows, 1, 1, positions] bool"""
 
@@ -101,10 +101,9 @@ class _Decodes:
         begins = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
         first_pages = begins // page_tokens
         num_pages = int(((lengths - 1) // page_tokens - first_pages).max()) + 1
-        columns = (first_pages + torch.arange(num_pages, device=lengths.device)).clamp(
-            max=batch.page_table.shape[1] - 1
-        )
-        table = batch.page_table[batch.rows[: batch.num_decodes, None], columns]
+        columns = first_pages + torch.arange(num_pages, device=lengths.device)
+        last = batch.page_table.shape[1] - 1
+        table = batch.page_table[batch.rows[: batch.num_decodes, None], columns.clamp(max=last)]
         positions = first_pages * page_tokens + torch.arange(num_pages * page_tokens, device=lengths.device)
         visible = (positions >= begins) & (positions < lengths)
         return cls(table, visible[:, None, None])

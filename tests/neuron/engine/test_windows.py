@@ -154,10 +154,10 @@ def test_prompt_longer_than_the_memory_of_windows_is_computed(model: Windowed, l
 def test_windows_report_a_larger_capacity(model: Windowed, load: EngineLoader) -> None:
     """The same weights with windows and without, in the same memory."""
     without = model.sizes(layer_types=["full_attention"] * 4)
-    num_pages = 12
+    num_pages = 40 if model.is_mixed else 12
     engine = load(memory_bytes=without.weight_bytes + num_pages * without.page_bytes, max_num_seqs=1)
     if model.is_mixed:
-        assert engine.info.num_pages >= num_pages - 1
+        assert engine.info.num_pages > 1.4 * num_pages
     else:
         assert engine.info.context_tokens == 1024 > (num_pages - 1) * PAGE
 

@@ -1,47 +1,26 @@
 """The limits of a key: pure arithmetic on numbers and a clock that is passed in.
 
 A request reserves what it may use before it runs, and settles with what it did use, so that concurrent requests cannot
-spend the same tokens. Spend is kept by the minute of the wall clock, as in the store. Rates use a monotonic clock.
+spend the same tokens. No request uses more than it reserved, so what a key has spent and reserved never exceeds its
+budgets. Spend is kept by the minute of the wall clock, as in the store. Rates use a monotonic clock.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
 
 import msgspec
 
+from cortex.gateway.ledger.estimate import Estimate
 from cortex.gateway.ledger.keys import KeySection
-from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
-from cortex.wire.fields.sampling import DEFAULT_COMPLETION_TOKENS
+from cortex.wire.errors import CortexError, InsufficientQuota, RateLimitExceeded
 from cortex.wire.words import duration, plural
 
 MINUTE_S = 60
 MAX_SKEW_MINUTES = 5
 """Spend may be this far in the future, where clocks of gateways differ. Later spend is from a clock that was wrong: it
 counts only when its time has come, so that it cannot fill a window for longer than the window."""
-BYTES_PER_TOKEN = 4
-
-
-class Estimate(NamedTuple):
-    """The most that a request may use, as far as its body says."""
-
-    prompt_bytes: int
-    completion_limit: int | None
-    """Tokens of one choice; None where the client sets no limit."""
-    num_choices: int = 1
-
-
-class TokenLimits(Protocol):
-    """What the body of a request says about the tokens that may be generated for it."""
-
-    @property
-    def completion_limit(self) -> int | None:
-        """The most tokens of one choice; None where the client sets no limit."""
-
-    @property
-    def num_choices(self) -> int: ...
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,8 +107,8 @@ class RollingSum:
 class Account:
     """What one key has spent and reserved. Mutable; owned by the gateway's loop.
 
-    Invariant: with a budget, `spent + reserved + the reservation of a new request` is at most the budget when that
-    request is admitted, where `reserved` includes what other gateways have reserved.
+    Invariant: `spent + reserved` is at most each budget of the key, where `reserved` includes what other gateways have
+    reserved, as long as no request uses more than it reserved.
     """
 
     __slots__ = (
@@ -167,10 +146,16 @@ class Account:
     def total_spent(self) -> int:
         return self._total
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether its tokens are limited."""
+        return self.key.balance_tokens is not None or self.key.window_tokens is not None
+
     def reserve(self, estimate: Estimate, now: float, monotonic_now: float | None = None) -> int:
         """Reserve a request and the tokens that it may use; returns the tokens, for `settle`.
 
-        `monotonic_now` is the time for the rate; without it, `now` is.
+        With a budget they are the most that it may use; without one, what it likely uses. `monotonic_now` is the time
+        for the rate; without it, `now` is.
 
         Raises `RateLimitExceeded` or `InsufficientQuota` without reserving anything.
         """
@@ -180,17 +165,24 @@ class Account:
             if wait_s:
                 message = f"The key `{key.name}` has used its {plural(key.requests_per_min, 'request')} per minute"
                 raise RateLimitExceeded(f"{message}; try again in {duration(max(1.0, wait_s))}.", retry_after_s=wait_s)
-        tokens = self._cost(estimate)
         try:
-            if key.balance_tokens is not None:
-                self._check_balance(tokens, key.balance_tokens)
-            if key.window_tokens is not None:
-                self._check_window(tokens, key.window_tokens, now)
+            tokens = self._granted(estimate, now)
         except (RateLimitExceeded, InsufficientQuota):
             self._bucket.give_back()
             raise
         self._reserved += tokens
         self.num_reservations += 1
+        return tokens
+
+    def extend(self, reserved: int, estimate: Estimate, now: float) -> int:
+        """Replace a reservation by a larger one, by what is known now; returns its tokens. Raises as `reserve` does,
+        and then the reservation is unchanged."""
+        self._reserved -= reserved
+        tokens = reserved
+        try:
+            tokens = max(reserved, self._granted(estimate, now))
+        finally:
+            self._reserved += tokens
         return tokens
 
     def settle(self, reserved: int, used: int, now: float) -> None:
@@ -226,44 +218,48 @@ class Account:
             by_minute[minute] = by_minute.get(minute, 0) + tokens
         self._window = RollingSum(by_minute)
 
-    def _cost(self, estimate: Estimate) -> int:
-        """The tokens to reserve: the prompt by its size, and every choice.
+    def _granted(self, estimate: Estimate, now: float) -> int:
+        """The tokens to reserve. Raises the error of a budget that has too few left."""
+        if not self.has_budget:
+            return estimate.likely_tokens
+        held, least = self._reserved + self._reserved_elsewhere, estimate.least_tokens
+        unspent: list[int] = []
+        if (balance := self.key.balance_tokens) is not None:
+            unspent.append(balance - self._total)
+            if unspent[-1] - held < least or balance == 0:
+                raise self._over_balance(unspent[-1], held, least, balance)
+        if (budget := self.key.window_tokens) is not None:
+            unspent.append(budget - self.window_spent(now))
+            if unspent[-1] - held < least or budget == 0:
+                raise self._over_window(unspent[-1], held, least, budget, now)
+        return estimate.reserved(max(0, min(unspent) - held))
 
-        A choice without a limit reserves a default, or what the whole budget leaves after the prompt if that is less:
-        a key with a small budget stays usable for clients that set no limit.
-        """
-        prompt = -(-estimate.prompt_bytes // BYTES_PER_TOKEN)
-        completion = estimate.completion_limit
-        if completion is None:
-            budgets = [budget for budget in (self.key.balance_tokens, self.key.window_tokens) if budget is not None]
-            completion = min([DEFAULT_COMPLETION_TOKENS, *(max(0, budget - prompt) for budget in budgets)])
-        return prompt + completion * estimate.num_choices
+    def _over_balance(self, unspent: int, held: int, least: int, balance: int) -> CortexError:
+        has = f"The key `{self.key.name}` has {max(0, unspent - held)} of {balance} tokens left"
+        if 0 < least <= unspent:
+            return RateLimitExceeded(f"{has}, because its running requests hold {held}; try again when one has ended.")
+        return InsufficientQuota(
+            f"{has} and this request needs at least {max(1, least)}; ask the operator to top it up."
+        )
 
-    def _check_balance(self, tokens: int, balance: int) -> None:
-        left = balance - self._total - self._reserved - self._reserved_elsewhere
-        if left < tokens or balance == 0:
-            raise InsufficientQuota(
-                f"The key `{self.key.name}` has {max(0, left)} of {balance} tokens left and this request may take "
-                f"{tokens}; lower max_tokens, or ask the operator to top it up."
+    def _over_window(self, unspent: int, held: int, least: int, budget: int, now: float) -> CortexError:
+        window = duration(self.key.window_s)
+        if least > budget or budget == 0:
+            return InsufficientQuota(
+                f"The key `{self.key.name}` has {budget} tokens in any {window} and this request needs at least "
+                f"{least}; shorten the prompt or lower the number of choices."
             )
-
-    def _check_window(self, tokens: int, budget: int, now: float) -> None:
-        left = budget - self.window_spent(now) - self._reserved - self._reserved_elsewhere
-        if tokens > budget:
-            raise InsufficientQuota(
-                f"The key `{self.key.name}` has {budget} tokens in any {duration(self.key.window_s)} and this request "
-                f"may take {tokens}; lower max_tokens or the number of choices, or shorten the prompt."
-            )
-        if left < tokens or budget == 0:
-            wait_s = self._until_free(tokens - left, now)
-            raise RateLimitExceeded(
-                f"The key `{self.key.name}` has {max(0, left)} of {budget} tokens left in its window of "
-                f"{duration(self.key.window_s)} and this request may take {tokens}; "
-                f"try again in {duration(max(1.0, wait_s))}.",
-                retry_after_s=wait_s,
-            )
+        left = max(0, unspent - held)
+        has = f"The key `{self.key.name}` has {left} of {budget} tokens left in its window of {window}"
+        if least <= unspent:
+            return RateLimitExceeded(f"{has}, because its running requests hold {held}; try again when one has ended.")
+        wait_s = self._until_free(least - unspent, now)
+        return RateLimitExceeded(
+            f"{has} and this request needs at least {least}; try again in {duration(max(1.0, wait_s))}.",
+            retry_after_s=wait_s,
+        )
 
     def _until_free(self, missing: int, now: float) -> float:
-        """Seconds until the window has passed `missing` tokens. Reservations may settle much sooner."""
+        """Seconds until the window has passed `missing` tokens."""
         minute = self._window.minute_of_oldest(missing)
         return 1.0 if minute is None else max(1.0, (minute + 1) * MINUTE_S + self.key.window_s - now)

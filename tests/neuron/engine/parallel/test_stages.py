@@ -46,8 +46,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {
             "use_sliding_window": True,
             "sliding_window": 20,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-            + ["full_attention"],
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
         },
     ),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS),

@@ -61,7 +61,7 @@ def test_computed_size_is_what_the_layers_allocate(family: str, changes: str, dt
     architecture = read_architecture(config_of(family, CHANGES[changes]))
     model = Decoder(architecture, Parameters(META, dtype), num_positions=1)
     assert weight_bytes(architecture, WeightStorage(dtype.itemsize)) == model.parameters.num_bytes
-    kv = KVCache(model.attentions, 3, 8, dtype, META)
+    kv = KVCache(model.attentions, dict.fromkeys(architecture.windows, 3), 8, dtype, META)
     assert 3 * 8 * kv_bytes_per_token(architecture, dtype.itemsize) == kv.num_bytes
     states = StateMemory(model.gated_deltas, 3, dtype, META).num_bytes if model.gated_deltas else 0
     assert 3 * state_bytes(architecture, dtype.itemsize) == states
@@ -78,7 +78,7 @@ def test_computed_size_of_a_rank_is_what_its_layers_allocate(family: str, change
     rank = whole.sharded(OneOfTwo.shard)
     model = Decoder(rank, Parameters(META, torch.float32, group=OneOfTwo()), num_positions=1)
     assert weight_bytes(rank, WeightStorage(4)) == model.parameters.num_bytes < weight_bytes(whole, WeightStorage(4))
-    kv = KVCache(model.attentions, 1, 1, torch.float32, META)
+    kv = KVCache(model.attentions, dict.fromkeys(rank.windows, 1), 1, torch.float32, META)
     assert kv_bytes_per_token(rank, 4) == kv.num_bytes == kv_bytes_per_token(whole, 4) // 2
     assert state_bytes(rank, 4) == state_bytes(whole, 4) // 2
 
@@ -90,7 +90,8 @@ def test_computed_size_of_a_stage_is_what_its_layers_allocate(family: str, chang
     architecture = read_architecture(config_of(family, CHANGES[changes])).staged(stage)
     model = Decoder(architecture, Parameters(META, torch.float32), num_positions=1)
     assert weight_bytes(architecture, WeightStorage(4)) == model.parameters.num_bytes
-    assert kv_bytes_per_token(architecture, 4) == KVCache(model.attentions, 1, 1, torch.float32, META).num_bytes
+    kv = KVCache(model.attentions, dict.fromkeys(architecture.windows, 1), 1, torch.float32, META)
+    assert kv_bytes_per_token(architecture, 4) == kv.num_bytes
     states = StateMemory(model.gated_deltas, 1, torch.float32, META).num_bytes if model.gated_deltas else 0
     assert state_bytes(architecture, 4) == states
 

@@ -175,7 +175,7 @@ def build_model(
     if limit_bytes is not None:
         have_bytes = min(have_bytes, limit_bytes - (0 if group is None else group.num_bytes))
     plan = plan_memory(sizes, have_bytes, max_rows=spec.max_num_seqs, device_kind=device.type)
-    if plan.num_pages < MIN_PAGES:
+    if not plan.fits:
         raise _no_room(sizes, limit_bytes, device, have_bytes - plan.slots.num_bytes)
     if group is not None:
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
@@ -218,8 +218,8 @@ def _agreed(plan: MemoryPlan, sizes: ModelSizes, group: AgreeingGroup, *, is_rec
     """The plan that every rank has memory for: the ranks use the same rows and page numbers."""
     slots = plan.slots
     offered = UNLIMITED if is_recurrent and not sizes.slot_bytes else slots.checkpoints
-    num_pages, rows, checkpoints = group.smallest((plan.num_pages, slots.rows, offered))
-    return plan.limited(sizes, num_pages, rows, checkpoints)
+    *counts, rows, checkpoints = group.smallest((*plan.num_pages.values(), slots.rows, offered))
+    return plan.limited(sizes, dict(zip(plan.num_pages, counts, strict=True)), rows, checkpoints)
 
 
 def usable_bytes(spec: LoadSpec, device: torch.device) -> int:

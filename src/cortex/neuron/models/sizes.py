@@ -85,10 +85,18 @@ def _norm_bytes(norm: NormConfig, size: int, storage: WeightStorage) -> int:
     return size * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
 
 
+def kv_bytes_by_window(architecture: Architecture, item_bytes: int) -> dict[int | None, int]:
+    """Keys and values of one token over the layers that keep them, for each of the model's windows."""
+    sizes = dict.fromkeys(architecture.windows, 0)
+    for layer in architecture.layers:
+        if isinstance(layer.mixer, AttentionConfig):
+            sizes[layer.mixer.window] += 2 * layer.mixer.kv_heads * layer.mixer.head_dim * item_bytes
+    return sizes
+
+
 def kv_bytes_per_token(architecture: Architecture, item_bytes: int) -> int:
-    """Keys and values of one token over the layers that keep them."""
-    attentions = [layer.mixer for layer in architecture.layers if isinstance(layer.mixer, AttentionConfig)]
-    return sum(2 * attention.kv_heads * attention.head_dim for attention in attentions) * item_bytes
+    """Keys and values of one token over all layers that keep them."""
+    return sum(kv_bytes_by_window(architecture, item_bytes).values())
 
 
 def state_bytes(architecture: Architecture, item_bytes: int) -> int:

@@ -99,7 +99,7 @@ class Forecast:
         peer_bytes = _peer_bytes(model, device)
         have_bytes -= peer_bytes
         plan = plan_memory(sizes, have_bytes, max_rows=self.config.limits.max_num_seqs, device_kind=device.kind)
-        if plan.num_pages < MIN_PAGES:
+        if not plan.fits:
             return self.least_bytes(model, facts, device)
         return plan.num_bytes + peer_bytes
 

@@ -62,11 +62,6 @@ class ModelFacts:
         return str(self.architecture.raw["model_type"])
 
     @property
-    def is_published(self) -> bool:
-        """Whether it is a quantised checkpoint in safetensors."""
-        return (self.quant or "").upper() in PUBLISHED_LAYOUTS
-
-    @property
     def context_tokens(self) -> int:
         return self.architecture.config.context_tokens
 

@@ -197,5 +197,4 @@ def test_does_not_hold_an_endless_error() -> None:
     redaction = ErrorRedaction(None, Family.OPENAI, lambda status, body: UpstreamUnavailable(f"{status} {len(body)}"))
     redaction.head(500, ())
     with pytest.raises(ResponseTooLarge, match="1048576"):
-        for _ in range(40):
-            redaction.push(b"x" * 100_000)
+        list(map(redaction.push, [b"x" * 100_000] * 40))

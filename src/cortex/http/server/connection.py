@@ -260,7 +260,7 @@ class ClientConnection(asyncio.Protocol):
 
     def upgrade(self, protocol: bytes, max_buffered_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Switch to another protocol. The connection stays counted, and its exchange runs until it is lost."""
-        if self._backlog:
+        if self._backlog or self._parser.ready or self._parser.in_message:
             raise MalformedHTTP("the client must wait for the response to its upgrade before it sends anything")
         self.transport.write(encode_head(status_line(101), ((b"upgrade", protocol),), b"connection: upgrade\r\n"))
         return switched(self.transport, self.connection_lost, max_buffered_bytes)

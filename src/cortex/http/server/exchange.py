@@ -195,9 +195,10 @@ class Exchange:
         What follows goes through the streams, of which at most about twice `max_buffered_bytes` is held unread; their
         owner closes them. The exchange reports nothing any more. Raises MalformedHTTP when the client did not wait.
         """
+        streams = self._connection.upgrade(protocol, max_buffered_bytes)
         self._on_disconnect = self._listener = None
         self.started = True
-        return self._connection.upgrade(protocol, max_buffered_bytes)
+        return streams
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Call `callback` once if the client disconnects before the response is complete, within one loop turn.

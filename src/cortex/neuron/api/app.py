@@ -104,7 +104,11 @@ class NodeApi:
         task = asyncio.get_running_loop().create_task(self._serve(exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        exchange.on_disconnect(task.cancel)
+
+        def cancel() -> None:
+            task.cancel()
+
+        exchange.on_disconnect(cancel)
 
     async def _serve(self, exchange: Exchange) -> None:
         """Sets the request's id, turns exceptions of the handler into error responses, and logs the outcome."""

@@ -91,14 +91,12 @@ class Bench:
     def _complete_all(self, model_id: str, prompts: Sequence[Prompt], max_tokens: int) -> Run:
         """Reads all streams to their ends. An incomplete one ends the program."""
         url = urlsplit(self.node.url)
-        requests = b"".join(_request(url.netloc, _body(model_id, prompt, max_tokens)) for prompt in prompts)
+        requests = b"".join(request_bytes(url.netloc, _body(model_id, prompt, max_tokens)) for prompt in prompts)
         command = [self.client, url.hostname or "", str(url.port or 80), f'"completion_tokens":{max_tokens}']
         found = subprocess.run(command, input=requests, capture_output=True, check=True)
         ran = json.loads(found.stdout)
         if ran["complete"] != len(prompts):
-            sys.exit(
-                f"{len(prompts) - ran['complete']} of {len(prompts)} responses are incomplete"
-            )
+            sys.exit(f"{len(prompts) - ran['complete']} of {len(prompts)} responses are incomplete")
         return Run(ran["seconds"], ran["events"])
 
     def load_and_generate(self, model_id: str) -> None:
@@ -150,9 +148,9 @@ class Bench:
             sys.exit("events-N measures the CPU time of the neuron: it needs one that runs here, without --url")
         prompts = [tuple(range(1 + stream, 9 + stream)) for stream in range(streams)]
         self._complete_all(FIRST, prompts, 8)
-        began_s = _cpu_s(self.pid)
+        began_s = sum(cpu_s(self.pid))
         ran = self._complete_all(FIRST, prompts, 128)
-        used_s = _cpu_s(self.pid) - began_s
+        used_s = sum(cpu_s(self.pid)) - began_s
         return {"µs/event": used_s / ran.events * 1e6, "events": ran.events, "events/s": ran.events / ran.seconds}
 
     def measure(self, scenario: str) -> dict[str, float]:
@@ -189,23 +187,24 @@ def _body(model_id: str, prompt: Prompt, max_tokens: int) -> bytes:
     ).encode()
 
 
-def _request(host: str, body: bytes) -> bytes:
+def request_bytes(host: str, body: bytes) -> bytes:
     """As the client takes it: its length, then its bytes."""
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
     sent = head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
     return struct.pack("<I", len(sent)) + sent
 
 
-def _compiled_client(stack: ExitStack) -> Path:
+def compiled_client(stack: ExitStack) -> Path:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     subprocess.run(["cc", "-O2", "-o", folder / "streams", CLIENT_SOURCE], check=True)
     return folder / "streams"
 
 
-def _cpu_s(pid: int) -> float:
-    """The CPU time of a process, without its children."""
+def cpu_s(pid: int) -> tuple[float, float]:
+    """The CPU time of a process, without its children: in its own code, and in the kernel."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    return int(fields[11]) / ticks_per_s, int(fields[12]) / ticks_per_s
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -237,7 +236,7 @@ def main() -> int:
         print(table_row(scenario, figures), flush=True)
 
     with ExitStack() as stack:
-        client = _compiled_client(stack)
+        client = compiled_client(stack)
         checkpoint: Path = options.checkpoint or _random_checkpoint(stack, options.shape, options.folder)
         began_s = time.perf_counter()
         node, pid = (Neuron(options.url.rstrip("/")), None) if options.url else stack.enter_context(running_neuron())

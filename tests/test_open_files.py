@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -38,7 +39,16 @@ def test_raises_the_soft_limit_to_the_hard_one() -> None:
 def test_connections_leave_a_reserve_and_one_client_gets_a_share(
     num_files: int, files_each: int, per_client: int | None, expected: Connections, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     found = open_files.connections(num_files, files_each=files_each, one_of=4, in_all=8192, per_client=per_client)
     assert found == expected
     assert found.in_all * files_each + open_files.reserve(num_files) <= max(num_files, 66)
-    assert bool(caplog.records) == (found.in_all < 8192)
+    assert [record.levelname for record in caplog.records] == (["WARNING"] if found.in_all < 8192 else [])
+
+
+def test_fewer_connections_than_configured_are_no_warning_while_there_are_many(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert open_files.connections(20_000, files_each=2, one_of=4, in_all=8192).in_all == 7500
+    assert [record.levelname for record in caplog.records] == ["INFO"]

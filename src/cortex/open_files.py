@@ -12,6 +12,8 @@ log = logging.getLogger(__name__)
 MOST_FILES = 1 << 20
 """More are never needed, and a limit without end cannot be set everywhere."""
 MIN_RESERVE = 64
+FEW_CONNECTIONS = 1024
+"""Fewer than this are worth a warning."""
 
 
 class Connections(NamedTuple):
@@ -51,7 +53,8 @@ def connections(
     """
     possible = max(1, (num_files - reserve(num_files)) // files_each)
     if possible < in_all:
-        log.warning(
+        log.log(
+            logging.WARNING if possible < FEW_CONNECTIONS else logging.INFO,
             "the limit of %d open files permits %d client connections, not %d (limits.max_connections); raise the limit"
             " (LimitNOFILE, ulimit -n), or lower max_connections",
             num_files,

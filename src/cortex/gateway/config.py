@@ -225,7 +225,7 @@ class NeuronSection(Section, frozen=True):
 
 
 class DiscoverySection(Section, frozen=True):
-    """Nodes that are found by DNS, beside `[[neurons]]`."""
+    """Nodes that are found by DNS, in addition to `[[neurons]]`."""
 
     dns: Annotated[str, Meta(min_length=1)] | None = None
     """A name such as `neurons.cortex.svc`: every address that it resolves to is a neuron, called like its address.

@@ -37,7 +37,7 @@ class _Mode(Enum):
 _WAITING, _PLAIN, _EVENTS, _LATE = _Mode
 _COMPLETE = Outcome.COMPLETE
 _NO_BODY = ResponseBody()
-"""Of a relay that has sent nothing yet. Nothing is pushed to it."""
+"""The body of a relay that has sent nothing yet. Nothing is pushed to it."""
 
 
 class Relay:

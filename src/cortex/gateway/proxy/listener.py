@@ -20,7 +20,7 @@ SESSION_PATH = b"/session"
 PAGE_FILES = b"/page/"
 """The prefix of the page's files, which are the same for everybody."""
 OPEN_PATHS = (b"/", b"/health", b"/ready", SESSION_PATH)
-"""Paths that need no key, beside those of `PAGE_FILES`."""
+"""Paths that need no key, in addition to those of `PAGE_FILES`."""
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""
 

@@ -64,7 +64,7 @@ class BackgroundRun:
         self.is_written = False
         """Its end is in the database."""
         self.num_body_bytes = 0
-        """Of its request, which count as buffered until it ends."""
+        """The bytes of its request body; they count as buffered until the run ends."""
         self.streams = streams
         self.events: list[bytes] = []
         self.followers: list[_Follower] = []

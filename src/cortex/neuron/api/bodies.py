@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from cortex.http.request import Request
+from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.node import headers
 
 _PRINCIPAL = headers.PRINCIPAL.encode()
+_TOKEN_LIMIT = headers.TOKEN_LIMIT.encode()
+_MAX_LIMIT_DIGITS = 18
 
 
 def principal_of(request: Request) -> str:
     """The principal that a gateway names, empty for other clients."""
     return (request.header(_PRINCIPAL) or b"").decode("utf-8", "backslashreplace")
+
+
+def token_limit_of(request: Request) -> int | None:
+    """The most tokens that a gateway allows a request to use; None without a limit. Raises InvalidValue."""
+    value = request.header(_TOKEN_LIMIT)
+    if value is None:
+        return None
+    if not (value.isdigit() and len(value) <= _MAX_LIMIT_DIGITS):
+        shown = shorten(value.decode("utf-8", "replace"))
+        raise InvalidValue(f"{headers.TOKEN_LIMIT} must be a number of tokens, got `{shown}`.")
+    return int(value)
 
 
 def client_of(request: Request) -> str:

@@ -10,8 +10,8 @@ import torch
 
 from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, SIZES, GraphSizes, Outputs
 from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.memory.sequences import KVCache
-from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
@@ -72,10 +72,10 @@ class Bench:
         model = Decoder(Llama(CONFIG), Parameters(CPU, torch.float32), CONTEXT)
         for binding in model.parameters.bindings:
             torch.nn.init.normal_(binding.destination, std=0.3)
-        KVCache(model.attentions, 40, 8, torch.float32, CPU)
+        KVCache(model.attentions, {None: 40}, 8, torch.float32, CPU)
         self._capture = capture
         self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, 64, capture=capture)
-        self.scheduler = Scheduler(PagePool(40, 8), SchedulerLimits(MAX_ROWS, 64, 64, CONTEXT))
+        self.scheduler = Scheduler(KVPages({None: 40}, 8), SchedulerLimits(MAX_ROWS, 64, 64, CONTEXT))
 
     @property
     def capture(self) -> ReplayOnCpu:
@@ -91,10 +91,11 @@ class Bench:
         ]
         while (plan := self.scheduler.plan()) is not None:
             by_row = {sequence.row: sequence for sequence in self.scheduler.running}
-            drawing = [by_row[row.row] for row in plan.rows if row.draws]
+            drawing = [by_row[row.row] for row in plan.rows if row.outputs.draws]
             launched = self.runner.launch(plan, [Draw(one.row, one.num_drawn - 1) for one in drawing])
-            for sequence, token in zip(drawing, launched.read().tokens, strict=True):
-                self.scheduler.token_drawn(sequence, token)
+            for row, result in zip(plan.rows, launched.read(), strict=True):
+                sequence = by_row[row.row]
+                self.scheduler.row_read(sequence, row, result.tokens)
                 if not sequence.wants_more:
                     sequence.finished = True
                     self.scheduler.drop(sequence)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,61 +29,14 @@ from cortex.neuron.engine.execution.graphs import (
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
+from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.threads import StepThreads
 from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.pages import PADDING_PAGE
-from cortex.neuron.engine.request import TokenLogprobs
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.kernels.batch import Batch, PrefillRow, prefill_tiles
 from cortex.neuron.models.decoder import Decoder
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The result of a step on the host, one entry per drawing row in plan order."""
-
-    tokens: list[int]
-    healthy: list[bool]
-    logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: list[list[TokenLogprobs]]
-    """One entry per row whose prompt is scored, in plan order."""
-
-
-class Launched:
-    """A step that runs on the device."""
-
-    def __init__(self, device: torch.device, drawn: Drawn | None, scores: Sequence[PromptScores] = ()) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host: list[Tensor | None] = []
-        self._scores = [one.map(_to_host) for one in scores]
-        if drawn is not None:
-            parts = (drawn.tokens, drawn.healthy, drawn.logprobs, drawn.top_ids, drawn.top_logprobs)
-            self._host = [part if part is None else _to_host(part) for part in parts]
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> None:
-        """Returns when the device has computed the step."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def read(self) -> Result:
-        """Waits for the step, and returns its tokens."""
-        self.wait()
-        scores = [one.read() for one in self._scores]
-        if not self._host:
-            return Result([], [], None, scores)
-        parts: list[Any] = [None if part is None else part.tolist() for part in self._host]
-        tokens, healthy, logprobs, top_ids, top_logprobs = parts
-        if logprobs is None:
-            return Result(tokens, healthy, None, scores)
-        if top_ids is None:
-            return Result(tokens, healthy, [TokenLogprobs(logprob) for logprob in logprobs], scores)
-        rows = zip(logprobs, top_ids, top_logprobs, strict=True)
-        entries = [TokenLogprobs(one, tuple(ids), tuple(many)) for one, ids, many in rows]
-        return Result(tokens, healthy, entries, scores)
 
 
 def default_capture(model: Decoder, *, is_uniform: bool) -> Capture | None:
@@ -125,8 +77,9 @@ class Runner:
         self.sampler = Sampler(max_rows + 1, model.config.vocab, context_tokens, self.device, is_uniform=is_uniform)
         max_pages = -(-context_tokens // page_tokens)
         # One row more: the padding row of captured graphs, whose pages are all the padding page.
-        self._pages = np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32)
-        self._page_table = torch.from_numpy(self._pages).to(self.device)  # on the CPU: the same memory
+        num_groups = len(model.architecture.windows)
+        self._pages = [np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32) for _ in range(num_groups)]
+        self._page_tables = [torch.from_numpy(pages).to(self.device) for pages in self._pages]  # on a CPU: not copied
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
         self._threads = StepThreads() if self.device.type == "cpu" and not is_uniform else None
         self._graphs: StepGraphs | None = None
@@ -143,7 +96,7 @@ class Runner:
             elif capture is native_capture:
                 sizes = GraphSizes(min(graph_rows, MAX_NATIVE_ROWS), sizes=())
             self._graphs = StepGraphs(
-                model, self._page_table, self._last_tokens, sizes, context_tokens, capture, is_uniform=is_uniform
+                model, self._page_tables, self._last_tokens, sizes, context_tokens, capture, is_uniform=is_uniform
             )
         self._prompt_plans = PromptPlans(model, 0 if is_uniform else min(step_tokens, context_tokens))
 
@@ -177,7 +130,7 @@ class Runner:
             inputs = StepInputs.of(plan, self._pages, self.page_tokens)
             is_single = plan.num_singles == len(plan.rows)
             scores: list[PromptScores] = []
-            if any(row.scored for row in plan.rows):
+            if any(row.outputs.scores is not None for row in plan.rows):
                 drawn = self._forward(plan, inputs, draws, mask, scores)
             else:
                 num_rows = len(plan.rows)
@@ -188,7 +141,7 @@ class Runner:
                         drawn = self._replay(plan, inputs, draws, mask)
                     else:
                         drawn = self._forward(plan, inputs, draws, mask, scores)
-            launched = Launched(self.device, drawn, scores)
+            launched = Launched(self.device, plan.rows, drawn, scores)
             if self._states is not None:
                 self._states.copy(plan.saves)
             return launched
@@ -196,7 +149,7 @@ class Runner:
     def _replay(self, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None) -> Drawn | None:
         """Runs a step of single tokens through a captured graph."""
         assert self._graphs is not None
-        uploaded = [(row.row, row.tokens[0]) for row in plan.rows if row.tokens is not None]
+        uploaded = [(row.row, row.inputs.tokens[0]) for row in plan.rows if row.inputs.tokens is not None]
         if uploaded:
             rows, tokens = self._upload(np.array(uploaded, dtype=np.int64).T)
             self._last_tokens.index_copy_(0, rows, tokens)
@@ -237,7 +190,7 @@ class Runner:
         if self._uniform_tokens is None:
             return self.model(self._batch(plan, inputs))
         tokens = self._tokens(inputs)
-        blocks = uniform.batches(plan.rows, self._uniform_tokens, inputs, tokens, self._page_table, self._upload)
+        blocks = uniform.batches(plan.rows, self._uniform_tokens, inputs, tokens, self._page_tables, self._upload)
         return torch.cat([self.model(batch)[:count] for batch, count in blocks])
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -255,25 +208,28 @@ class Runner:
     def _extend_tables(self, plan: StepPlan) -> None:
         if not plan.new_pages:
             return
-        for row, first, pages in plan.new_pages:
-            self._pages[row, first : first + len(pages)] = pages
+        for row, group, first, pages in plan.new_pages:
+            self._pages[group][row, first : first + len(pages)] = pages
         if self.device.type == "cpu":
             return
-        rows = np.concatenate([np.full(len(pages), row) for row, _, pages in plan.new_pages])
-        columns = np.concatenate([np.arange(first, first + len(pages)) for _, first, pages in plan.new_pages])
-        numbers = np.concatenate([pages for _, _, pages in plan.new_pages]).astype(np.int32)
-        self._page_table.index_put_((self._upload(rows), self._upload(columns)), self._upload(numbers))
+        for group, table in enumerate(self._page_tables):
+            added = [(row, first, pages) for row, owner, first, pages in plan.new_pages if owner == group]
+            if added:
+                rows = np.concatenate([np.full(len(pages), row) for row, _, pages in added])
+                columns = np.concatenate([np.arange(first, first + len(pages)) for _, first, pages in added])
+                numbers = np.concatenate([pages for _, _, pages in added]).astype(np.int32)
+                table.index_put_((self._upload(rows), self._upload(columns)), self._upload(numbers))
 
     def _batch(self, plan: StepPlan, inputs: StepInputs) -> Batch:
         singles = plan.num_singles
-        rows = self._upload(inputs.rows)
+        slots, *others = self._upload(inputs.slots)
         return Batch(
             tokens=self._tokens(inputs),
             positions=self._upload(inputs.positions),
-            slots=self._upload(inputs.slots),
-            rows=rows,
+            slots=slots,
+            rows=self._upload(inputs.rows),
             lengths=self._upload(inputs.lengths),
-            page_table=self._page_table,
+            page_table=self._page_tables[0],
             num_decodes=singles,
             max_length=int(inputs.lengths.max()),
             prefills=tuple(
@@ -282,7 +238,7 @@ class Runner:
             ),
             prefill_offsets=self._upload((inputs.offsets[singles:] - singles).astype(np.int32)),
             prefill_tiles=self._upload(prefill_tiles([row.count for row in plan.rows[singles:]])),
-        )
+        ).with_groups(others, self._page_tables[1:])
 
     def _tokens(self, inputs: StepInputs) -> Tensor:
         """The tokens of the step, with those that earlier steps drew on the device."""
@@ -297,8 +253,3 @@ class Runner:
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy, also on a CPU: the next replay of a graph overwrites its outputs."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)

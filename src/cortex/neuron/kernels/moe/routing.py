@@ -1,22 +1,21 @@
-"""Routing: the experts and weights of each token. Softmax over the scores, then top k, plus the shared experts.
+"""Routing: the experts and weights of each token. Softmax or sigmoid of the scores, top k, plus the shared experts.
 
-A pair is one token with one of its experts; pair = token · slots + slot. Small batches get the experts by pair, in one
+Small batches get the experts by pair, in one
 launch from the residual stream on. Large batches get a list of pairs for each expert. The order within a list is not
 deterministic, and nothing depends on it: the result of every pair has its own place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
-from cortex.neuron.kernels.moe.experts import RoutedExperts
+from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.norm import rms_norm_reference
 
 MAX_ROWS = 1024
@@ -24,58 +23,25 @@ MAX_ROWS = 1024
 ROUTER_BLOCK = 2
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertChoice:
-    """The experts and weights of each token, by pair."""
-
-    experts: Tensor
-    """[tokens, slots] int32"""
-    weights: Tensor
-    """[tokens, slots] float32"""
-
-
-@dataclass(frozen=True, slots=True)
-class PairLists:
-    """The pairs of each expert."""
-
-    weights: Tensor
-    """[tokens, slots] float32"""
-    counts: Tensor
-    """[experts] int32: pairs of each expert"""
-    members: Tensor
-    """[experts, tokens] int32: the pairs, valid up to the count of the expert"""
-
-
-class ExpertPairs(NamedTuple):
-    """Pairs of small batches, each a product on its own.
-
-    Without `weights` the rows of an expert's matrix are gate and up, and the result is silu(norm(x) Gᵀ) · norm(x) Uᵀ.
-    With them it is weight · x Wᵀ.
-    """
-
-    chosen: Tensor
-    """[pairs] int32"""
-    weights: Tensor | None
-    """[pairs] float32"""
-    per_row: int
-    """Consecutive pairs that have the same row of the input."""
-
-
-def choose_reference(logits: Tensor, experts: RoutedExperts) -> ExpertChoice:
+def choose_reference(logits: Tensor, experts: Experts) -> ExpertChoice:
     """logits: [tokens, routed (+ 1)]"""
     routed = logits[:, : experts.num_routed]
-    weights, chosen = routed.softmax(-1, dtype=torch.float32).topk(experts.top_k)
+    rule = experts.rule
+    every = routed.float().sigmoid() if rule.scoring == "sigmoid" else routed.softmax(-1, dtype=torch.float32)
+    chosen = (every if experts.bias is None else every + experts.bias).topk(experts.top_k).indices
+    weights = every.gather(1, chosen)
     if experts.renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights * rule.scale
     if experts.num_shared:
         shared = torch.arange(experts.num_routed, experts.num_experts, device=logits.device)
-        gate = logits[:, experts.num_routed :].float().sigmoid()
+        gate = logits[:, experts.num_routed :].float().sigmoid() if rule.gates_shared else weights.new_ones(1, 1)
         chosen = torch.cat((chosen, shared.expand(len(logits), -1)), dim=1)
-        weights = torch.cat((weights, gate.expand(-1, experts.num_shared)), dim=1)
+        weights = torch.cat((weights, gate.expand(len(logits), experts.num_shared)), dim=1)
     return ExpertChoice(chosen.to(torch.int32), weights)
 
 
-def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: RoutedExperts) -> ExpertChoice:
+def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
     """Norm, scores and choice of a small batch in one launch. hidden: [rows ≤ MAX_ROWS, hidden]"""
     rows, size = hidden.shape
     scores = torch.empty((rows, len(experts.router)), dtype=torch.float32, device=hidden.device)
@@ -85,6 +51,7 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Routed
         hidden,
         norm_weight,
         experts.router,
+        experts.bias,
         scores,
         chosen,
         weights,
@@ -101,11 +68,11 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Routed
     return ExpertChoice(chosen, weights)
 
 
-def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: RoutedExperts) -> ExpertChoice:
+def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
     return choose_reference(F.linear(rms_norm_reference(hidden, norm_weight, eps), experts.router), experts)
 
 
-def list_pairs(logits: Tensor, experts: RoutedExperts) -> PairLists:
+def list_pairs(logits: Tensor, experts: Experts) -> PairLists:
     """logits: [tokens, routed (+ 1)], contiguous"""
     if not has_kernels(logits):
         return list_pairs_reference(logits, experts)
@@ -115,6 +82,7 @@ def list_pairs(logits: Tensor, experts: RoutedExperts) -> PairLists:
     members = torch.empty((experts.num_experts, tokens), dtype=torch.int32, device=device)
     _list_pairs_kernel[(tokens,)](
         logits,
+        experts.bias,
         weights,
         counts,
         members,
@@ -127,7 +95,7 @@ def list_pairs(logits: Tensor, experts: RoutedExperts) -> PairLists:
     return PairLists(weights, counts, members)
 
 
-def list_pairs_reference(logits: Tensor, experts: RoutedExperts) -> PairLists:
+def list_pairs_reference(logits: Tensor, experts: Experts) -> PairLists:
     choice = choose_reference(logits, experts)
     by_pair = choice.experts.flatten()
     members = torch.zeros((experts.num_experts, len(logits)), dtype=torch.int32, device=logits.device)
@@ -138,7 +106,7 @@ def list_pairs_reference(logits: Tensor, experts: RoutedExperts) -> PairLists:
     return PairLists(choice.weights, counts, members)
 
 
-def held_choice(choice: ExpertChoice, experts: RoutedExperts) -> ExpertChoice:
+def held_choice(choice: ExpertChoice, experts: Experts) -> ExpertChoice:
     """The choice by the numbers of the held experts. An expert that is not held becomes the first one, with weight 0:
     its product is computed and not used, because leaving it out of a small batch would take longer."""
     if experts.num_held == experts.num_routed:
@@ -150,7 +118,7 @@ def held_choice(choice: ExpertChoice, experts: RoutedExperts) -> ExpertChoice:
     return ExpertChoice(number.to(torch.int32), choice.weights.where(is_held | is_shared, 0.0))
 
 
-def held_lists(lists: PairLists, experts: RoutedExperts) -> PairLists:
+def held_lists(lists: PairLists, experts: Experts) -> PairLists:
     """The lists of the held experts."""
     if experts.num_held == experts.num_routed:
         return lists
@@ -159,7 +127,7 @@ def held_lists(lists: PairLists, experts: RoutedExperts) -> PairLists:
     return PairLists(lists.weights, counts, torch.cat([lists.members[part] for part in parts]))
 
 
-def _choice_constants(experts: RoutedExperts) -> dict[str, int | bool]:
+def _choice_constants(experts: Experts) -> dict[str, float]:
     return {
         "ROUTED": experts.num_routed,
         "ROUTED_BLOCK": triton.next_power_of_2(experts.num_routed),
@@ -167,6 +135,10 @@ def _choice_constants(experts: RoutedExperts) -> dict[str, int | bool]:
         "SLOTS": experts.slots,
         "SLOTS_BLOCK": triton.next_power_of_2(experts.slots),
         "RENORMALISE": experts.renormalise,
+        "SIGMOID": experts.rule.scoring == "sigmoid",
+        "BIASED": experts.bias is not None,
+        "SCALE": experts.rule.scale,
+        "GATED": experts.rule.gates_shared,
     }
 
 
@@ -179,12 +151,17 @@ def _counters(device: torch.device) -> Tensor:
 @jit
 def _choose(
     scores,
+    bias,
     ROUTED: tl.constexpr,
     ROUTED_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     SLOTS_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    SCALE: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """The experts and weights of one token, [slots] each. The experts are distinct and valid for any scores, NaN
     too."""
@@ -195,20 +172,28 @@ def _choose(
     score = tl.where(score > -1.0e30, score, -1.0e30)
     score = tl.where(expert < ROUTED, score, -float("inf"))
     highest = tl.max(score, 0)
-    total = tl.sum(tl.exp(score - highest), 0)
+    every = tl.sigmoid(score) if SIGMOID else tl.exp(score - highest)
+    total = 1.0 if SIGMOID else tl.sum(every, 0)
+    if BIASED:  # the choice is by another order than that of the scores
+        score = every / total + tl.load(bias + expert, mask=expert < ROUTED, other=0.0)
+        score = tl.where(expert < ROUTED, score, -float("inf"))
     chosen = tl.zeros((SLOTS_BLOCK,), tl.int32)
     weight = tl.zeros((SLOTS_BLOCK,), tl.float32)
     for rank in tl.static_range(TOP_K):
         best = tl.max(score, 0)
         index = tl.min(tl.where(score == best, expert, ROUTED_BLOCK), 0)
         chosen = tl.where(slot == rank, index, chosen)
-        weight = tl.where(slot == rank, tl.exp(best - highest), weight)
+        if BIASED:
+            own = tl.sum(tl.where(expert == index, every, 0.0), 0)
+        else:
+            own = tl.sigmoid(best) if SIGMOID else tl.exp(best - highest)
+        weight = tl.where(slot == rank, own, weight)
         score = tl.where(expert == index, -float("inf"), score)
     if RENORMALISE:
         total = tl.sum(weight, 0)
-    weight /= total
+    weight *= SCALE / total
     if SLOTS > TOP_K:
-        gate = tl.sigmoid(tl.load(scores + ROUTED, cache_modifier=".cg").to(tl.float32))
+        gate = tl.sigmoid(tl.load(scores + ROUTED, cache_modifier=".cg").to(tl.float32)) if GATED else 1.0
         chosen = tl.where(slot >= TOP_K, ROUTED + slot - TOP_K, chosen)
         weight = tl.where(slot >= TOP_K, gate, weight)
     return chosen, weight
@@ -219,6 +204,7 @@ def _choose_rows_kernel(
     x,
     norm_weight,
     router,
+    bias,
     scores,
     chosen,
     weights,
@@ -234,6 +220,10 @@ def _choose_rows_kernel(
     SLOTS: tl.constexpr,
     SLOTS_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    SCALE: tl.constexpr,
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per row and BLOCK_OUT scores. The last program of a row to finish makes the choice."""
@@ -258,7 +248,20 @@ def _choose_rows_kernel(
         return
 
     tl.store(counters + row, 0)
-    expert, weight = _choose(scores + row * SCORES, ROUTED, ROUTED_BLOCK, TOP_K, SLOTS, SLOTS_BLOCK, RENORMALISE)
+    expert, weight = _choose(
+        scores + row * SCORES,
+        bias,
+        ROUTED,
+        ROUTED_BLOCK,
+        TOP_K,
+        SLOTS,
+        SLOTS_BLOCK,
+        RENORMALISE,
+        SIGMOID,
+        BIASED,
+        SCALE,
+        GATED,
+    )
     slot = tl.arange(0, SLOTS_BLOCK)
     tl.store(chosen + row * SLOTS + slot, expert, mask=slot < SLOTS)
     tl.store(weights + row * SLOTS + slot, weight, mask=slot < SLOTS)
@@ -267,6 +270,7 @@ def _choose_rows_kernel(
 @jit(do_not_specialize=["tokens"])
 def _list_pairs_kernel(
     logits,
+    bias,
     weights,
     counts,
     members,
@@ -278,6 +282,10 @@ def _list_pairs_kernel(
     SLOTS: tl.constexpr,
     SLOTS_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    SCALE: tl.constexpr,
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per token. The list of a shared expert has every token in order."""
@@ -286,7 +294,18 @@ def _list_pairs_kernel(
         gdc_wait()
     token = tl.program_id(0)
     expert, weight = _choose(
-        logits + token.to(tl.int64) * SCORES, ROUTED, ROUTED_BLOCK, TOP_K, SLOTS, SLOTS_BLOCK, RENORMALISE
+        logits + token.to(tl.int64) * SCORES,
+        bias,
+        ROUTED,
+        ROUTED_BLOCK,
+        TOP_K,
+        SLOTS,
+        SLOTS_BLOCK,
+        RENORMALISE,
+        SIGMOID,
+        BIASED,
+        SCALE,
+        GATED,
     )
     slot = tl.arange(0, SLOTS_BLOCK)
     pair = token * SLOTS + slot

@@ -92,7 +92,7 @@ class Bench:
         """Reads all streams to their ends. An incomplete one ends the program."""
         url = urlsplit(self.node.url)
         requests = b"".join(request_bytes(url.netloc, _body(model_id, prompt, max_tokens)) for prompt in prompts)
-        command = [self.client, url.hostname or "", str(url.port or 80), f'"completion_tokens":{max_tokens}']
+        command = [str(self.client), url.hostname or "", str(url.port or 80), f'"completion_tokens":{max_tokens}']
         found = subprocess.run(command, input=requests, capture_output=True, check=True)
         ran = json.loads(found.stdout)
         if ran["complete"] != len(prompts):

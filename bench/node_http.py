@@ -111,7 +111,7 @@ def measure(client: Path, pid: int, port: int, streams: int, tokens: int) -> tup
     body = {"model": "bench", "prompt": [300, 301], "max_tokens": tokens, "ignore_eos": True, "stream": True}
     request = request_bytes(f"127.0.0.1:{port}", json.dumps(body).encode())
     user_s, kernel_s = cpu_s(pid)
-    command = [client, "127.0.0.1", str(port), "data: [DONE]"]
+    command = [str(client), "127.0.0.1", str(port), "data: [DONE]"]
     found = json.loads(subprocess.run(command, input=request * streams, capture_output=True, check=True).stdout)
     if found["complete"] != streams:
         sys.exit(f"{streams - found['complete']} of {streams} responses are incomplete")

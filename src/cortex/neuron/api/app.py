@@ -26,7 +26,7 @@ from cortex.neuron.api.routes.control import Control
 from cortex.neuron.api.routes.metrics import Metrics
 from cortex.neuron.api.routes.models import ModelRoutes
 from cortex.neuron.api.routes.tokens import Tokens
-from cortex.neuron.api.routing import Call, Route, Router
+from cortex.neuron.api.routing import ApiCall, Route, Router
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
 from cortex.telemetry.tracing import NoTracer
@@ -125,7 +125,7 @@ class NodeApi:
         try:
             self._access.check(request)
             handler, values = self._router.find(request)
-            response = await handler(Call(exchange, values))
+            response = await handler(ApiCall(exchange, values))
         except asyncio.CancelledError:
             _log(request, "client disconnected", began_s)
             raise
@@ -142,7 +142,7 @@ class NodeApi:
         else:
             exchange.respond(*response)
 
-    async def _expose(self, _: Call) -> Response:
+    async def _expose(self, _: ApiCall) -> Response:
         return Response(200, ((b"content-type", CONTENT_TYPE_LATEST.encode()),), self._metrics.exposition())
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cortex.http.head import encode_head
-from cortex.neuron.api.routing import Call
+from cortex.neuron.api.routing import ApiCall
 from cortex.neuron.config import PeerEntry
 from cortex.neuron.node.spanning.protocol import PeerRejected, PeerUnreachable
 from cortex.settings import SettingsError
@@ -85,7 +85,7 @@ class FramedConnection:
             await self._send(b"")
 
 
-def accepted(call: Call) -> FramedConnection:
+def accepted(call: ApiCall) -> FramedConnection:
     """The end of the node that holds a part. Raises CrossSiteRequest for a browser: no web page shares a model."""
     request = call.request
     if request.header(b"origin") is not None:

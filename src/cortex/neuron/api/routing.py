@@ -13,7 +13,7 @@ from cortex.http.server.server import Response
 from cortex.wire.errors import MethodNotAllowed, RouteNotFound, shorten
 
 
-class Call:
+class ApiCall:
     """One request, and the exchange that its response goes to."""
 
     __slots__ = ("exchange", "request", "values")
@@ -30,7 +30,7 @@ class Call:
         return next((value for key, value in found if key == name), None)
 
 
-Handler = Callable[[Call], Awaitable[Response | None]]
+Handler = Callable[[ApiCall], Awaitable[Response | None]]
 """Returns the response, or None if it has written one to the exchange. Cancelled when the client disconnects."""
 
 

@@ -18,7 +18,7 @@ from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
 from cortex.neuron.api.log_context import stream_failure
 from cortex.neuron.api.routes.metrics import Metrics, RequestWatch
-from cortex.neuron.api.routing import Call, Handler
+from cortex.neuron.api.routing import ApiCall, Handler
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
@@ -56,7 +56,7 @@ class Inference:
     def handler(self, name: DialectName) -> Handler:
         """The handler of one dialect's route."""
 
-        async def handle(call: Call) -> Response | None:
+        async def handle(call: ApiCall) -> Response | None:
             http = call.request
             with self.drain_gate.enter(), self.metrics.watch(name) as watch, traced(self.tracer, http, watch):
                 check_content_type(http.text(b"content-type"))
@@ -74,7 +74,7 @@ class Inference:
         return handle
 
     async def _respond(
-        self, call: Call, dialect: Dialect, packed: PackedRequest, watch: RequestWatch
+        self, call: ApiCall, dialect: Dialect, packed: PackedRequest, watch: RequestWatch
     ) -> Response | None:
         http, request = call.request, packed.head
         id = dialect.ID_PREFIX + uuid.uuid4().hex

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cortex.http.server.server import Response
 from cortex.neuron.api import responses
-from cortex.neuron.api.routing import Call, Route
+from cortex.neuron.api.routing import ApiCall, Route
 from cortex.wire.dialects.registry import EventEncoder
 from cortex.wire.errors import RouteNotFound, shorten
 from cortex.wire.events import AnyEvent, Failure, Finish, Usage
@@ -63,7 +63,7 @@ class UsageRecords:
             del self._records[next(iter(self._records))]
         self._records[attempt_id] = usage
 
-    async def get(self, call: Call) -> Response:
+    async def get(self, call: ApiCall) -> Response:
         attempt_id = call.values["id"]
         usage = self._records.pop(attempt_id, None) or await self._wait_for(attempt_id)
         if usage is None:

@@ -16,7 +16,7 @@ from cortex.neuron.api.access import NodeAccess
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.peers import SHARES_PATH, accepted
-from cortex.neuron.api.routing import Call, Route
+from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.api.stream import EventStream
 from cortex.wire import sse
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
@@ -66,7 +66,7 @@ class Control:
             Route("GET", "/models/(?P<id>.+)", self.model),
         ]
 
-    async def about(self, _: Call) -> Response:
+    async def about(self, _: ApiCall) -> Response:
         return responses.json(
             {
                 "name": "neuron",
@@ -75,10 +75,10 @@ class Control:
             }
         )
 
-    async def discovery(self, _: Call) -> Response:
+    async def discovery(self, _: ApiCall) -> Response:
         return responses.json(self.backend.discovery)
 
-    async def health(self, call: Call) -> Response:
+    async def health(self, call: ApiCall) -> Response:
         """For a caller without a key, only the status: it is what load balancers and containers check."""
         health = self.backend.health()
         if self.drain_gate.closed:
@@ -87,25 +87,25 @@ class Control:
             return responses.json({"status": health.status})
         return responses.json(health)
 
-    async def version(self, _: Call) -> Response:
+    async def version(self, _: ApiCall) -> Response:
         discovery = self.backend.discovery
         engine = {"torch": version_of("torch"), "driver": discovery.driver, "cuda_version": discovery.cuda_version}
         return responses.json({"name": "neuron", **build_information(), **engine})
 
-    async def models(self, _: Call) -> Response:
+    async def models(self, _: ApiCall) -> Response:
         return responses.json(ModelList(models=self.backend.models()))
 
-    async def model(self, call: Call) -> Response:
+    async def model(self, call: ApiCall) -> Response:
         return responses.json(self.backend.model(call.values["id"]))
 
-    async def endpoint(self, call: Call) -> Response:
+    async def endpoint(self, call: ApiCall) -> Response:
         """Every model is served at its node's URL, with the host name that the client used."""
         model = self.backend.model(call.values["id"])
         dialects = self.backend.discovery.dialects
         base_url = f"{self.scheme}://{call.request.text(b'host') or ''}/v1"
         return responses.json(Endpoint(model_id=model.id, base_url=base_url, dialects=dialects))
 
-    async def load(self, call: Call) -> Response:
+    async def load(self, call: ApiCall) -> Response:
         """Responds when the model is ready. With `?wait=false`, responds at once: 202 while the model loads."""
         load_request = _decode(call.request.body, LoadRequest)
         wait = _flag(call, "wait", default=True)
@@ -113,38 +113,38 @@ class Control:
             status = await self.drain_gate.wait_for(self.backend.load(load_request, wait=wait))
         return responses.json(status, status=200 if status.state is ModelState.READY else 202)
 
-    async def share(self, call: Call) -> None:
+    async def share(self, call: ApiCall) -> None:
         """A node that leads a model has this one hold a part of it, for as long as its connection lasts."""
         with self.drain_gate.enter():  # rejects it while the node shuts down
             pass
         await self.backend.host_share(accepted(call))
 
-    async def unload(self, call: Call) -> Response:
+    async def unload(self, call: ApiCall) -> Response:
         unload_request = _decode(call.request.body, UnloadRequest)
         return responses.json(await self.backend.unload(unload_request))
 
-    async def pull(self, call: Call) -> Response:
+    async def pull(self, call: ApiCall) -> Response:
         """Starts a download and responds at once; `/files/pulls/{model}` and `/health` show its progress."""
         files_request = _decode(call.request.body, FilesRequest)
         with self.drain_gate.enter():
             return responses.json(self.backend.files.pull(files_request), status=202)
 
-    async def pull_status(self, call: Call) -> Response:
+    async def pull_status(self, call: ApiCall) -> Response:
         return responses.json(self.backend.files.pull_status(call.values["id"]))
 
-    async def cancel_pull(self, call: Call) -> Response:
+    async def cancel_pull(self, call: ApiCall) -> Response:
         files_request = _decode(call.request.body, FilesRequest)
         return responses.json(await self.backend.files.cancel(files_request.model_id))
 
-    async def delete_files(self, call: Call) -> Response:
+    async def delete_files(self, call: ApiCall) -> Response:
         """Deletes a model's files from the cache, never while the model is in memory."""
         return responses.json(await self.backend.files.delete(_decode(call.request.body, FilesRequest)))
 
-    async def offer(self, call: Call) -> Response:
+    async def offer(self, call: ApiCall) -> Response:
         """What a repository of the hub offers: its quantisations and their sizes. Nothing is downloaded."""
         return responses.json(await self.backend.files.offer(call.values["source"]))
 
-    async def recycle(self, call: Call) -> Response:
+    async def recycle(self, call: ApiCall) -> Response:
         """Replaces the worker of a device without models. The gateway asks for it after many loads."""
         index = int(call.values["index"])
         devices = [device.index for device in self.backend.discovery.devices]
@@ -156,7 +156,7 @@ class Control:
             recycled = await self.backend.recycle(index)
         return responses.json(Recycled(device=index, recycled=recycled))
 
-    async def events(self, call: Call) -> None:
+    async def events(self, call: ApiCall) -> None:
         """A stream of changes; ends when the node shuts down."""
         changes = self.backend.subscribe()
         stream = EventStream(call.exchange, self.ticker, keepalive=sse.COMMENT, keepalive_s=self.keepalive_s)
@@ -166,7 +166,7 @@ class Control:
                 await stream.write(sse.frame(msgspec.json.encode(change), change.kind))
 
 
-def _flag(call: Call, name: str, *, default: bool) -> bool:
+def _flag(call: ApiCall, name: str, *, default: bool) -> bool:
     value = call.query(name)
     if value is None:
         return default

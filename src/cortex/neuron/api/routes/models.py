@@ -10,7 +10,7 @@ from typing import Any
 from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.routing import Call, Route
+from cortex.neuron.api.routing import ApiCall, Route
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.model_list import model_list
 from cortex.wire.node.protocol import ModelState, ModelStatus
@@ -29,13 +29,13 @@ class ModelRoutes:
             Route("POST", "/v1/embeddings", self.embeddings),
         ]
 
-    async def list(self, call: Call) -> Response:
+    async def list(self, call: ApiCall) -> Response:
         return responses.json(model_list([self._body(status) for status in self.backend.models()], call.query))
 
-    async def entry(self, call: Call) -> Response:
+    async def entry(self, call: ApiCall) -> Response:
         return responses.json(self._body(self.backend.model(call.values["id"])))
 
-    async def embeddings(self, _: Call) -> Response:
+    async def embeddings(self, _: ApiCall) -> Response:
         raise UnsupportedModality("No model on this node supports embeddings; use a node whose models do.")
 
     def _body(self, status: ModelStatus) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import client_of, principal_of, strips_billing
-from cortex.neuron.api.routing import Call, Route
+from cortex.neuron.api.routing import ApiCall, Route
 from cortex.parsing.parser import BodyParser
 from cortex.wire.packed_request import PackedRequest
 
@@ -26,7 +26,7 @@ class Tokens:
             Route("POST", "/v1/responses/input_tokens", self.count_responses),
         ]
 
-    async def count(self, call: Call) -> Response:
+    async def count(self, call: ApiCall) -> Response:
         request = call.request
         strip_billing = strips_billing(request, self.strip_billing_header)
         counted = await self.parser.parse(
@@ -36,14 +36,14 @@ class Tokens:
         num_tokens = await self.backend.prompts.count_tokens(counted, principal=principal_of(request))
         return responses.json({"input_tokens": num_tokens})
 
-    async def count_responses(self, call: Call) -> Response:
+    async def count_responses(self, call: ApiCall) -> Response:
         request = call.request
         counted = await self.parser.parse("openai_responses", request.body, client_of(request))
         self.backend.model(counted.head.model)
         num_tokens = await self.backend.prompts.count_tokens(counted, principal=principal_of(request))
         return responses.json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
-    async def tokenize(self, call: Call) -> Response:
+    async def tokenize(self, call: ApiCall) -> Response:
         """`prompt` (or `text`) as it is, or `messages` through the model's template."""
         request = call.request
         parsed = await self.parser.parse_tokenize(request.body, client_of(request))

@@ -7,9 +7,10 @@ daemon as a child, runs the scenarios and stops it. `--checkpoint DIR` uses an e
 running neuron, which must be able to read that path. The workloads are those of `bench/engine.py`, so that the
 difference between the two is the cost of the daemon.
 
-The daemon needs torch (with triton on a GPU), numpy, safetensors, tokenizers, aiohttp, uvloop, prometheus_client,
+The daemon needs torch (with triton on a GPU), numpy, safetensors, tokenizers, uvloop, httptools, prometheus_client,
 msgspec, jinja2 (with markupsafe) and nvidia-ml-py. Packages that the host lacks can be on PYTHONPATH as unpacked
-wheels. Not needed here: click and rich (the commands), httptools (the gateway), llguidance (grammars).
+wheels. Not needed here: click and rich (the commands), llguidance (grammars). The client is `bench/streams.c`, which
+the host's C compiler builds.
 
 start     start of the daemon → first token: imports, load and prompt
 load      load request → first token; the files are in the page cache
@@ -18,23 +19,24 @@ swap      unload request for one model → first token of the other, which has t
 decode-N  N streams of 512 tokens in and 257 out; tokens after the first / time after the first token
 prefill-N, cached-N   time to first token of a prompt of N tokens, not cached and fully cached
 requests-N            N concurrent requests, 128 to 1,024 tokens in and 256 out
+events-N              N streams of 8 tokens in and 128 out; CPU time of the daemon, without its workers, for each event
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import os
+import struct
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-
-import aiohttp
-import uvloop
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from daemon import Neuron, running_neuron
 from random_checkpoint import write_checkpoint
@@ -54,17 +56,29 @@ SCENARIOS = (
     "prefill-16384",
     "cached-16384",
     "requests-512",
+    "events-512",
 )
+CLIENT_SOURCE = Path(__file__).with_name("streams.c")
 FIRST, SECOND = "bench/first", "bench/second"
 
 
-class Bench:
-    """Belongs to one thread. Requests run on the event loop of `runner`."""
+class Run(NamedTuple):
+    """What the client reports of streams that all came to their end."""
 
-    def __init__(self, node: Neuron, checkpoint: Path, runner: asyncio.Runner, settle_s: float) -> None:
+    seconds: float
+    """From the first request to the last byte of all responses."""
+    events: int
+
+
+class Bench:
+    """Measures one node."""
+
+    def __init__(self, node: Neuron, pid: int | None, checkpoint: Path, client: Path, settle_s: float) -> None:
+        """`pid` is that of the node, if it runs here; `client` the compiled client."""
         self.node = node
+        self.pid = pid
         self.checkpoint = checkpoint
-        self.runner = runner
+        self.client = client
         self.settle_s = settle_s
         config = json.loads((checkpoint / "config.json").read_text())
         vocab_size = int((config.get("text_config") or config)["vocab_size"])
@@ -72,25 +86,23 @@ class Bench:
         self.has_settled = False
 
     def run(self, prompts: Sequence[Prompt], max_tokens: int) -> float:
-        """Seconds from the first request to the last byte of all responses."""
-        return self.runner.run(self._complete_all(FIRST, prompts, max_tokens))
+        return self._complete_all(FIRST, prompts, max_tokens).seconds
 
-    async def _complete_all(self, model_id: str, prompts: Sequence[Prompt], max_tokens: int) -> float:
-        connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
-        headers = {"content-type": "application/json"}
-        async with aiohttp.ClientSession(
-            self.node.url, headers=headers, connector=connector, timeout=timeout
-        ) as session:
-            bodies = [_body(model_id, prompt, max_tokens) for prompt in prompts]
-            began_s = time.perf_counter()
-            await asyncio.gather(*(_complete(session, body, max_tokens) for body in bodies))
-            return time.perf_counter() - began_s
+    def _complete_all(self, model_id: str, prompts: Sequence[Prompt], max_tokens: int) -> Run:
+        """Reads all streams to their ends. An incomplete one ends the program."""
+        url = urlsplit(self.node.url)
+        requests = b"".join(request_bytes(url.netloc, _body(model_id, prompt, max_tokens)) for prompt in prompts)
+        command = [str(self.client), url.hostname or "", str(url.port or 80), f'"completion_tokens":{max_tokens}']
+        found = subprocess.run(command, input=requests, capture_output=True, check=True)
+        ran = json.loads(found.stdout)
+        if ran["complete"] != len(prompts):
+            sys.exit(f"{len(prompts) - ran['complete']} of {len(prompts)} responses are incomplete")
+        return Run(ran["seconds"], ran["events"])
 
     def load_and_generate(self, model_id: str) -> None:
         """Returns when the model has generated its first token."""
         self.node.load(model_id, str(self.checkpoint))
-        self.runner.run(self._complete_all(model_id, [(1, 2, 3)], 1))
+        self._complete_all(model_id, [(1, 2, 3)], 1)
 
     def load(self) -> dict[str, float]:
         weight_bytes = sum(file.stat().st_size for file in self.checkpoint.glob("*.safetensors"))
@@ -131,6 +143,16 @@ class Bench:
     def requests(self, count: int) -> dict[str, float]:
         return {"tok/s": self.workloads.requests_tokens_per_s(count)}
 
+    def events(self, streams: int) -> dict[str, float]:
+        if self.pid is None:
+            sys.exit("events-N measures the CPU time of the neuron: it needs one that runs here, without --url")
+        prompts = [tuple(range(1 + stream, 9 + stream)) for stream in range(streams)]
+        self._complete_all(FIRST, prompts, 8)
+        began_s = sum(cpu_s(self.pid))
+        ran = self._complete_all(FIRST, prompts, 128)
+        used_s = sum(cpu_s(self.pid)) - began_s
+        return {"µs/event": used_s / ran.events * 1e6, "events": ran.events, "events/s": ran.events / ran.seconds}
+
     def measure(self, scenario: str) -> dict[str, float]:
         kind, _, size = scenario.partition("-")
         whole: dict[str, Callable[[], dict[str, float]]] = {"load": self.load, "wake": self.wake, "swap": self.swap}
@@ -146,6 +168,7 @@ class Bench:
             "prefill": self.prefill,
             "cached": self.cached,
             "requests": self.requests,
+            "events": self.events,
         }
         return sized[kind](int(size))
 
@@ -164,14 +187,24 @@ def _body(model_id: str, prompt: Prompt, max_tokens: int) -> bytes:
     ).encode()
 
 
-async def _complete(session: aiohttp.ClientSession, body: bytes, max_tokens: int) -> None:
-    """Reads one stream to its end. An incomplete stream ends the program."""
-    tail = b""
-    async with session.post("/v1/completions", data=body) as response:
-        async for chunk in response.content.iter_any():
-            tail = tail[-2048:] + chunk
-    if b'"completion_tokens":%d' % max_tokens not in tail:
-        sys.exit(f"incomplete response: {response.status} {tail.decode(errors='replace')[-500:]}")
+def request_bytes(host: str, body: bytes) -> bytes:
+    """As the client takes it: its length, then its bytes."""
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    sent = head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+    return struct.pack("<I", len(sent)) + sent
+
+
+def compiled_client(stack: ExitStack) -> Path:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    subprocess.run(["cc", "-O2", "-o", folder / "streams", CLIENT_SOURCE], check=True)
+    return folder / "streams"
+
+
+def cpu_s(pid: int) -> tuple[float, float]:
+    """The CPU time of a process, without its children: in its own code, and in the kernel."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    return int(fields[11]) / ticks_per_s, int(fields[12]) / ticks_per_s
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -203,11 +236,11 @@ def main() -> int:
         print(table_row(scenario, figures), flush=True)
 
     with ExitStack() as stack:
-        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        client = compiled_client(stack)
         checkpoint: Path = options.checkpoint or _random_checkpoint(stack, options.shape, options.folder)
         began_s = time.perf_counter()
-        node = Neuron(options.url.rstrip("/")) if options.url else stack.enter_context(running_neuron())[0]
-        bench = Bench(node, checkpoint, runner, options.settle_s)
+        node, pid = (Neuron(options.url.rstrip("/")), None) if options.url else stack.enter_context(running_neuron())
+        bench = Bench(node, pid, checkpoint, client, options.settle_s)
         discovery: dict[str, Any] = node.call("/discovery")
         device = discovery["devices"][0]["name"]
         print(f"{device}, neuron {discovery['version']}, {options.checkpoint or options.shape}", flush=True)

@@ -20,7 +20,7 @@ class ClientLimits:
     num_headers: int = 128
     body_bytes: int = 64 * 1024 * 1024
     head_s: float = 10.0
-    """From a request's first byte to the end of its head."""
+    """From a request's first byte to the end of its head; for the first request, from the connection."""
     body_s: float = 30.0
     """Silence inside a body; also how long a whole body may take, beyond the time that `body_bytes_per_s` allows."""
     body_bytes_per_s: int = 16 * 1024

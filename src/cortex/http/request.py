@@ -47,6 +47,11 @@ class Request:
                 return value
         return None
 
+    def text(self, name: bytes) -> str | None:
+        """The first value of the header `name` as text; bytes that are not UTF-8 become surrogates."""
+        value = self.header(name)
+        return None if value is None else value.decode("utf-8", "surrogateescape")
+
 
 def loggable(text: bytes) -> str:
     """`text` from a client, made safe for a log line: printable ASCII of bounded length."""

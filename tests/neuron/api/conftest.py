@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from cortex.neuron.api import app, server
+from cortex.http.limits import ClientLimits
 from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput, TokenLogprobs
@@ -22,7 +22,6 @@ from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
-from cortex.settings import Listen
 from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound
 from cortex.wire.node.protocol import (
     DeletedFiles,
@@ -43,6 +42,8 @@ from cortex.wire.node.protocol import (
 from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.prompt_overflow import prompt_too_long
+
+from .served import served
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -328,15 +329,12 @@ def keepalive_s() -> float:
 async def api(node: ScriptedNode, node_keys: NodeKeys, keepalive_s: float) -> AsyncIterator[Api]:
     drain_gate = DrainGate()
     access = NodeAccess(node_keys, ("node.example.com",))
-    application = app.build(node, drain_gate, keepalive_s=keepalive_s, max_body_bytes=1_000_000, access=access)
-    runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    accepting = server.accept(runner, server.bind(Listen("127.0.0.1:0")))
-    host, port = accepting.socket.getsockname()
-    async with ClientSession(headers={"content-type": "application/json"}) as client:
+    limits = ClientLimits(body_bytes=1_000_000)
+    async with (
+        served(node, drain_gate, keepalive_s=keepalive_s, limits=limits, access=access) as (host, port),
+        ClientSession(headers={"content-type": "application/json"}) as client,
+    ):
         yield Api(node, drain_gate, f"http://{host}:{port}", client)
-    accepting.close()
-    await runner.cleanup()
 
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientError, ClientSession, web
+from aiohttp import ClientError, ClientSession
 
-from cortex.neuron.api import app, server
+from cortex.http.limits import ClientLimits
 from cortex.neuron.api.access import NodeKeys, read_keys
-from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.server import Front
+from cortex.neuron.api.server import Front, client_limits
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.settings import Listen, SettingsError
 from cortex.tls import client_context
+
+from .served import served
 
 KEY, OTHER = "nk-0123456789abcdef", "nk-fedcba9876543210"
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -163,24 +164,20 @@ async def test_speaks_https_with_a_certificate(node: Any, authority: Any) -> Non
     issued = authority.issue("neuron")
     config = NeuronConfig(listen=Listen("127.0.0.1:0"), tls_cert=issued.cert, tls_key=issued.key)
     front = Front(config, None, insecure=False)
-    runner = web.AppRunner(app.build(node, DrainGate(), access=front.access), access_log=None)
-    await runner.setup()
-    accepting = server.accept(runner, server.bind(config.address), front.certificate)
-    port = accepting.socket.getsockname()[1]
+    assert front.certificate is not None
     trust = client_context(authority.own.cert)
-    async with ClientSession() as session:
+    serving = served(node, tls=front.certificate.context, access=front.access, scheme="https")
+    async with serving as (_, port), ClientSession() as session:
         async with session.get(f"https://localhost:{port}/models/org/tiny/endpoint", ssl=trust) as response:
             assert (await response.json())["base_url"] == f"https://localhost:{port}/v1"
         with pytest.raises(ClientError):
             await session.get(f"http://localhost:{port}/health")
         with pytest.raises(ClientError):
             await session.get(f"https://localhost:{port}/health")
-    accepting.close()
-    await runner.cleanup()
 
 
 @pytest.mark.parametrize(
-    ("limits", "status"),
+    ("configured", "status"),
     [
         (Limits(max_connections=3, max_connections_per_client=3), b" 503 "),
         (Limits(max_connections_per_client=3), b" 429 "),
@@ -188,50 +185,41 @@ async def test_speaks_https_with_a_certificate(node: Any, authority: Any) -> Non
     ids=["in all", "per address"],
 )
 async def test_connections_over_a_limit_are_rejected_until_others_close(
-    node: Any, limits: Limits, status: bytes
+    node: Any, configured: Limits, status: bytes
 ) -> None:
-    runner = web.AppRunner(app.build(node, DrainGate()), access_log=None)
-    await runner.setup()
-    accepting = server.accept(runner, server.bind(Listen("127.0.0.1:0")), limits=limits)
-    address = accepting.socket.getsockname()
-    opened = [await asyncio.open_connection(*address) for _ in range(3)]
-    reader, writer = await asyncio.open_connection(*address)
-    assert status in await reader.readline()
-    writer.close()
-    opened.pop()[1].close()
-
-    async def served() -> bool:
+    limits = client_limits(NeuronConfig(limits=configured), 1024)
+    async with served(node, limits=limits) as address:
+        opened = [await asyncio.open_connection(*address) for _ in range(3)]
         reader, writer = await asyncio.open_connection(*address)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        response = await reader.read()
+        assert status in await reader.readline()
         writer.close()
-        return b" 200 " in response[:20]
+        opened.pop()[1].close()
 
-    async with asyncio.timeout(30):
-        while not await served():
-            await asyncio.sleep(0.01)
-    for _, writer in opened:
-        writer.close()
-    accepting.close()
-    await runner.cleanup()
+        async def responds() -> bool:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            response = await reader.read()
+            writer.close()
+            return b" 200 " in response[:20]
+
+        async with asyncio.timeout(30):
+            while not await responds():
+                await asyncio.sleep(0.01)
+        for _, writer in opened:
+            writer.close()
 
 
 async def test_connections_that_do_not_end_their_handshake_count(node: Any, authority: Any) -> None:
     issued = authority.issue("neuron")
     config = NeuronConfig(listen=Listen("127.0.0.1:0"), tls_cert=issued.cert, tls_key=issued.key)
     front = Front(config, None, insecure=False)
-    runner = web.AppRunner(app.build(node, DrainGate(), access=front.access), access_log=None)
-    await runner.setup()
-    limits = Limits(max_connections=2, max_connections_per_client=2)
-    accepting = server.accept(runner, server.bind(config.address), front.certificate, limits)
-    address = accepting.socket.getsockname()
-    silent = [await asyncio.open_connection(*address) for _ in range(2)]
-    reader, writer = await asyncio.open_connection(*address)
-    assert await reader.read() == b"", "closed without a response"
-    for _, each in (*silent, (reader, writer)):
-        each.close()
-    accepting.close()
-    await runner.cleanup()
+    assert front.certificate is not None
+    async with served(node, tls=front.certificate.context, limits=ClientLimits(num_connections=2)) as address:
+        silent = [await asyncio.open_connection(*address) for _ in range(2)]
+        reader, writer = await asyncio.open_connection(*address)
+        assert await reader.read() == b"", "closed without a response"
+        for _, each in (*silent, (reader, writer)):
+            each.close()
 
 
 def test_certificate_and_key_belong_together() -> None:

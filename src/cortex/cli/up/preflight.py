@@ -12,7 +12,7 @@ from cortex.cli.up.run_files import Ports
 
 def require_engine() -> None:
     """Raises when only the gateway is installed."""
-    if missing := [name for name in ("torch", "aiohttp", "tokenizers") if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in ("torch", "tokenizers") if importlib.util.find_spec(name) is None]:
         raise CommandError(
             f"the engine is not installed ({', '.join(missing)} missing)",
             "install it with: pip install 'cortex-fleet[neuron]'",

@@ -13,8 +13,9 @@ from cortex.http.limits import Buffered, ClientLimits
 from cortex.http.request import Headers, Request, loggable
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.parser import AdmitHead, RequestParser
+from cortex.http.server.switched import switched
 from cortex.http.ticker import Ticker
-from cortex.wire.errors import CortexError, RequestTimeout
+from cortex.wire.errors import CortexError, MalformedHTTP, RequestTimeout
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class ClientConnection(asyncio.Protocol):
         "_closing",
         "_deadline",
         "_exchange",
+        "_has_served",
         "_limits",
         "_loop",
         "_parser",
@@ -111,6 +113,8 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = _NEVER
         self._body_began_at = _NEVER
         self._exchange: Exchange | None = None
+        self._has_served = False
+        """A request has arrived before."""
         self._backlog = b""
         self._closing = False
         """Nothing more is read from this client; what was written is still sent."""
@@ -126,7 +130,7 @@ class ClientConnection(asyncio.Protocol):
         self.client = str(peer[0]) if isinstance(peer, tuple) else ""
         server = self._server
         self._parser = RequestParser(self._limits, server.buffered, server.admit_head, self.client)
-        self._deadline = self._loop.time() + self._limits.idle_s
+        self._deadline = self._loop.time() + self._limits.head_s
         rejection = server.enter(self)
         if rejection is None:
             server.ticker.add(self)
@@ -221,6 +225,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _serve(self, request: Request) -> None:
         self._deadline = self._body_began_at = _NEVER
+        self._has_served = True
         exchange = self._exchange = Exchange(request, self)
         if self._retiring:
             exchange.disable_keep_alive()
@@ -235,7 +240,7 @@ class ClientConnection(asyncio.Protocol):
             if exchange.started:
                 exchange.abort()
             else:
-                error = CortexError("the gateway failed on this request; see its log for the details")
+                error = CortexError("the server failed on this request; see its log for the details")
                 exchange.respond(*server.reject(error, request.path))
 
     def exchange_ended(self, keep_alive: bool) -> None:
@@ -252,6 +257,13 @@ class ClientConnection(asyncio.Protocol):
         parser = self._parser
         if parser.ready or self._backlog or parser.rejection is not None or parser.owes_continue:
             self._loop.call_soon(self._advance)
+
+    def upgrade(self, protocol: bytes, max_buffered_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Switch to another protocol. The connection stays counted, and its exchange runs until it is lost."""
+        if self._backlog or self._parser.ready or self._parser.in_message:
+            raise MalformedHTTP("the client must wait for the response to its upgrade before it sends anything")
+        self.transport.write(encode_head(status_line(101), ((b"upgrade", protocol),), b"connection: upgrade\r\n"))
+        return switched(self.transport, self.connection_lost, max_buffered_bytes)
 
     def _release(self, exchange: Exchange) -> None:
         self._exchange = None
@@ -302,7 +314,8 @@ class ClientConnection(asyncio.Protocol):
             if len(self._backlog) > _BACKLOG_BYTES and _is_disconnected(self.transport):
                 self.transport.abort()
             return
-        if self._parser.in_message and not self._closing and not self._writing_paused:
+        is_due = self._parser.in_message or not self._has_served
+        if is_due and not self._closing and not self._writing_paused:
             self._reject(RequestTimeout("the request did not arrive in time; send it again, without pauses"))
         else:
             self.transport.abort()

@@ -33,6 +33,9 @@ class _NoConnection:
     def exchange_ended(self, keep_alive: bool) -> None:
         """Nothing is served after it."""
 
+    def upgrade(self, *_: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        raise RuntimeError("a detached exchange has no connection")
+
 
 class DetachedExchange(Exchange):
     """Takes the response to a request whose client already has a first response and asks for this one later."""

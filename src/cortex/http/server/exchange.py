@@ -35,6 +35,9 @@ class ExchangeConnection(Protocol):
     def exchange_ended(self, keep_alive: bool) -> None:
         """The response is complete: serve the next request, or close once everything is sent."""
 
+    def upgrade(self, protocol: bytes, max_buffered_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Switch to another protocol; what follows goes through the returned streams."""
+
 
 class ExchangeListener(Protocol):
     """What an exchange reports while its response is not complete."""
@@ -185,6 +188,17 @@ class Exchange:
         if not self.closed:
             self._end()
             self._connection.transport.abort()
+
+    def upgrade(self, protocol: bytes, max_buffered_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Switch the connection to `protocol`, for which the client has asked with an `Upgrade` header.
+
+        What follows goes through the streams, of which at most about twice `max_buffered_bytes` is held unread; their
+        owner closes them. The exchange reports nothing any more. Raises MalformedHTTP when the client did not wait.
+        """
+        streams = self._connection.upgrade(protocol, max_buffered_bytes)
+        self._on_disconnect = self._listener = None
+        self.started = True
+        return streams
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Call `callback` once if the client disconnects before the response is complete, within one loop turn.

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import ssl
 from collections.abc import Sequence
 from functools import partial
 
-from cortex.http.server.accepting import accepted_from
 from cortex.http.server.connection import ClientConnection, ServerContext, encode_rejection
+from cortex.http.throttled_log import ThrottledLog
 from cortex.wire.errors import CortexError
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 1024
+_throttled_log = ThrottledLog(log)
+
+_BACKLOG = 1024
+_PAUSE_S = 0.2
+"""How long accepting pauses when the process has no room for another connection."""
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ArrivingConnection:
@@ -58,8 +64,16 @@ class Listener:
             listening.close()
 
     async def _accept_from(self, listening: socket.socket) -> None:
-        async for accepted, client in accepted_from(listening):
-            arriving = ArrivingConnection(client)
+        while True:
+            try:
+                accepted, address = await self._loop.sock_accept(listening)
+            except OSError as problem:
+                if problem.errno in _NO_ROOM:
+                    reason = f"cannot accept connections: {problem.strerror}; raise the limit of open files"
+                    _throttled_log.warning("no room", reason)
+                    await asyncio.sleep(_PAUSE_S)
+                continue  # else the client was gone before it was accepted
+            arriving = ArrivingConnection(str(address[0]) if isinstance(address, tuple) else "")
             rejection = self._server.enter(arriving)
             if rejection is not None:
                 self._reject(accepted, rejection)
@@ -120,7 +134,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             # A host with two addresses and port 0 gets one port for both.
             chosen = sockets[0].getsockname()[1] if port == 0 and len(sockets) > 1 else address[1]
             listening.bind((address[0], chosen, *address[2:]))
-            listening.listen(BACKLOG)
+            listening.listen(_BACKLOG)
             listening.setblocking(False)
     except OSError:
         for listening in sockets:

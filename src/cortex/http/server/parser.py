@@ -157,7 +157,7 @@ class RequestParser:
         self.release(self._num_held_bytes)
         self.ready.clear()
         self._clear_body()
-        self._headers.clear()
+        self._headers = []  # a request that was taken keeps its own
         self.in_message = False
         del self._parser  # a reference cycle
 

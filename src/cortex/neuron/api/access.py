@@ -7,22 +7,19 @@ import hmac
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cortex.http.cross_site import CrossSiteCheck
+from cortex.http.request import Request
 from cortex.neuron.config import NeuronConfig, check_key
 from cortex.settings import SettingsError
 from cortex.wire.errors import CortexError, InvalidAPIKey
 from cortex.wire.fields.body import check_content_type
 
-if TYPE_CHECKING:
-    from aiohttp import web  # `cortex up`, which reads the keys, needs no server
-
 log = logging.getLogger(__name__)
 
-OPEN_PATH = "/health"
+OPEN_PATH = b"/health"
 """Needs no key. Without one its response has only the status."""
-_INFERENCE_PATHS = ("/v1/", "/tokenize")
+_INFERENCE_PATHS = (b"/v1/", b"/tokenize")
 _HASHED_CHARACTERS = 1024
 """The cost of a check must not depend on what a stranger sends."""
 
@@ -77,21 +74,21 @@ class NodeAccess:
         self._keys = keys
         self._cross_site = CrossSiteCheck(allowed_hosts)
 
-    def check(self, request: web.Request) -> None:
+    def check(self, request: Request) -> None:
         """Raises the CortexError that rejects the request."""
         if request.path != OPEN_PATH or _key_in(request) is not None:
             self._check_caller(request)
-        if request.method in ("GET", "HEAD"):
+        if request.method in (b"GET", b"HEAD"):
             return
-        content_type, origin = request.headers.get("content-type"), request.headers.get("origin")
+        content_type, origin = request.text(b"content-type"), request.text(b"origin")
         if request.path.startswith(_INFERENCE_PATHS):
             check_content_type(content_type, required=origin is not None)
         else:
-            fetch_site = request.headers.get("sec-fetch-site")
-            self._cross_site.check_origin(origin, request.headers.get("host"), fetch_site)
-            check_content_type(content_type, required=request.method != "DELETE")
+            fetch_site = request.text(b"sec-fetch-site")
+            self._cross_site.check_origin(origin, request.text(b"host"), fetch_site)
+            check_content_type(content_type, required=request.method != b"DELETE")
 
-    def admits(self, request: web.Request) -> bool:
+    def admits(self, request: Request) -> bool:
         """Whether the caller may see everything."""
         try:
             self._check_caller(request)
@@ -99,10 +96,10 @@ class NodeAccess:
             return False
         return True
 
-    def _check_caller(self, request: web.Request) -> None:
+    def _check_caller(self, request: Request) -> None:
         if not self._keys.required:
             # A key would show that no web page sent the request. Without keys, the name that it used has to.
-            self._cross_site.check_host(request.headers.get("host"))
+            self._cross_site.check_host(request.text(b"host"))
             return
         given = _key_in(request)
         if given is None:
@@ -111,11 +108,11 @@ class NodeAccess:
             raise InvalidAPIKey("This node does not accept this key: send one of `keys` or `key_file` of its operator.")
 
 
-def _key_in(request: web.Request) -> str | None:
-    authorization = request.headers.get("authorization", "")
+def _key_in(request: Request) -> str | None:
+    authorization = request.text(b"authorization") or ""
     if authorization[:7].lower() == "bearer ":
         return authorization[7:].strip()
-    return request.headers.get("x-api-key")
+    return request.text(b"x-api-key")
 
 
 def _hash(text: str) -> bytes:

@@ -6,58 +6,50 @@ import logging
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
+from cortex.http.request import Headers, Request, loggable
+from cortex.http.server.server import Response
+from cortex.neuron.api.routing import path_of
 from cortex.neuron.text.errors import TextModelError
 from cortex.wire import error_encoding
 from cortex.wire.dialects.registry import family
-from cortex.wire.errors import (
-    CortexError,
-    LoadFailed,
-    MalformedJSON,
-    MethodNotAllowed,
-    RouteNotFound,
-    shorten,
-)
+from cortex.wire.errors import CortexError, Family, LoadFailed
 
 log = logging.getLogger(__name__)
 
 INTERNAL_ERROR = "Internal error of the node; its log has the details."
+JSON: Headers = ((b"content-type", b"application/json"),)
 
 
-def json(value: Any, *, status: int = 200) -> web.Response:
+def json(value: Any, *, status: int = 200) -> Response:
     """`value`, a wire value or plain data, as a JSON response."""
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+    return Response(status, JSON, msgspec.json.encode(value))
 
 
-def error(problem: CortexError, request: web.BaseRequest) -> web.Response:
-    """`problem` in the dialect of the request's path."""
-    shape = family(request.path, is_anthropic="anthropic-version" in request.headers)
-    return web.Response(
-        body=msgspec.json.encode(error_encoding.envelope(problem, shape)),
-        status=error_encoding.status(problem, shape),
-        headers=error_encoding.headers(problem),
-        content_type="application/json",
-    )
+def family_of(request: Request) -> Family:
+    """The dialect family of the request's path."""
+    return family(path_of(request), is_anthropic=request.header(b"anthropic-version") is not None)
 
 
-def error_of(problem: Exception, request: web.Request) -> CortexError:
+def error(problem: CortexError, shape: Family) -> Response:
+    """`problem` in the shape of a dialect family."""
+    headers = [(name.encode(), value.encode()) for name, value in error_encoding.headers(problem).items()]
+    body = msgspec.json.encode(error_encoding.envelope(problem, shape))
+    return Response(error_encoding.status(problem, shape), (*JSON, *headers), body)
+
+
+def rejection(problem: CortexError, path: bytes) -> Response:
+    """`problem` for a client whose request was not read to its end."""
+    return error(problem, family(path.decode("utf-8", "replace")))
+
+
+def error_of(problem: Exception, request: Request) -> CortexError:
     """Any exception of a handler as a CortexError. Unexpected exceptions are logged with their traceback."""
     match problem:
         case CortexError():
             return problem
         case TextModelError():
             return LoadFailed(str(problem))
-        case web.HTTPMethodNotAllowed(allowed_methods=allowed):
-            return MethodNotAllowed(
-                f"{shorten(request.method)} is not allowed on {shorten(request.path)}; "
-                f"use {' or '.join(sorted(allowed))}.",
-                details={"allowed_methods": sorted(allowed)},
-            )
-        case web.HTTPNotFound():
-            return RouteNotFound(f"There is no route {shorten(request.path)}; the API begins at /v1 and /discovery.")
-        case web.HTTPBadRequest() | web.RequestPayloadError():
-            return MalformedJSON(f"The request could not be read: {shorten(str(problem))}. Check its headers and body.")
         case _:
-            log.exception("%s %s failed", request.method, request.path, exc_info=problem)
+            log.exception("%s %s failed", loggable(request.method), loggable(request.path), exc_info=problem)
             return CortexError(INTERNAL_ERROR)

@@ -7,21 +7,18 @@ import errno
 import logging
 import signal
 import socket
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
-from aiohttp import web
-
 from cortex import open_files
-from cortex.http.connection_counts import ConnectionCounts
-from cortex.neuron.api import app
+from cortex.http.limits import ClientLimits
+from cortex.http.server import listener
 from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
-from cortex.neuron.api.connections.client import ConnectionHandler
-from cortex.neuron.api.connections.listener import Listener
-from cortex.neuron.api.connections.peers import PeerConnector
+from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.log_context import common_fields
-from cortex.neuron.config import Limits, NeuronConfig
+from cortex.neuron.api.peers import PeerConnector
+from cortex.neuron.config import NeuronConfig
 from cortex.neuron.config import load as load_config
 from cortex.neuron.node.node import Node, Parts
 from cortex.settings import Listen, SettingsError, stamp
@@ -34,7 +31,8 @@ from cortex.wire.words import duration, plural
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 1024
+_BUFFERED_BYTES = 1 << 30
+"""Request bodies in memory, of all connections together, at least."""
 _FLUSH_S = 2.0
 """How long responses that the node has ended may take to reach their clients."""
 
@@ -47,21 +45,14 @@ class KeyNeeded(SettingsError):
     """Others could use the node without a key; the message says what to do."""
 
 
-def bind(address: Listen) -> socket.socket:
-    """A listening socket. Raises `CannotListen`."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+def bind(address: Listen) -> list[socket.socket]:
+    """Listening sockets. Raises `CannotListen`."""
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address.host, address.port))
-        listener.listen(_BACKLOG)
+        return listener.bind(address.host, address.port)
     except OSError as problem:
-        listener.close()
         if problem.errno == errno.EADDRINUSE:
             raise CannotListen(f"port {address.port} is in use; stop what runs there or set another `port`") from None
         raise CannotListen(f"cannot listen on {address}: {problem.strerror or problem}; correct `listen`") from None
-    listener.setblocking(False)
-    return listener
 
 
 class Front:
@@ -116,29 +107,24 @@ class Front:
         return [file for file in files if file is not None]
 
 
-def accept(
-    runner: web.AppRunner,
-    listener: socket.socket,
-    certificate: ServerCertificate | None = None,
-    limits: Limits | None = None,
-) -> Listener:
-    """Starts to serve on a bound socket, with TLS if there is a certificate. Close the result before
-    `runner.cleanup()`."""
-    server = runner.server
-    if server is None:
-        raise RuntimeError("set the runner up before it accepts")
-    limits = limits or Limits()
+def client_limits(config: NeuronConfig, num_files: int) -> ClientLimits:
+    """The configured limits, converted for the HTTP server of a process that may open `num_files`."""
+    limits = config.limits
     connections = open_files.connections(
-        open_files.limit(),
+        num_files,
         files_each=1,
-        one_of=2,
+        one_of=2,  # a gateway is one client
         in_all=limits.max_connections,
         per_client=limits.max_connections_per_client,
     )
-    counts = ConnectionCounts(connections.in_all, connections.per_client)
-    tls = certificate.context if certificate is not None else None
-    connect = partial(ConnectionHandler, server, limits.head_timeout_s)
-    return Listener(listener, connect, counts, tls, handshake_s=limits.head_timeout_s)
+    body_bytes = config.max_body_mb * 1024 * 1024
+    return ClientLimits(
+        num_connections=connections.in_all,
+        num_connections_per_client=connections.per_client,
+        buffered_bytes=max(_BUFFERED_BYTES, 2 * body_bytes),
+        body_bytes=body_bytes,
+        head_s=limits.head_timeout_s,
+    )
 
 
 async def serve(
@@ -156,7 +142,7 @@ async def serve(
     front = Front(config, path, insecure=insecure)
     tracer = open_tracer(config.telemetry, "neuron")
     loop = asyncio.get_running_loop()
-    listener = bind(config.address)
+    sockets = await asyncio.to_thread(bind, config.address)
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
@@ -165,38 +151,41 @@ async def serve(
         if node.discovery.driver_problem is not None:
             log.warning("%s", node.discovery.driver_problem)
         try:
-            await _serve_node(node, config, front, listener, tracer, stop)
+            await _serve_node(node, config, front, sockets, tracer, stop)
         finally:
             await node.close()
     finally:
         await asyncio.to_thread(tracer.close)
-        listener.close()
+        for listening in sockets:
+            listening.close()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
 async def _serve_node(
-    node: Node, config: NeuronConfig, front: Front, listener: socket.socket, tracer: Tracer, stop: asyncio.Event
+    node: Node,
+    config: NeuronConfig,
+    front: Front,
+    sockets: Sequence[socket.socket],
+    tracer: Tracer,
+    stop: asyncio.Event,
 ) -> None:
     drain_gate = DrainGate()
-    application = app.build(
+    scheme = "http" if front.certificate is None else "https"
+    api = NodeApi(
         node,
         drain_gate,
         keepalive_s=config.keepalive_s,
-        max_body_bytes=config.max_body_mb * 1024 * 1024,
+        limits=client_limits(config, open_files.limit()),
         strip_billing_header=config.strip_billing_header,
         tracer=tracer,
         access=front.access,
+        scheme=scheme,
     )
-    # Cancelling the handler of a disconnected client is what frees its slot, in every phase.
-    runner = web.AppRunner(
-        application, handler_cancellation=True, access_log=None, handle_signals=False, shutdown_timeout=_FLUSH_S
-    )
-    await runner.setup()
-    accepting = accept(runner, listener, front.certificate, config.limits)
+    host, port = api.server.listen_on(sockets, tls=front.certificate.context if front.certificate is not None else None)
     watching = Supervisor().start("watch keys and certificate", front.watch)
     try:
-        log.info("listening on %s", _address(listener, "http" if front.certificate is None else "https"))
+        log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
         await stop.wait()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -209,10 +198,4 @@ async def _serve_node(
     finally:
         watching.cancel()
         await watching.ended()
-        accepting.close()
-        await runner.cleanup()
-
-
-def _address(listener: socket.socket, scheme: str) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        await api.close(_FLUSH_S)

@@ -3,76 +3,91 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-from aiohttp import web
-
-from cortex.tasks import run_once
-from cortex.wire import sse
-
-HEADERS = {
-    "content-type": sse.CONTENT_TYPE,
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+from cortex.http.request import Headers
+from cortex.http.response_head import STREAM_HEADERS
+from cortex.http.server.exchange import Exchange
+from cortex.http.ticker import Ticker
 
 
 class EventStream:
-    """An SSE response. Use as an async context manager.
+    """An SSE response. Use as an async context manager, which ends the response unless it raises.
 
     Nothing is sent before the first write, so that an early error can still be an HTTP error. After `keepalive_s`
     without a write a keepalive is sent, with the headers if they were not sent yet.
     """
 
     def __init__(
-        self, request: web.Request, *, keepalive: bytes, keepalive_s: float, headers: Mapping[str, str]
+        self, exchange: Exchange, ticker: Ticker, *, keepalive: bytes, keepalive_s: float, headers: Headers = ()
     ) -> None:
-        self.response = web.StreamResponse(headers={**HEADERS, **headers})
-        self._request = request
+        self._exchange = exchange
+        self._ticker = ticker
         self._keepalive = keepalive
         self._keepalive_s = keepalive_s
-        self._opening = asyncio.Lock()
-        self._last_write_s = time.monotonic()
-        self._ticker: asyncio.Task[None] | None = None
+        self._headers = (*STREAM_HEADERS, *headers)
+        self._has_written = False
+        """Since the last tick; a flag is cheaper to set for each event than the time."""
+        self._written_at = ticker.loop.time()
+        self._ready: asyncio.Future[None] | None = None
+        """Of a writer that waits until the client has read more."""
 
     @property
     def opened(self) -> bool:
         """Whether the headers were sent; from then on an error can only be an event of the stream."""
-        return self.response.prepared
+        return self._exchange.started
 
     async def __aenter__(self) -> Self:
-        self._ticker = run_once(self._tick(), "keepalives of a stream")
+        self._exchange.listen(self)
+        self._ticker.add(self)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
+        self._ticker.discard(self)
+        if kind is None:
+            if not self._exchange.started:
+                self._exchange.start(200, self._headers)
+            self._exchange.finish()
 
     async def write(self, data: bytes) -> None:
-        """Raises `ConnectionError` when the client has disconnected."""
-        if not self.response.prepared:
-            await self._open()
-        self._last_write_s = time.monotonic()
-        await self.response.write(data)
+        """Returns when the client's buffer has room for more. A no-op after the client has disconnected."""
+        exchange = self._exchange
+        self._has_written = True
+        if exchange.started:
+            exchange.write(data)
+        else:
+            exchange.start(200, self._headers, None, data)
+        if exchange.paused:
+            self._ready = asyncio.get_running_loop().create_future()
+            await self._ready
 
-    async def _open(self) -> None:
-        async with self._opening:
-            if not self.response.prepared:
-                await self.response.prepare(self._request)
+    # --- the ticker's callback
 
-    async def _tick(self) -> None:
-        while True:
-            idle_s = time.monotonic() - self._last_write_s
-            if idle_s < self._keepalive_s:
-                await asyncio.sleep(self._keepalive_s - idle_s)
-                continue
-            try:
-                await self.write(self._keepalive)
-            except ConnectionError:
-                return  # the next `write` raises it too and ends the request
+    def on_tick(self, now: float) -> None:
+        """Send a keepalive if nothing was written for a while and the client reads."""
+        if self._has_written:
+            self._has_written = False
+            self._written_at = now
+        exchange = self._exchange
+        if now - self._written_at < self._keepalive_s or exchange.paused:
+            return
+        self._written_at = now
+        if exchange.started:
+            exchange.write(self._keepalive)
+        else:
+            exchange.start(200, self._headers, None, self._keepalive)
+
+    # --- the listener of the exchange
+
+    def on_client_full(self) -> None:
+        """`write` looks at the exchange."""
+
+    def on_client_ready(self) -> None:
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(None)
+
+    def on_client_disconnected(self) -> None:
+        """The task of the request is cancelled."""

@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 
-from cortex.neuron.api import app
-from cortex.neuron.api.drain_gate import DrainGate
 from cortex.telemetry.spans import Tracer
 from cortex.telemetry.tracing import TelemetrySection, open_tracer
 from cortex.wire.errors import Recovering
+
+from ..served import served
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -23,13 +23,12 @@ def tracer(collector: Any) -> Tracer:
 
 @pytest.fixture
 async def traced(node: Any, tracer: Tracer) -> AsyncIterator[ClientSession]:
-    runner = web.AppRunner(app.build(node, DrainGate(), tracer=tracer), handler_cancellation=True, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0][:2]
-    async with ClientSession(f"http://{host}:{port}", headers={"content-type": "application/json"}) as client:
+    headers = {"content-type": "application/json"}
+    async with (
+        served(node, tracer=tracer) as (host, port),
+        ClientSession(f"http://{host}:{port}", headers=headers) as client,
+    ):
         yield client
-    await runner.cleanup()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -56,7 +56,7 @@ def versions() -> Iterator[Finding]:
 
 def engine() -> Iterator[Finding]:
     """Whether this machine can run a neuron."""
-    missing = [name for name in ("torch", "aiohttp", "tokenizers", "jinja2") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("torch", "tokenizers", "jinja2") if importlib.util.find_spec(name) is None]
     if missing:
         what = f"gateway only: {', '.join(missing)} not installed"
         remedy = "to serve models on this machine: pip install 'cortex-fleet[neuron]'"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from aiohttp import web
-
+from cortex.http.server.server import Response
+from cortex.http.ticker import Ticker
 from cortex.neuron.api import bodies, responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
@@ -19,6 +18,7 @@ from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
 from cortex.neuron.api.log_context import stream_failure
 from cortex.neuron.api.routes.metrics import Metrics, RequestWatch
+from cortex.neuron.api.routing import ApiCall, Handler
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
@@ -33,6 +33,11 @@ from cortex.wire.node.protocol import Dialect as DialectName
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.public_errors import public
 
+_ATTEMPT_ID = our_headers.ATTEMPT_ID.encode()
+_ERROR_DETAILS = our_headers.ERROR_DETAILS.encode()
+_KEPT = kept.HEADER.encode()
+_USAGE = usage_report.HEADER.encode()
+
 
 @dataclass(frozen=True, slots=True)
 class Inference:
@@ -42,37 +47,38 @@ class Inference:
     drain_gate: DrainGate
     metrics: Metrics
     usage_records: UsageRecords
+    ticker: Ticker
     keepalive_s: float
     strip_billing_header: bool
     tracer: Tracer
     parser: BodyParser
 
-    def handler(self, name: DialectName) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def handler(self, name: DialectName) -> Handler:
         """The handler of one dialect's route."""
 
-        async def handle(http: web.Request) -> web.StreamResponse:
+        async def handle(call: ApiCall) -> Response | None:
+            http = call.request
             with self.drain_gate.enter(), self.metrics.watch(name) as watch, traced(self.tracer, http, watch):
-                check_content_type(http.headers.get("content-type"))
-                body = await bodies.body_of(http)
+                check_content_type(http.text(b"content-type"))
                 strip_billing = bodies.strips_billing(http, self.strip_billing_header)
-                packed = await self.parser.parse(name, body, bodies.client_of(http), strip_billing=strip_billing)
+                packed = await self.parser.parse(name, http.body, bodies.client_of(http), strip_billing=strip_billing)
                 self.backend.model(packed.head.model)
                 watch.model = packed.head.model
                 try:
-                    return await self._respond(http, DIALECTS[name], packed, watch)
-                except (asyncio.CancelledError, ConnectionError):
-                    if attempt_id := http.headers.get(our_headers.ATTEMPT_ID, ""):
+                    return await self._respond(call, DIALECTS[name], packed, watch)
+                except asyncio.CancelledError:
+                    if attempt_id := http.text(_ATTEMPT_ID):
                         self.usage_records.add(attempt_id, watch.usage())
                     raise
 
         return handle
 
     async def _respond(
-        self, http: web.Request, dialect: Dialect, packed: PackedRequest, watch: RequestWatch
-    ) -> web.StreamResponse:
-        request = packed.head
+        self, call: ApiCall, dialect: Dialect, packed: PackedRequest, watch: RequestWatch
+    ) -> Response | None:
+        http, request = call.request, packed.head
         id = dialect.ID_PREFIX + uuid.uuid4().hex
-        if dialect is openai_responses and (stored := kept.from_header(http.headers.get(kept.HEADER, ""))):
+        if dialect is openai_responses and (stored := kept.from_header(http.text(_KEPT) or "")):
             id, request = stored.id, stored.described(request)
         created = int(time.time())
         principal = bodies.principal_of(http)
@@ -87,7 +93,7 @@ class Inference:
         )
         watch.phase = lambda: session.phase
         watch.usage = lambda: session.usage
-        headers = our_headers.notes(request)
+        headers = [(name.encode(), value.encode()) for name, value in our_headers.notes(request).items()]
         if not request.stream:
             events: list[AnyEvent] = []
             async with aclosing(session.events()) as batches:
@@ -96,31 +102,28 @@ class Inference:
                     events += batch
             body = dialect.fold(events, request, id=id, created=created, model=request.model)
             if principal:
-                headers[usage_report.HEADER] = usage_report.header_value(session.usage)
-            return web.Response(body=body, content_type="application/json", headers=headers)
+                headers.append((_USAGE, usage_report.header_value(session.usage).encode()))
+            return Response(200, (*responses.JSON, *headers), body)
 
         encoder: EventEncoder = dialect.Encoder(request, id=id, created=created, model=request.model)
         if principal:
             encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.num_choices)
-        async with EventStream(
-            http, keepalive=dialect.KEEPALIVE, keepalive_s=self.keepalive_s, headers=headers
-        ) as stream:
+        keepalive, keepalive_s = dialect.KEEPALIVE, self.keepalive_s
+        stream = EventStream(call.exchange, self.ticker, keepalive=keepalive, keepalive_s=keepalive_s, headers=headers)
+        async with stream:
             try:
                 async with aclosing(session.events()) as batches:
                     async for batch in batches:
                         watch.observe(batch)
                         if data := b"".join(map(encoder.encode, batch)):
                             await stream.write(data)
-            except ConnectionError:
-                raise  # the client has disconnected
             except Exception as problem:
                 if not stream.opened:
                     raise
                 error = responses.error_of(problem, http)
                 watch.failed(error)
                 stream_failure.set(f" failed {error.code}: {error.message}")
-                hides_details = http.headers.get(our_headers.ERROR_DETAILS) == our_headers.NO_DETAILS
+                hides_details = http.text(_ERROR_DETAILS) == our_headers.NO_DETAILS
                 shown = public(error) if hides_details else error
                 await stream.write(encoder.encode(Failure(code=shown.code, message=shown.message)))
-        await stream.response.write_eof()
-        return stream.response
+        return None

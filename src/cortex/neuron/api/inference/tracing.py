@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aiohttp import web
-
+from cortex.http.request import Request, loggable
 from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.routes.metrics import RequestWatch
 from cortex.telemetry.spans import Span, Tracer
@@ -17,10 +16,9 @@ from cortex.wire.response import total_usage
 
 
 @contextmanager
-def traced(tracer: Tracer, http: web.Request, watch: RequestWatch) -> Iterator[None]:
+def traced(tracer: Tracer, http: Request, watch: RequestWatch) -> Iterator[None]:
     """Continues the caller's trace with a span, which records at the end what `watch` has observed."""
-    given = http.headers.get("traceparent")
-    span = tracer.begin(f"POST {http.path}", None if given is None else given.encode("latin-1", "replace"))
+    span = tracer.begin(f"POST {loggable(http.path)}", http.header(b"traceparent"))
     error: str | None = None
     try:
         yield
@@ -28,7 +26,7 @@ def traced(tracer: Tracer, http: web.Request, watch: RequestWatch) -> Iterator[N
     except CortexError as problem:
         error = problem.code
         raise
-    except (asyncio.CancelledError, ConnectionError):
+    except asyncio.CancelledError:
         error = "client_disconnected"
         raise
     except Exception:

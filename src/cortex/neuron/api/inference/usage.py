@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from aiohttp import web
-
+from cortex.http.server.server import Response
 from cortex.neuron.api import responses
+from cortex.neuron.api.routing import ApiCall, Route
 from cortex.wire.dialects.registry import EventEncoder
 from cortex.wire.errors import RouteNotFound, shorten
 from cortex.wire.events import AnyEvent, Failure, Finish, Usage
@@ -51,8 +51,8 @@ class UsageRecords:
         self._records: dict[str, Usage] = {}
         self._awaited: dict[str, asyncio.Future[Usage]] = {}
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.get("/requests/{id:.+}/usage", self.get)]
+    def routes(self) -> list[Route]:
+        return [Route("GET", "/requests/(?P<id>.+)/usage", self.get)]
 
     def add(self, attempt_id: str, usage: Usage) -> None:
         awaited = self._awaited.get(attempt_id)
@@ -63,8 +63,8 @@ class UsageRecords:
             del self._records[next(iter(self._records))]
         self._records[attempt_id] = usage
 
-    async def get(self, request: web.Request) -> web.Response:
-        attempt_id = request.match_info["id"]
+    async def get(self, call: ApiCall) -> Response:
+        attempt_id = call.values["id"]
         usage = self._records.pop(attempt_id, None) or await self._wait_for(attempt_id)
         if usage is None:
             raise RouteNotFound(

@@ -62,7 +62,7 @@ class Metrics:
         except CortexError as error:
             watch.failed(error)
             raise
-        except (asyncio.CancelledError, ConnectionError):
+        except asyncio.CancelledError:
             outcome = "disconnected"
             self.disconnects.labels(watch.model, watch.phase()).inc()
             if not watch.finishes:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from aiohttp import web
-
+from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.routing import ApiCall, Route
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.model_list import model_list
 from cortex.wire.node.protocol import ModelState, ModelStatus
@@ -22,20 +22,20 @@ class ModelRoutes:
     created: int = field(default_factory=lambda: int(time.time()))
     """The SDKs require a date; the start of the node is the best one known."""
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[Route]:
         return [
-            web.get("/v1/models", self.list),
-            web.get("/v1/models/{id:.+}", self.entry),
-            web.post("/v1/embeddings", self.embeddings),
+            Route("GET", "/v1/models", self.list),
+            Route("GET", "/v1/models/(?P<id>.+)", self.entry),
+            Route("POST", "/v1/embeddings", self.embeddings),
         ]
 
-    async def list(self, request: web.Request) -> web.Response:
-        return responses.json(model_list([self._body(status) for status in self.backend.models()], request.query.get))
+    async def list(self, call: ApiCall) -> Response:
+        return responses.json(model_list([self._body(status) for status in self.backend.models()], call.query))
 
-    async def entry(self, request: web.Request) -> web.Response:
-        return responses.json(self._body(self.backend.model(request.match_info["id"])))
+    async def entry(self, call: ApiCall) -> Response:
+        return responses.json(self._body(self.backend.model(call.values["id"])))
 
-    async def embeddings(self, _: web.Request) -> web.Response:
+    async def embeddings(self, _: ApiCall) -> Response:
         raise UnsupportedModality("No model on this node supports embeddings; use a node whose models do.")
 
     def _body(self, status: ModelStatus) -> dict[str, Any]:

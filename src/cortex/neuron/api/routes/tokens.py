@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aiohttp import web
-
+from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.bodies import body_of, client_of, principal_of, strips_billing
+from cortex.neuron.api.bodies import client_of, principal_of, strips_billing
+from cortex.neuron.api.routing import ApiCall, Route
 from cortex.parsing.parser import BodyParser
 from cortex.wire.packed_request import PackedRequest
 
@@ -19,31 +19,34 @@ class Tokens:
     strip_billing_header: bool
     parser: BodyParser
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[Route]:
         return [
-            web.post("/tokenize", self.tokenize),
-            web.post("/v1/messages/count_tokens", self.count),
-            web.post("/v1/responses/input_tokens", self.count_responses),
+            Route("POST", "/tokenize", self.tokenize),
+            Route("POST", "/v1/messages/count_tokens", self.count),
+            Route("POST", "/v1/responses/input_tokens", self.count_responses),
         ]
 
-    async def count(self, request: web.Request) -> web.Response:
+    async def count(self, call: ApiCall) -> Response:
+        request = call.request
         strip_billing = strips_billing(request, self.strip_billing_header)
         counted = await self.parser.parse(
-            "anthropic_messages", await body_of(request), client_of(request), strip_billing=strip_billing
+            "anthropic_messages", request.body, client_of(request), strip_billing=strip_billing
         )
         self.backend.model(counted.head.model)
         num_tokens = await self.backend.prompts.count_tokens(counted, principal=principal_of(request))
         return responses.json({"input_tokens": num_tokens})
 
-    async def count_responses(self, request: web.Request) -> web.Response:
-        counted = await self.parser.parse("openai_responses", await body_of(request), client_of(request))
+    async def count_responses(self, call: ApiCall) -> Response:
+        request = call.request
+        counted = await self.parser.parse("openai_responses", request.body, client_of(request))
         self.backend.model(counted.head.model)
         num_tokens = await self.backend.prompts.count_tokens(counted, principal=principal_of(request))
         return responses.json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
-    async def tokenize(self, request: web.Request) -> web.Response:
+    async def tokenize(self, call: ApiCall) -> Response:
         """`prompt` (or `text`) as it is, or `messages` through the model's template."""
-        parsed = await self.parser.parse_tokenize(await body_of(request), client_of(request))
+        request = call.request
+        parsed = await self.parser.parse_tokenize(request.body, client_of(request))
         principal = principal_of(request)
         if isinstance(parsed, PackedRequest):
             model = parsed.head.model

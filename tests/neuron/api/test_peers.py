@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from cortex.neuron.api import app, server
+from cortex.neuron.api import peers as peer_connections
 from cortex.neuron.api.access import NodeKeys
-from cortex.neuron.api.connections import peers as peer_connections
-from cortex.neuron.api.connections.peers import PeerConnector
-from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.peers import PeerConnector
 from cortex.neuron.api.server import Front
 from cortex.neuron.config import NeuronConfig, PeerEntry
 from cortex.neuron.node.spanning.protocol import PeerRejected, PeerUnreachable
 from cortex.settings import Listen
+
+from .served import served
 
 KEY = "nk-0123456789abcdef"
 CONNECTOR = PeerConnector(Path())
@@ -87,16 +86,15 @@ async def test_certificate_of_the_peer_is_verified(node: Any, authority: Any) ->
     issued = authority.issue("neuron")
     config = NeuronConfig(listen=Listen("127.0.0.1:0"), tls_cert=issued.cert, tls_key=issued.key)
     front = Front(config, None, insecure=False)
-    runner = web.AppRunner(app.build(node, DrainGate(), access=front.access), access_log=None)
-    await runner.setup()
-    accepting = server.accept(runner, server.bind(config.address), front.certificate)
-    endpoint = f"https://localhost:{accepting.socket.getsockname()[1]}"
+    assert front.certificate is not None
     connector = PeerConnector(authority.own.cert.parent)
-    connection = await connector.connect(peer(endpoint, ca_file=Path(authority.own.cert.name)))
-    await connection.close()
-    with pytest.raises(PeerUnreachable, match="certificate"):
-        await connector.connect(peer(endpoint))
-    with pytest.raises(PeerRejected, match="ca_file"):
-        await connector.connect(peer(endpoint, ca_file=Path("absent.pem")))
-    accepting.close()
-    await runner.cleanup()
+    async with served(node, tls=front.certificate.context, access=front.access) as (_, port):
+        endpoint = f"https://localhost:{port}"
+        connection = await connector.connect(peer(endpoint, ca_file=Path(authority.own.cert.name)))
+        await connection.send(b"hello")
+        assert await anext(aiter(connection)) == b"hello"
+        await connection.close()
+        with pytest.raises(PeerUnreachable, match="certificate"):
+            await connector.connect(peer(endpoint))
+        with pytest.raises(PeerRejected, match="ca_file"):
+            await connector.connect(peer(endpoint, ca_file=Path("absent.pem")))

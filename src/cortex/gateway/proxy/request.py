@@ -12,7 +12,6 @@ from urllib.parse import quote
 
 import msgspec
 
-from cortex.fleet.prefixes import MAX_PREFIX_BYTES
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
@@ -36,6 +35,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import NotAdmitted, UpstreamFault
 from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.envelope import Envelope
+from cortex.routing.prefixes import MAX_PREFIX_BYTES
 from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES
 from cortex.neuron.kernels.products.cpu_layout import CpuForm
 from cortex.neuron.kernels.quantised.recipes import RECIPES
+from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loader import quantised_footprints
 from cortex.neuron.node.loading.preflight import inspect
 from cortex.wire.node.protocol import Device
 
@@ -149,7 +150,8 @@ def test_dense_weights_are_forecast_in_every_quantised_form_that_a_gpu_can_give_
     FAMILIES["llama"]().save_pretrained(tmp_path)
     facts, forecaster = inspect(tmp_path), forecast(max_num_seqs=8)
     devices = (gpu(24 * GIB),)
-    found = quantised_footprints(forecaster, model_at(tmp_path), facts, devices)
+    engine = EngineHarness(forecaster.config, cast(Any, SimpleNamespace(all=devices)), forecaster, cast(Any, None))
+    found = engine.quantised(model_at(tmp_path), facts)
     dense = forecaster.footprint(model_at(tmp_path), facts, devices)
     assert set(found) == set(RECIPES)
     least = [found[name].least_bytes for name in ("q4_k", "q5_k", "q6_k", "q8_0")]
@@ -157,7 +159,7 @@ def test_dense_weights_are_forecast_in_every_quantised_form_that_a_gpu_can_give_
     assert least[0] < dense.least_bytes
     for name, footprint in found.items():
         assert footprint == forecaster.footprint(model_at(tmp_path), inspect(tmp_path, name), devices)
-    assert quantised_footprints(forecaster, model_at(tmp_path), inspect(tmp_path, "q4"), devices) == {}
+    assert engine.quantised(model_at(tmp_path), inspect(tmp_path, "q4")) == {}
 
 
 def test_footprint_covers_only_the_allowed_devices(tmp_path: Path) -> None:

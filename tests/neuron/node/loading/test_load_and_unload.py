@@ -12,7 +12,8 @@ from faulty_models import models, running_node, write_model
 
 from cortex.neuron.engine.memory.dtypes import likely_cpu_form
 from cortex.neuron.kernels.products.cpu_layout import CpuForm
-from cortex.neuron.node.loading.forecast import Footprint, Forecast
+from cortex.neuron.node.harness.estimates import Footprint
+from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader, Survey
 from cortex.neuron.node.loading.preflight import ModelFacts

@@ -300,7 +300,10 @@ def test_detects_a_forbidden_import(tmp_path: Path, file: str, code: str, expect
     [
         ("neuron/engine/x.py", "def f():\n    import llguidance"),
         ("neuron/engine/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import msgspec"),
-        ("gateway/x.py", "from ..fleet import queueing\nfrom cortex.wire import errors\nfrom cortex import __version__"),
+        (
+            "gateway/x.py",
+            "from ..fleet import queueing\nfrom cortex.wire import errors\nfrom cortex import __version__",
+        ),
         ("cli/x.py", "from cortex.neuron.api import app\nfrom cortex.gateway import config"),
     ],
 )

@@ -51,7 +51,7 @@ class ModelCallbacks:
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A request from `submit` to its end."""
+    """A request from `generate` to its end."""
 
     request: EngineRequest
     generation: Generation
@@ -124,7 +124,7 @@ class Instance:
 
     # Requests
 
-    def submit(self, request: EngineRequest) -> Generation:
+    def generate(self, request: EngineRequest) -> Generation:
         """Starts or queues a request.
 
         Raises Overloaded when the queue is full or the model is being unloaded, ContextLengthExceeded
@@ -239,7 +239,7 @@ class Instance:
     # Drain, sleep and unload
 
     def close_admission(self, error: CortexError) -> None:
-        """From now on `submit` raises `error`; requests in the queue end with it at once."""
+        """From now on `generate` raises `error`; requests in the queue end with it at once."""
         self._closed = error
         for queued in self._admission.clear():
             waiting = next(each for each in self._requests.values() if each.queued is queued)

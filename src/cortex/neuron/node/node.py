@@ -251,13 +251,13 @@ class Node:
             self.files.forget_if_absent(controller.model)
         return status
 
-    def submit(self, model_id: str, request: EngineRequest) -> Generation:
+    def generate(self, model_id: str, request: EngineRequest) -> Generation:
         """Starts or queues a request for a model that is ready.
 
         Raises ModelNotFound, Overloaded, Recovering, ShuttingDown, LoadFailed or ContextLengthExceeded.
         """
         self._check_open()
-        return self._models.controller(model_id).serving_instance().submit(request)
+        return self._models.controller(model_id).serving_instance().generate(request)
 
     async def host_share(self, connection: Connection) -> None:
         """Holds a part of a model that another node leads, for as long as its connection lasts."""

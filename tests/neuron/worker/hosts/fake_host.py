@@ -20,7 +20,7 @@ class FakeHost:
 
     def __init__(self, index: int, calls: list[str] | None = None) -> None:
         self.index = index
-        self.device_indices = (index,)
+        self.device_indices: tuple[int, ...] = (index,)
         self.replica_devices = ((index,),)
         self.freed_at_s = float(index)
         self.resident: Resident | None = None

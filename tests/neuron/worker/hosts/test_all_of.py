@@ -59,15 +59,14 @@ async def test_all_are_counted_together_and_the_leader_gets_the_requests(
 
 
 async def test_part_on_another_node_counts_nothing_here(sink: RecordingSink, ranks: list[FakeHost]) -> None:
-    elsewhere = FakeHost(9)
+    class Elsewhere(FakeHost):
+        async def load(self, sink: ModelSink) -> Resident:
+            self.resident = Resident(INFO, measured_bytes=0, process_bytes=0)
+            return self.resident
+
+    elsewhere = Elsewhere(9)
     elsewhere.device_indices = ()
     host = AllOf(ranks[0], [elsewhere], DeviceClaims().new("m", (1,), spans=True), contextlib.nullcontext())
-
-    async def load(_: ModelSink) -> Resident:
-        elsewhere.resident = Resident(INFO, measured_bytes=0, process_bytes=0)
-        return elsewhere.resident
-
-    elsewhere.load = load  # type: ignore[method-assign]
     resident = await host.load(sink)
     assert (host.device_indices, resident.device_bytes(1)) == ((1,), (20,))
 
@@ -127,12 +126,11 @@ async def test_failed_load_reports_its_cause_and_leaves_nothing(
 async def test_load_without_a_rendezvous_releases_devices_and_prepared_parts(
     ranks: list[FakeHost], calls: list[str], sink: RecordingSink, claims: DeviceClaims
 ) -> None:
-    @contextlib.contextmanager
-    def full():  # type: ignore[no-untyped-def]
-        raise LoadRejected(FaultKind.REQUEST, "no space left")
-        yield
+    class Full(contextlib.nullcontext[None]):
+        def __enter__(self) -> None:
+            raise LoadRejected(FaultKind.REQUEST, "no space left")
 
-    host = AllOf(ranks[0], ranks[1:], claims.new("m", (1, 4, 6), spans=True), full())
+    host = AllOf(ranks[0], ranks[1:], claims.new("m", (1, 4, 6), spans=True), Full())
     ranks[2].resident = Resident(INFO, 0, 0)  # on another node
     with pytest.raises(LoadRejected, match="no space left"):
         await host.load(sink)

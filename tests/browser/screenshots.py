@@ -31,8 +31,8 @@ from cortex.wire.node.protocol import (
     ModelLoad,
     ModelState,
     Progress,
-    SamplingDefaults,
 )
+from cortex.wire.node.sampling import SamplingDefaults
 
 from ..gateway.fake_neuron import GB
 from . import chromium

@@ -32,9 +32,9 @@ from cortex.wire.node.protocol import (
     ModelStatus,
     Progress,
     PullStatus,
-    SamplingDefaults,
     UnloadRequest,
 )
+from cortex.wire.node.sampling import SamplingDefaults
 
 GB = 1 << 30
 JSON = {"content-type": "application/json"}

@@ -38,9 +38,9 @@ from cortex.wire.node.protocol import (
     ModelStatus,
     NodeEvent,
     PullStatus,
-    SamplingDefaults,
     UnloadRequest,
 )
+from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.prompt_overflow import prompt_too_long
 

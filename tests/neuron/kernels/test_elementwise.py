@@ -16,7 +16,10 @@ def test_rms_norm_matches_its_reference(
 ) -> None:
     x = torch.randn(shape, device=device, dtype=dtype)
     weight = torch.randn(shape[-1], device=device, dtype=dtype)
-    assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x.float(), weight.float(), 1e-6))
+    expected = rms_norm_reference(x.float(), weight.float(), 1e-6)
+    assert_close(rms_norm(x, weight, 1e-6), expected)
+    residual = torch.randn(shape, device=device, dtype=dtype)
+    assert_close(rms_norm(x, weight, 1e-6, residual), expected + residual.float())
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 2048), (3, 7, 128), (2, 33)])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cortex.neuron.layers.configs import NormConfig
 from cortex.neuron.layers.embedding import Head
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
@@ -12,7 +13,7 @@ VOCAB, HIDDEN = 300, 64
 
 def make(dtype: torch.dtype) -> tuple[Head, RMSNorm, torch.Tensor]:
     parameters = Parameters(torch.device("cpu"), dtype)
-    head, norm = Head(parameters, VOCAB, HIDDEN, "head", None), RMSNorm(parameters, HIDDEN, 1e-6, "norm")
+    head, norm = Head(parameters, VOCAB, HIDDEN, "head", None), RMSNorm(parameters, HIDDEN, NormConfig(1e-6), "norm")
     # The rows of the matrix share a large component, so the logits are large compared to their differences.
     head.weight.copy_(torch.randn(VOCAB, HIDDEN) * 0.1 + torch.randn(HIDDEN).sign())
     norm.weight.fill_(1.0)

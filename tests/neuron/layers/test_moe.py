@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from cortex.neuron.layers.configs import MoEConfig
+from cortex.neuron.layers.configs import MoEConfig, NormConfig
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
@@ -39,7 +39,7 @@ def layer_like(block: Qwen3NextSparseMoeBlock, device: torch.device = CPU) -> tu
     shared = block.shared_expert.down_proj.weight.shape[1]
     parameters = Parameters(device, torch.float32)
     layer = MoE(parameters, MoEConfig(HIDDEN, INNER, EXPERTS, TOP_K, True, shared), "mlp")
-    return layer, RMSNorm(parameters, HIDDEN, 1e-6, "norm"), parameters
+    return layer, RMSNorm(parameters, HIDDEN, NormConfig(1e-6), "norm"), parameters
 
 
 def stacked(block: Qwen3NextSparseMoeBlock) -> Tensors:
@@ -74,7 +74,7 @@ def test_output_matches_the_reference_block_for_every_storage_form(
     fill(parameters, stored(block))
     hidden = torch.randn(tokens, HIDDEN)
     expected = hidden + block(norm(hidden)[None])[0]
-    torch.testing.assert_close(layer(hidden, norm), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(layer(hidden, norm, hidden), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_bindings_use_every_tensor_of_a_checkpoint_and_no_other(block: Qwen3NextSparseMoeBlock) -> None:

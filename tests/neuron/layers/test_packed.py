@@ -10,6 +10,7 @@ import torch
 from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, unpacked
+from cortex.neuron.layers.configs import NormConfig
 from cortex.neuron.layers.embedding import Embedding, Head
 from cortex.neuron.layers.linear import GatedLinear, Linear
 from cortex.neuron.layers.norm import RMSNorm
@@ -39,7 +40,7 @@ def fill(parameters: Parameters) -> dict[str, torch.Tensor]:
 
 def test_projections_of_mixed_formats_equal_the_dense_product() -> None:
     parameters = parameters_for({"q.weight": layouts.Q4, "k.weight": layouts.Q4, "v.weight": layouts.Q6})
-    norm = RMSNorm(parameters, INPUTS, 1e-6, "norm.weight")
+    norm = RMSNorm(parameters, INPUTS, NormConfig(1e-6), "norm.weight")
     linear = Linear(parameters, INPUTS, {"q": 48, "k": 16, "v": 16}, bias=True)
     dense = fill(parameters)
     assert linear.packed is not None
@@ -58,7 +59,7 @@ def test_one_unpacked_projection_makes_all_of_them_dense() -> None:
 
 def test_gated_projections_equal_the_dense_product() -> None:
     parameters = parameters_for({"gate.weight": layouts.Q5, "up.weight": layouts.Q8})
-    norm = RMSNorm(parameters, INPUTS, 1e-6, "norm.weight")
+    norm = RMSNorm(parameters, INPUTS, NormConfig(1e-6), "norm.weight")
     gated = GatedLinear(parameters, INPUTS, 32, "gate", "up")
     dense = fill(parameters)
     x = torch.randn(2, INPUTS)
@@ -68,7 +69,7 @@ def test_gated_projections_equal_the_dense_product() -> None:
 
 def test_tied_head_multiplies_with_the_packed_embedding() -> None:
     parameters = parameters_for({"embed.weight": layouts.Q8})
-    norm = RMSNorm(parameters, INPUTS, 1e-6, "norm.weight")
+    norm = RMSNorm(parameters, INPUTS, NormConfig(1e-6), "norm.weight")
     embedding = Embedding(parameters, 40, INPUTS, "embed.weight")
     head = Head(parameters, 40, INPUTS, "lm_head", embedding)
     weight = fill(parameters)["embed.weight"]

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from cortex.neuron.layers import configs
-from cortex.neuron.layers.rope import RopeTable, inverse_frequencies
+from cortex.neuron.layers.rope import inverse_frequencies, rope_table
 from cortex.neuron.models.config import read_rope
 from cortex.neuron.models.errors import UnsupportedModel
 
@@ -67,7 +67,7 @@ def test_frequencies_match_the_reference_library(name: str, theta: float, head_d
 @pytest.mark.parametrize("name", SCALINGS)
 def test_table_matches_cosines_and_sines_of_the_reference_library(name: str) -> None:
     config = reference_config(SCALINGS[name], 10_000.0, 32)
-    table = RopeTable(read_rope(config.to_dict(), 32), 300, torch.device("cpu")).table
+    table = rope_table(read_rope(config.to_dict(), 32), 300, torch.device("cpu"))
     cosine, sine = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(300)[None])
     torch.testing.assert_close(table, torch.cat((cosine[0, :, :16], sine[0, :, :16]), dim=1), rtol=1e-4, atol=1e-4)
 

@@ -31,7 +31,7 @@ NUM_TOKENS = 20
 def load(checkpoint: Checkpoint, packing: PackingOffer) -> LoadedModel:
     def fill(parameters: Parameters) -> None:
         placements = [
-            Placement(binding.source, binding.destination, transform=binding.transform)
+            Placement(binding.source, binding.destination, transform=binding.transform, shape=binding.shape)
             for binding in parameters.bindings_from(checkpoint.tensors)
         ]
         packed = [

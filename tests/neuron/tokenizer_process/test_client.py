@@ -23,6 +23,7 @@ from cortex.ipc.pool import WorkerPool
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare
+from cortex.neuron.text.template import chat_template
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.neuron.tokenizer_process.client import TokenizerClient
@@ -291,6 +292,39 @@ async def test_errors_of_a_request_keep_their_code_and_details(tokenizer: Tokeni
     assert too_large.value.param == "response_format"
 
 
+CHAIN = 20_000
+"""References that follow one another. The grammar library recurses along them until the stack overflows."""
+CHAINS = (
+    OutputFormat(
+        kind="grammar",
+        text="".join(f't{i} ::= "a" t{i + 1}\n' for i in range(CHAIN)) + f"t{CHAIN} ::= root\nroot ::= t0",
+    ),
+    OutputFormat(
+        kind="grammar", text="start: T0\n" + "".join(f"T{i}: T{i + 1}\n" for i in range(CHAIN)) + f'T{CHAIN}: "a"'
+    ),
+    OutputFormat(
+        kind="json_schema",
+        schema={
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(CHAIN)} | {str(CHAIN): {}},
+        },
+    ),
+)
+
+
+@pytest.mark.parametrize("output", CHAINS, ids=["gbnf", "lark", "schema"])
+async def test_grammar_that_overflows_the_stack_is_rejected_alone(
+    tokenizer: TokenizerClient, output: OutputFormat
+) -> None:
+    asked = GenerateRequest(model="m", prompt="x", output=output)
+    await tokenizer.read()
+    process_id = process_of(tokenizer)
+    with pytest.raises(PreparationLimitExceeded, match="chains of references"):
+        await tokenizer.prepare(pack(asked).whole, NO_RULES, is_long=True)
+    assert await encode(tokenizer, "a")
+    assert process_of(tokenizer) == process_id
+
+
 DAEMON = """
     import asyncio, pathlib, sys
     from cortex.neuron.tokenizer_process.client import TokenizerClient
@@ -318,3 +352,36 @@ async def test_process_ends_when_its_daemon_is_killed(model: Path, when: str) ->
     daemon.kill()
     daemon.wait(60)
     await until(lambda: not alive(process_id))
+
+
+FOLDED_FOR_EVER = "{{ (7**99999999) % 7 }}"
+FOLDED_TO_GIGABYTES = '{{ "a"*2999999999 }}'
+
+
+async def test_template_that_compiles_for_ever_is_an_error_of_its_file(model: Path) -> None:
+    """Jinja computes constants while it compiles a template."""
+    write_model(model, chat_template=FOLDED_FOR_EVER)
+    tokenizer = TokenizerClient(model, read_s=3.0)
+    with pytest.raises(TextFileMalformed, match=r"takes more than 3 s .*text\.timeout_s"):
+        await tokenizer.read()
+    assert tokenizer.process_id is None
+    await tokenizer.close()
+
+
+async def test_template_whose_constants_take_gigabytes_rejects_requests_within_its_memory(model: Path) -> None:
+    write_model(model, chat_template=FOLDED_TO_GIGABYTES)
+    tokenizer = TokenizerClient(model, memory_bytes=512 << 20)
+    await tokenizer.read()
+    with pytest.raises(PreparationLimitExceeded, match=r"text\.memory_mb"):
+        await tokenizer.prepare(pack(user_request("hi")).whole, NO_RULES, is_long=False)
+    await tokenizer.close()
+
+
+async def test_daemon_side_of_a_text_compiles_no_template(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = TokenizerClient(model)
+    monkeypatch.setattr(chat_template, "_ENVIRONMENT", None)
+    text = await tokenizer.read()
+    assert text.capabilities.tools
+    prepared = await tokenizer.prepare(pack(user_request("hi")).whole, NO_RULES, is_long=False)
+    assert text.parser(user_request("hi"), prepared.prompts[0])
+    await tokenizer.close()

@@ -12,10 +12,14 @@ MAX_SMALL_ELEMENTS = 1 << 14
 """Up to this size, a CPU spends more time on launching operations than on the elements."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [..., size], any strides, last dimension contiguous → same shape, contiguous."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """x: [..., size], any strides, last dimension contiguous → same shape, contiguous.
+
+    The result is added to `residual`, which is contiguous and of the same shape.
+    """
     if not has_kernels(x):
-        return (rms_norm_small if x.numel() <= MAX_SMALL_ELEMENTS else rms_norm_reference)(x, weight, eps)
+        normed = (rms_norm_small if x.numel() <= MAX_SMALL_ELEMENTS else rms_norm_reference)(x, weight, eps)
+        return normed if residual is None else normed.add_(residual)
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
@@ -23,11 +27,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _rms_norm_kernel[(len(rows),)](
         rows,
         weight,
+        residual,
         out,
         rows.stride(0),
         size,
         eps,
         BLOCK=block,
+        ADD=residual is not None,
         num_warps=max(1, min(8, block // 512)),
         **launch_options(x.device),
     )
@@ -68,7 +74,9 @@ _SIGNS = torch.tensor([[1.0], [-1.0]])
 
 
 @jit
-def _rms_norm_kernel(x, weight, out, stride, size, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _rms_norm_kernel(
+    x, weight, residual, out, stride, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr
+):
     if OVERLAP:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -79,4 +87,7 @@ def _rms_norm_kernel(x, weight, out, stride, size, eps, BLOCK: tl.constexpr, OVE
         gdc_wait()
     values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-    tl.store(out + row * size + column, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
+    normed = values * scale * gain
+    if ADD:
+        normed += tl.load(residual + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + column, normed.to(out.dtype.element_ty), mask=inside)

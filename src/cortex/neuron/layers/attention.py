@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.attention.paged import attention
+from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.layers.configs import AttentionConfig
+from cortex.neuron.layers.configs import AttentionConfig, QueryGrowth
 from cortex.neuron.layers.linear import Linear, RowParallelLinear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
-from cortex.neuron.layers.rope import RopeTable
+from cortex.neuron.layers.rope import RopeTables
 
 
 class LayerCache:
@@ -28,49 +29,71 @@ class Attention:
 
     cache: LayerCache
 
-    def __init__(self, parameters: Parameters, config: AttentionConfig, rope: RopeTable, prefix: str) -> None:
+    def __init__(self, parameters: Parameters, config: AttentionConfig, ropes: RopeTables, prefix: str) -> None:
         self.config = config
-        q = config.heads * config.head_dim
-        kv = config.kv_heads * config.head_dim
-        self.qkv = Linear(
-            parameters,
-            config.hidden,
-            {f"{prefix}.q_proj": q * (2 if config.gated else 1), f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv},
-            bias=config.bias,
-        )
+        self._group = parameters.group
+        self.qkv = Linear(parameters, config.hidden, config.input_rows(prefix), bias=config.bias)
         self.heads = [rows // config.head_dim for rows in self.qkv.splits]
         self.num_heads = sum(self.heads)
+        q = config.heads * config.head_dim
         self.output = RowParallelLinear(parameters, q, {f"{prefix}.o_proj": config.hidden}, bias=config.output_bias)
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm, self.k_norm = (
-                RMSNorm(
-                    parameters,
-                    config.head_dim,
-                    config.norm_eps,
-                    f"{prefix}.{name}.weight",
-                    zero_centred=config.zero_centred_norm,
-                )
-                for name in ("q_norm", "k_norm")
-            )
+        table, norm = ropes[config.rope], config.qk_norm
+        norms: list[RMSNorm] = []
+        if norm is not None:
+            sizes = config.norm_sizes(prefix)
+            norms = [RMSNorm(parameters, size, norm.norm, f"{name}.weight") for name, size in sizes.items()]
+        self._wide_norms = norms if norm is not None and norm.spans_heads else []
+        self._early_rope = table if norm is not None and norm.after_rope else None
+        weights = [None, None] if not norms or self._wide_norms else [part.weight for part in norms]
         self.rules = AttentionRules(
-            scale=config.head_dim**-0.5,
-            rope=rope.table,
-            q_scale=self.q_norm.weight if self.q_norm else None,
-            k_scale=self.k_norm.weight if self.k_norm else None,
-            eps=config.norm_eps,
+            scale=config.scale,
+            rope=table if self._early_rope is None else ropes[None],
+            q_scale=weights[0],
+            k_scale=weights[1],
+            eps=norm.norm.eps if norm is not None else 0.0,
             window=config.window,
         )
+        self._growth = None
+        if config.query_growth is not None and ropes.num_positions > config.query_growth.trained_tokens:
+            self._growth = query_growth(config.query_growth, ropes.num_positions, parameters.device)
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm, batch: Batch) -> Tensor:
-        """hidden: [tokens, hidden] → hidden + attention(norm(hidden))"""
+    def __call__(self, x: Tensor, norm: RMSNorm | None, batch: Batch, residual: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] → residual + attention(norm(x)). `residual` may be overwritten: use the result."""
         config = self.config
-        heads = self.qkv(hidden, norm=norm).view(-1, self.num_heads, config.head_dim)
+        heads = self.qkv(x, norm=norm).view(-1, self.num_heads, config.head_dim)
         q, k, v = torch.split_with_sizes(heads, self.heads, 1)  # `split` is slower: it is written in Python
         gate = None
         if config.gated:
             q, gate = q.view(-1, config.heads, 2 * config.head_dim).chunk(2, dim=-1)
+        if self._wide_norms:
+            q, k = self._normed(q, k)
+        if self._early_rope is not None:
+            rotation = Rotation.at(batch.positions, self._early_rope, q.dtype)
+            q, k = rotation(q), rotation(k)
+        if self._growth is not None:
+            q = (q * self._growth[batch.positions]).to(q.dtype)
         out = attention(q, k, v, self.rules, batch, self.cache.keys, self.cache.values)
         if gate is not None:
             out = out * torch.sigmoid(gate)
-        return self.output(out.flatten(1), residual=hidden)
+        return self.output(out.flatten(1), residual=residual)
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, each normalised over all heads of a token, also over those of other ranks."""
+        rows = q.flatten(1), k.flatten(1)
+        if self._group.shard.is_whole:
+            q_row, k_row = (norm(row) for norm, row in zip(self._wide_norms, rows, strict=True))
+        else:
+            # Every rank has as many heads as the others, so the mean over all heads is the mean of the ranks' means.
+            means = torch.stack([row.float().square().mean(-1) for row in rows], dim=1)
+            means = self._group.all_reduce(means) / self._group.shard.size
+            q_row, k_row = (
+                (row * torch.rsqrt(mean[:, None] + norm.eps) * norm.weight).to(row.dtype)
+                for norm, row, mean in zip(self._wide_norms, rows, means.unbind(1), strict=True)
+            )
+        return q_row.view_as(q), k_row.view_as(k)
+
+
+def query_growth(growth: QueryGrowth, num_positions: int, device: torch.device) -> Tensor:
+    """[positions, 1, 1] float32: what queries are multiplied by."""
+    spans = torch.arange(num_positions, device=device) // growth.trained_tokens
+    return (1 + growth.beta * torch.log1p(spans.float()))[:, None, None]

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from cortex.neuron.delta_sizes import DeltaSizes
+from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
+
+Activation = Literal["silu", "gelu_tanh"]
+"""The functions of a gate in a feed-forward block."""
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -46,15 +50,53 @@ WHOLE = Shard(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions are rotated. The first `dims` dimensions of each head are rotated, the rest pass through."""
+    """How positions are rotated. The first `dims` dimensions of each head are rotated, the rest pass through. Layers
+    with equal configs share one table."""
 
     dims: int
     theta: float = 10_000.0
     scaling: str = "default"
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """The settings of the scaling rule, under the names that checkpoints use."""
     trained_tokens: int = 0
     """Positions the model was trained on; the fallback of yarn."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormConfig:
+    """A norm over the last dimension: by the root mean square of its elements, times a weight."""
+
+    eps: float
+    zero_centred: bool = False
+    """Whether the checkpoint stores the weight minus one."""
+    subtracts_mean: bool = False
+    """Whether the mean is subtracted first, which makes it a layer norm (without a bias)."""
+    scale: float = 1.0
+    """A factor of the result, which the weight in memory includes."""
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether the weight in memory is in float32: where it is not the one that the checkpoint rounded."""
+        return self.zero_centred or self.scale != 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class QKNormConfig:
+    """Norms of queries and keys."""
+
+    norm: NormConfig
+    spans_heads: bool = False
+    """Whether one norm spans all heads of a token; otherwise each head is normalised on its own, with one weight."""
+    after_rope: bool = False
+    """Whether queries and keys are rotated before the norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries grow with their position p: times 1 + beta · log(1 + ⌊p / trained_tokens⌋)."""
+
+    beta: float
+    trained_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +105,32 @@ class AttentionConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    norm_eps: float
+    scale: float
+    """The factor of the scores before the softmax."""
+    rope: RopeConfig | None
+    """None: the layer does not encode positions."""
     bias: bool = False
     """Biases on q, k and v."""
     output_bias: bool = False
-    qk_norm: bool = False
-    zero_centred_norm: bool = False
+    qk_norm: QKNormConfig | None = None
     gated: bool = False
     """The q projection also produces a gate. The output is multiplied by its sigmoid."""
     window: int | None = None
     """Positions a token attends to, including its own; None: all."""
+    query_growth: QueryGrowth | None = None
+
+    def input_rows(self, prefix: str) -> dict[str, int]:
+        """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {f"{prefix}.q_proj": 2 * q if self.gated else q, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
+
+    def norm_sizes(self, prefix: str) -> dict[str, int]:
+        """The norms of queries and keys (without `.weight`) → the elements of their weight."""
+        if self.qk_norm is None:
+            return {}
+        heads = (self.heads, self.kv_heads) if self.qk_norm.spans_heads else (1, 1)
+        names = (f"{prefix}.q_norm", f"{prefix}.k_norm")
+        return {name: count * self.head_dim for name, count in zip(names, heads, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +140,12 @@ class MLPConfig:
     bias: bool = False
     """Biases on gate and up."""
     output_bias: bool = False
+    activation: Activation = "silu"
+    """Of the gate."""
+
+    def input_rows(self, prefix: str) -> dict[str, int]:
+        """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
+        return {f"{prefix}.gate_proj": self.inner, f"{prefix}.up_proj": self.inner}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +159,10 @@ class MoEConfig:
     renormalise: bool
     """Whether the weights of a token's experts are scaled to sum to one."""
     shared_inner: int = 0
-    """Width of the shared expert, which every token uses, weighted by its own sigmoid gate; 0: none."""
+    """Width of the shared expert, which every token uses; 0: none."""
+    router: RouterRule = DEFAULT_RULE
+    has_bias: bool = False
+    """Whether the checkpoint has a bias of the choice of experts, `gate.e_score_correction_bias`."""
     shard: Shard = WHOLE
     """Whole experts are divided among the ranks; every rank routes over all of them."""
 
@@ -108,6 +175,11 @@ class MoEConfig:
     def num_shared(self) -> int:
         """The number of experts of width `inner` that hold the shared expert."""
         return -(-self.shared_inner // self.inner)
+
+    @property
+    def num_scores(self) -> int:
+        """Rows of the router: one for each routed expert, and one for the gate of the shared expert."""
+        return self.experts + (self.router.gates_shared and self.shared_inner > 0)
 
 
 @dataclass(frozen=True, slots=True)

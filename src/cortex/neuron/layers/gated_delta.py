@@ -24,7 +24,12 @@ class GatedDelta:
         self.input = Linear(parameters, config.hidden, config.input_rows(prefix))
         self.output = RowParallelLinear(parameters, config.value_size, {f"{prefix}.out_proj": config.hidden})
         conv_weight = parameters.empty(config.conv_taps, config.channels)
-        parameters.bind(f"{prefix}.conv1d.weight", conv_weight, lambda weight: weight[:, 0].t())
+        parameters.bind(
+            f"{prefix}.conv1d.weight",
+            conv_weight,
+            lambda weight: weight[:, 0].t(),
+            shape=(config.channels, 1, config.conv_taps),
+        )
         decay_rate = parameters.empty(config.value_heads, dtype=torch.float32)
         parameters.bind(f"{prefix}.A_log", decay_rate, lambda logarithm: logarithm.float().exp())
         self.rules = DeltaRules(
@@ -39,7 +44,7 @@ class GatedDelta:
             eps=config.norm_eps,
         )
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm, batch: Batch) -> Tensor:
-        """hidden: [tokens, hidden] → hidden + gated delta net(norm(hidden))"""
-        projected = self.input(hidden, norm=norm)
-        return self.output(gated_delta(projected, self.rules, batch, self.state), residual=hidden)
+    def __call__(self, x: Tensor, norm: RMSNorm | None, batch: Batch, residual: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] → residual + gated delta net(norm(x)). `residual` may be overwritten: use the result."""
+        projected = self.input(x, norm=norm)
+        return self.output(gated_delta(projected, self.rules, batch, self.state), residual=residual)

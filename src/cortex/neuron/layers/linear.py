@@ -81,7 +81,7 @@ class RowParallelLinear(Linear):
         own_residual = residual if self._group.shard.is_first else None
         return self._group.all_reduce(super().__call__(x, norm=norm, residual=own_residual))
 
-    def activated(self, gate_up: Tensor, residual: Tensor) -> Tensor:
+    def activated(self, gate_up: Tensor, residual: Tensor | None) -> Tensor:
         """`(silu(gate) · up) Wᵀ + b + residual`. gate_up: [tokens, 2 · this rank's inputs] → [tokens, out]"""
         if self.packed is None or not self.packed.rounds_inputs(gate_up):
             return self(silu_mul(gate_up), residual=residual)

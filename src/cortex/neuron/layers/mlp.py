@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.layers.configs import MLPConfig
@@ -13,13 +14,17 @@ from cortex.neuron.layers.parameters import Parameters
 class MLP:
     def __init__(self, parameters: Parameters, config: MLPConfig, prefix: str) -> None:
         hidden, inner = config.hidden, config.inner
-        gate, up = f"{prefix}.gate_proj", f"{prefix}.up_proj"
+        gate, up = config.input_rows(prefix)
         self.gate_up = GatedLinear(parameters, hidden, inner, gate, up, bias=config.bias)
         self.down = RowParallelLinear(parameters, inner, {f"{prefix}.down_proj": hidden}, bias=config.output_bias)
+        self._activation = config.activation
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """hidden: [tokens, hidden] → hidden + mlp(norm(hidden))"""
-        inner = self.gate_up.fused(hidden, norm)
+    def __call__(self, x: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] → residual + mlp(norm(x)). `residual` may be overwritten: use the result."""
+        if self._activation == "gelu_tanh":
+            gate, up = self.gate_up.gate_up(x, norm=norm).chunk(2, dim=-1)
+            return self.down(F.gelu(gate, approximate="tanh") * up, residual=residual)
+        inner = None if norm is None else self.gate_up.fused(x, norm)
         if inner is not None:
-            return self.down(inner, residual=hidden)
-        return self.down.activated(self.gate_up.gate_up(hidden, norm=norm), hidden)
+            return self.down(inner, residual=residual)
+        return self.down.activated(self.gate_up.gate_up(x, norm=norm), residual)

@@ -37,7 +37,7 @@ class MoE:
         num_experts = routed + config.num_shared
         gate_up = parameters.empty(num_experts, 2 * inner, hidden)
         down = parameters.empty(num_experts, hidden, inner)
-        router = parameters.empty(config.experts + bool(config.shared_inner), hidden)
+        router = parameters.empty(config.num_scores, hidden)
         parameters.bind(f"{prefix}.gate.weight", router[: config.experts])
         names = [f"{prefix}.experts.{expert}" for expert in range(routed)]
         parameters.bind(
@@ -55,22 +55,33 @@ class MoE:
             parts=[Binding(f"{name}.down_proj.weight", matrix) for name, matrix in zip(names, down, strict=False)],
         )
         if config.shared_inner:
-            parameters.bind(f"{prefix}.shared_expert_gate.weight", router[config.experts :])
+            if config.router.gates_shared:
+                parameters.bind(f"{prefix}.shared_expert_gate.weight", router[config.experts :])
             _bind_shared(parameters, gate_up[routed:], down[routed:], config.shared_inner, f"{prefix}.shared_expert")
         self.experts = Experts(
-            router, gate_up, down, config.top_k, config.renormalise, config.num_shared, config.held.start
+            router,
+            gate_up,
+            down,
+            config.top_k,
+            config.renormalise,
+            config.num_shared,
+            config.held.start,
+            config.router,
+            _bias(parameters, config, prefix),
         )
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """hidden: [tokens, hidden] → hidden + experts(norm(hidden))"""
-        residual = hidden if self._group.shard.is_first else torch.zeros_like(hidden)
+    def __call__(self, x: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] → residual + experts(norm(x))"""
+        assert norm is not None, "every family has a norm before its experts"
+        if residual is None or not self._group.shard.is_first:
+            residual = torch.zeros_like(x)
         if self.shared is not None:
-            residual = residual + self.shared(hidden, norm)
-        return self._group.all_reduce(mixture(hidden, norm.weight, norm.eps, self.experts, residual))
+            residual = residual + self.shared(x, norm)
+        return self._group.all_reduce(mixture(x, norm.weight, norm.eps, self.experts, residual))
 
 
 class SharedExpert:
-    """The expert that every token uses, weighted by its own gate; on a rank of a divided model, a part of the sum."""
+    """The expert that every token uses, with or without a gate; on a rank of a divided model, a part of the sum."""
 
     def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
         name = f"{prefix}.shared_expert"
@@ -78,12 +89,14 @@ class SharedExpert:
             parameters, config.hidden, config.shared_inner, f"{name}.gate_proj", f"{name}.up_proj"
         )
         self._down = Linear(parameters, config.shared_inner, {f"{name}.down_proj": config.hidden})
-        self._gate = parameters.load(f"{prefix}.shared_expert_gate.weight", 1, config.hidden)
+        self._gate = None
+        if config.router.gates_shared:
+            self._gate = parameters.load(f"{prefix}.shared_expert_gate.weight", 1, config.hidden)
 
     def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [tokens, hidden] → sigmoid(gate) · expert(norm(hidden)): [tokens, hidden]"""
-        weight = torch.sigmoid(F.linear(norm(hidden), self._gate))
-        return self._down(self._gate_up(hidden, norm=norm)) * weight
+        out = self._down(self._gate_up(hidden, norm=norm))
+        return out if self._gate is None else out * torch.sigmoid(F.linear(norm(hidden), self._gate))
 
 
 def _packed_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> PackedExperts | None:
@@ -95,12 +108,30 @@ def _packed_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> P
         return None
     gate_up, down = parameters.packed_stack(halves, config.hidden), parameters.packed_stack(downs, config.inner)
     router = parameters.load(f"{prefix}.gate.weight", config.experts, config.hidden)
-    return PackedExperts(router, gate_up, down, config.top_k, config.renormalise, first=config.held.start)
+    return PackedExperts(
+        router,
+        gate_up,
+        down,
+        config.top_k,
+        config.renormalise,
+        first=config.held.start,
+        rule=config.router,
+        bias=_bias(parameters, config, prefix),
+    )
+
+
+def _bias(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | None:
+    """The bias of the choice of experts."""
+    if not config.has_bias:
+        return None
+    bias = parameters.empty(config.experts, dtype=torch.float32)
+    parameters.bind(f"{prefix}.gate.e_score_correction_bias", bias, torch.flatten)
+    return bias
 
 
 def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_inner: int, prefix: str) -> None:
     """Splits the shared expert into parts of the width of the stack. The last part is padded with zeros."""
-    inner = down.shape[2]
+    hidden, inner = down.shape[1:]
     for number, (expert_gate_up, expert_down) in enumerate(zip(gate_up, down, strict=True)):
         start = number * inner
         width = min(inner, shared_inner - start)
@@ -108,8 +139,10 @@ def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_i
             expert_gate_up.zero_()
             expert_down.zero_()
         for name, rows in zip(("gate", "up"), expert_gate_up.chunk(2), strict=True):
-            parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], partial(_narrow, 0, start, width))
-        parameters.bind(f"{prefix}.down_proj.weight", expert_down[:, :width], partial(_narrow, 1, start, width))
+            part = partial(_narrow, 0, start, width)
+            parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], part, shape=(shared_inner, hidden))
+        part = partial(_narrow, 1, start, width)
+        parameters.bind(f"{prefix}.down_proj.weight", expert_down[:, :width], part, shape=(hidden, shared_inner))
 
 
 def _narrow(dim: int, start: int, length: int, tensor: Tensor) -> Tensor:

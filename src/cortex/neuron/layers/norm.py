@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Normalisation of hidden states."""
 
 from __future__ import annotations
 
@@ -6,24 +6,32 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_in_two
+from cortex.neuron.layers.configs import NormConfig
 from cortex.neuron.layers.parameters import Parameters
 
 
 class RMSNorm:
-    def __init__(
-        self, parameters: Parameters, size: int, eps: float, source: str, *, zero_centred: bool = False
-    ) -> None:
-        """`zero_centred`: the checkpoint stores the scale minus one."""
-        self.eps = eps
-        if zero_centred:
+    """Root-mean-square normalisation. A layer norm is one of what `centred` returns."""
+
+    def __init__(self, parameters: Parameters, size: int, config: NormConfig, source: str) -> None:
+        self.eps = config.eps
+        self._subtracts_mean = config.subtracts_mean
+        if config.is_float32:
+            shift, factor = float(config.zero_centred), config.scale
             self.weight = parameters.empty(size, dtype=torch.float32)
-            parameters.bind(source, self.weight, lambda scale: scale.float() + 1)
+            parameters.bind(source, self.weight, lambda weight: (weight.float() + shift) * factor)
         else:
             self.weight = parameters.load(source, size)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., size], normalised over the last dimension."""
-        return rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """x: [..., size], normalised over the last dimension → the same, added to `residual`"""
+        return rms_norm(x, self.weight, self.eps, residual)
+
+    def centred(self, x: Tensor) -> Tensor:
+        """x: [rows, size] → without its mean, if this is a layer norm: the input of the products that apply the norm"""
+        if not self._subtracts_mean:
+            return x
+        return (x - x.mean(-1, keepdim=True, dtype=torch.float32)).to(x.dtype)
 
     def in_two(self, x: Tensor) -> tuple[Tensor, float]:
         """x: [rows, size], normalised but for the factor, which products on a CPU apply to their result."""

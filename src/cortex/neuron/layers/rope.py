@@ -69,12 +69,29 @@ def _yarn_attention_factor(settings: Mapping[str, Any], factor: float) -> float:
     return magnitude(1.0)
 
 
-class RopeTable:
-    """Cosines and sines for all positions of a model, shared by its layers."""
+def rope_table(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor:
+    """[positions, dims] float32: cosines, then sines. Without a config, two dimensions are rotated by nothing."""
+    if rope is None:
+        return torch.tensor((1.0, 0.0), device=device).repeat(num_positions, 1)
+    frequencies, scale = inverse_frequencies(rope)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    table = torch.cat((angles.cos(), angles.sin()), dim=1) * scale
+    return table.to(device)
 
-    def __init__(self, rope: RopeConfig, num_positions: int, device: torch.device) -> None:
-        self.dims = rope.dims
-        frequencies, scale = inverse_frequencies(rope)
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-        table = torch.cat((angles.cos(), angles.sin()), dim=1) * scale
-        self.table = table.to(device)  # [positions, dims]: cosines, then sines
+
+class RopeTables:
+    """The tables of a model. Layers that rotate in the same way share one."""
+
+    def __init__(self, num_positions: int, device: torch.device) -> None:
+        self.num_positions = num_positions
+        self._device = device
+        self._tables: dict[RopeConfig | None, Tensor] = {}
+
+    def __getitem__(self, rope: RopeConfig | None) -> Tensor:
+        """[positions, dims]: see `rope_table`"""
+        if rope not in self._tables:
+            self._tables[rope] = rope_table(rope, self.num_positions, self._device)
+        return self._tables[rope]
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        return [table.untyped_storage() for table in self._tables.values()]

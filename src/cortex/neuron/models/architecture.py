@@ -9,11 +9,20 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from cortex.neuron.layers.configs import WHOLE, AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, Shard
+from cortex.neuron.layers.configs import (
+    WHOLE,
+    AttentionConfig,
+    GatedDeltaConfig,
+    MLPConfig,
+    MoEConfig,
+    NormConfig,
+    Shard,
+)
 from cortex.neuron.models.config import DecoderConfig
+from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.sharding import (
     Slices,
     feed_forward_slices,
@@ -25,14 +34,48 @@ from cortex.neuron.weights.sharded import TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
+class BlockNorms:
+    """The norms of a block, by their names in the layer; None: there is none. The norm after a block is applied before
+    the addition to the residual stream."""
+
+    before: str | None = None
+    after: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.before, self.after) if name is not None]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """A mixer over the tokens of a sequence, then a feed-forward block for each token."""
 
     mixer: AttentionConfig | GatedDeltaConfig
     feed_forward: MLPConfig | MoEConfig
+    norm: NormConfig
+    """Of all norms of the layer over the residual stream."""
+    mixer_norms: BlockNorms
+    feed_forward_norms: BlockNorms
+    """None of its own: the feed-forward block has the same input as the mixer, and both are added."""
 
     def sharded(self, shard: Shard) -> LayerConfig:
-        return LayerConfig(sharded_mixer(self.mixer, shard), sharded_feed_forward(self.feed_forward, shard))
+        mixer, feed_forward = sharded_mixer(self.mixer, shard), sharded_feed_forward(self.feed_forward, shard)
+        return replace(self, mixer=mixer, feed_forward=feed_forward)
+
+    @property
+    def is_parallel(self) -> bool:
+        return not self.feed_forward_norms.names
+
+
+@dataclass(frozen=True, slots=True)
+class EndsConfig:
+    """What is outside the layers: the embedding, the last norm and the head."""
+
+    norm: NormConfig
+    """Its scale is that of the logits."""
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
+    """Logits x become cap · tanh(x / cap)."""
 
 
 class Architecture(ABC):
@@ -43,10 +86,12 @@ class Architecture(ABC):
 
     prefix: ClassVar[str] = "model"
     """Where the checkpoint keeps the decoder's tensors."""
-    zero_centred_norm: ClassVar[bool] = False
-    """Whether the layers' norms are stored as their distance from one."""
+    mixer_norms: ClassVar[BlockNorms] = BlockNorms(before="input_layernorm")
+    feed_forward_norms: ClassVar[BlockNorms] = BlockNorms(before="post_attention_layernorm")
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Values of options that the family's configs leave out."""
+    implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Options of the family's configs → their values that are implemented. The constructor rejects others."""
     notes: ClassVar[tuple[str, ...]] = ()
     """What a user should know about every model of this family."""
 
@@ -57,12 +102,21 @@ class Architecture(ABC):
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = {**self.defaults, **raw}
+        for name, known in self.implemented.items():
+            if name in self.raw and self.raw[name] not in known:
+                raise UnsupportedModel(
+                    f"{name} is {self.raw[name]!r}, which is not supported for {self.raw.get('model_type')}; "
+                    f"supported: {', '.join(map(repr, known))}"
+                )
         self.config = DecoderConfig.read(self.raw)
-        self.layers = tuple(
-            LayerConfig(self.mixer(index), self.feed_forward(index)) for index in range(self.config.num_layers)
-        )
+        self.ends = self.read_ends()
+        self.layers = tuple(self._layer(index) for index in range(self.config.num_layers))
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
+
+    def _layer(self, index: int) -> LayerConfig:
+        mixer, feed_forward = self.mixer(index), self.feed_forward(index)
+        return LayerConfig(mixer, feed_forward, self.norm, self.mixer_norms, self.feed_forward_norms)
 
     def sharded(self, shard: Shard) -> Architecture:
         """What one rank has of this model: `config` describes the whole model, `layers` this rank's share.
@@ -109,6 +163,15 @@ class Architecture(ABC):
             slices.update(mixer_slices(layer.mixer, shard, name))
             slices.update(feed_forward_slices(layer.feed_forward, shard, name))
         return slices
+
+    @property
+    def norm(self) -> NormConfig:
+        """The norms over the residual stream."""
+        return NormConfig(self.config.norm_eps)
+
+    def read_ends(self) -> EndsConfig:
+        """The options of embedding, last norm and head."""
+        return EndsConfig(self.norm)
 
     @abstractmethod
     def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:

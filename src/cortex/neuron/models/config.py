@@ -6,11 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cortex.neuron.layers.configs import SCALINGS, RopeConfig
+from cortex.neuron.layers.configs import SCALINGS, Activation, RopeConfig
 from cortex.neuron.models.errors import UnsupportedModel
 
+ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""`hidden_act` in a model's config → the activation."""
 _MAX_LAYERS = 1_000
 """Far above every published model; bounds what a damaged config can make a node compute."""
+_MAX_COUNT = 1 << 40
+_MAX_NUMBER = 1e30
+"""Of settings that are not counts; keeps calculations in float32 finite."""
+_OPTIONAL_ROPE = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +39,7 @@ class DecoderConfig:
     norm_eps: float
     context_tokens: int
     tied: bool
-    rope: RopeConfig
+    activation: Activation
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -36,10 +49,11 @@ class DecoderConfig:
         if heads % kv_heads:
             raise UnsupportedModel(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
         hidden = count_in(config, "hidden_size")
-        activation = config.get("hidden_act", "silu")
-        if activation != "silu":
-            raise UnsupportedModel(f"hidden_act {activation!r} is not supported; only 'silu' is")
-        head_dim = count_in(config, "head_dim", hidden // heads)
+        activation = str(config.get("hidden_activation") or config.get("hidden_act") or "silu")
+        if activation not in ACTIVATIONS:
+            raise UnsupportedModel(
+                f"hidden_act {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+            )
         num_layers = count_in(config, "num_hidden_layers")
         if num_layers > _MAX_LAYERS:
             raise UnsupportedModel(f"the model's config has {num_layers} layers; at most {_MAX_LAYERS} are supported")
@@ -49,11 +63,11 @@ class DecoderConfig:
             num_layers=num_layers,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=head_dim,
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            head_dim=count_in(config, "head_dim", hidden // heads),
+            norm_eps=number_in(config, "rms_norm_eps", 1e-6),
             context_tokens=count_in(config, "max_position_embeddings"),
             tied=bool(config.get("tie_word_embeddings", False)),
-            rope=read_rope(config, head_dim),
+            activation=ACTIVATIONS[activation],
         )
 
 
@@ -64,29 +78,58 @@ def count_in(config: Mapping[str, Any], name: str, default: int | None = None) -
         value = default
     if value is None:
         raise UnsupportedModel(f"the model's config has no {name!r}")
-    if not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"the model's config has {value!r} for {name!r}; it must be a positive integer")
+    if type(value) is not int or not 0 < value <= _MAX_COUNT:  # no bool
+        raise UnsupportedModel(f"the model's config has {value!r:.80} for {name!r}; it must be a positive integer")
     return value
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """Both spellings: `rope_theta` beside `rope_scaling`, and everything in `rope_parameters`."""
+def optional_count_in(config: Mapping[str, Any], name: str) -> int:
+    """As `count_in`; 0 if the config has none, or zero."""
+    return count_in(config, name) if config.get(name) else 0
+
+
+def number_in(config: Mapping[str, Any], name: str, default: float) -> float:
+    """The positive number that the config has under `name`. Raises UnsupportedModel."""
+    value = config.get(name)
+    if value is None:
+        value = default
+    if not is_positive(value):
+        raise UnsupportedModel(f"the model's config has {value!r:.80} for {name!r}; it must be a positive number")
+    return float(value)
+
+
+def is_positive(value: Any) -> bool:
+    """Whether `value` is a number that calculations with floats can use."""
+    return type(value) in (int, float) and 0 < value < _MAX_NUMBER
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int, layer_type: str | None = None) -> RopeConfig:
+    """Both spellings: `rope_theta` beside `rope_scaling`, and everything in `rope_parameters`, where each `layer_type`
+    may have its own."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(settings, Mapping) and layer_type in settings:
+        settings = settings[layer_type] or {}
     if not isinstance(settings, Mapping):
         raise UnsupportedModel(f"the model's config has {settings!r} for its rope parameters; they are an object")
     scaling = str(settings.get("rope_type") or settings.get("type") or "default")
     if scaling not in SCALINGS:
         raise UnsupportedModel(f"rope scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}")
     for name in SCALINGS[scaling]:
-        if not isinstance(settings.get(name), int | float):
+        if not is_positive(settings.get(name)):
             raise UnsupportedModel(
                 f"rope scaling {scaling!r} needs the number {name!r}, which the config does not have"
             )
-    theta = settings.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    fraction = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    for name in _OPTIONAL_ROPE:
+        if settings.get(name) and not is_positive(settings[name]):
+            raise UnsupportedModel(f"the model's config has {settings[name]!r:.80} for {name!r} of its rope parameters")
+    theta = number_in(settings if settings.get("rope_theta") else config, "rope_theta", 10_000.0)
+    fraction = number_in(settings if settings.get("partial_rotary_factor") else config, "partial_rotary_factor", 1.0)
+    dims = int(head_dim * min(fraction, 2.0))
+    if not 0 < dims <= head_dim or dims % 2:
+        raise UnsupportedModel(f"the model's config rotates {dims} of {head_dim} dimensions; they must be pairs")
     return RopeConfig(
-        dims=int(head_dim * float(fraction)),
-        theta=float(theta),
+        dims=dims,
+        theta=theta,
         scaling=scaling,
         settings=settings,
         trained_tokens=int(config.get("max_position_embeddings") or 0),

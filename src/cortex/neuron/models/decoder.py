@@ -7,39 +7,52 @@ from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.attention import Attention
-from cortex.neuron.layers.configs import AttentionConfig, MLPConfig
+from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, NormConfig
 from cortex.neuron.layers.embedding import Embedding, Head
 from cortex.neuron.layers.gated_delta import GatedDelta
 from cortex.neuron.layers.mlp import MLP
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
-from cortex.neuron.layers.rope import RopeTable
+from cortex.neuron.layers.rope import RopeTables
 from cortex.neuron.models.architecture import Architecture, LayerConfig
 
 
 class DecoderLayer:
-    """A mixer (attention or a gated delta net) and a feed-forward block, each after a norm and added to its input."""
+    """A mixer (attention or a gated delta net) and a feed-forward block, each added to its input."""
 
     def __init__(self, model: Decoder, layer: LayerConfig, prefix: str) -> None:
         parameters, mixer, feed_forward = model.parameters, layer.mixer, layer.feed_forward
-        self.mixer_norm = model.new_norm(f"{prefix}.input_layernorm.weight")
+
+        def norm(name: str | None) -> RMSNorm | None:
+            return None if name is None else model.new_norm(layer.norm, f"{prefix}.{name}.weight")
+
+        self.mixer_norm, self.after_mixer = norm(layer.mixer_norms.before), norm(layer.mixer_norms.after)
         self.mixer: Attention | GatedDelta
         if isinstance(mixer, AttentionConfig):
-            self.mixer = Attention(parameters, mixer, model.rope, f"{prefix}.self_attn")
+            self.mixer = Attention(parameters, mixer, model.ropes, f"{prefix}.self_attn")
         else:
             self.mixer = GatedDelta(parameters, mixer, f"{prefix}.linear_attn")
-        self.mlp_norm = model.new_norm(f"{prefix}.post_attention_layernorm.weight")
+        self.mlp_norm, self.after_mlp = norm(layer.feed_forward_norms.before), norm(layer.feed_forward_norms.after)
         self.mlp: MLP | MoE
         if isinstance(feed_forward, MLPConfig):
             self.mlp = MLP(parameters, feed_forward, f"{prefix}.mlp")
         else:
             self.mlp = MoE(parameters, feed_forward, f"{prefix}.mlp")
+        self._is_parallel = layer.is_parallel
 
     def __call__(self, hidden: Tensor, batch: Batch) -> Tensor:
         """hidden: [tokens, hidden] → [tokens, hidden], the residual stream before and after this layer."""
-        hidden = self.mixer(hidden, self.mixer_norm, batch)
-        return self.mlp(hidden, self.mlp_norm)
+        if self._is_parallel and self.mixer_norm is not None:
+            x = self.mixer_norm.centred(hidden)
+            return self.mlp(x, self.mixer_norm, hidden + self.mixer(x, self.mixer_norm, batch))
+        if self.after_mixer is None:
+            hidden = self.mixer(hidden, self.mixer_norm, batch, hidden)
+        else:
+            hidden = self.after_mixer(self.mixer(hidden, self.mixer_norm, batch), residual=hidden)
+        if self.after_mlp is None:
+            return self.mlp(hidden, self.mlp_norm, hidden)
+        return self.after_mlp(self.mlp(hidden, self.mlp_norm), residual=hidden)
 
 
 class Decoder:
@@ -56,19 +69,18 @@ class Decoder:
         self.config = architecture.config
         self.parameters = parameters
         config, prefix = self.config, architecture.prefix
-        self.rope = RopeTable(config.rope, num_positions, parameters.device)
+        self.ropes = RopeTables(num_positions, parameters.device)
         if architecture.has_ends:
             self.embedding = Embedding(parameters, config.vocab, config.hidden, f"{prefix}.embed_tokens.weight")
         self.layers = [DecoderLayer(self, layer, name) for name, layer in architecture.named_layers()]
         if architecture.has_ends:
             tied = self.embedding if config.tied else None
-            self.norm = self.new_norm(f"{prefix}.norm.weight")
+            self.norm = self.new_norm(architecture.ends.norm, f"{prefix}.norm.weight")
             self.head = Head(parameters, config.vocab, config.hidden, "lm_head", tied)
 
-    def new_norm(self, source: str) -> RMSNorm:
+    def new_norm(self, norm: NormConfig, source: str) -> RMSNorm:
         """Allocates a norm over the residual stream."""
-        config, zero_centred = self.config, self.architecture.zero_centred_norm
-        return RMSNorm(self.parameters, config.hidden, config.norm_eps, source, zero_centred=zero_centred)
+        return RMSNorm(self.parameters, self.config.hidden, norm, source)
 
     @property
     def attentions(self) -> list[Attention]:
@@ -82,11 +94,12 @@ class Decoder:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The device memory that the model holds for as long as it is loaded: weights and tables, each piece once."""
-        return [*self.parameters.storages(), self.rope.table.untyped_storage()]
+        return [*self.parameters.storages(), *self.ropes.storages()]
 
     def __call__(self, batch: Batch) -> Tensor:
         """The residual stream after the last layer of this part, which has the embedding: [tokens, hidden]"""
-        return self.through_layers(self.embedding(batch.tokens), batch)
+        hidden, scale = self.embedding(batch.tokens), self.architecture.ends.embedding_scale
+        return self.through_layers(hidden if scale == 1.0 else hidden.mul_(scale), batch)
 
     def through_layers(self, hidden: Tensor, batch: Batch) -> Tensor:
         """hidden: [tokens, hidden] → [tokens, hidden], the residual stream before and after the layers."""
@@ -96,4 +109,5 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] → [rows, vocab]"""
-        return self.head.logits(hidden, self.norm)
+        logits, cap = self.head.logits(self.norm.centred(hidden), self.norm), self.architecture.ends.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cortex.neuron.layers.configs import AttentionConfig
+from cortex.neuron.layers.configs import AttentionConfig, QKNormConfig
 from cortex.neuron.models.config import count_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.llama import Llama
@@ -15,7 +15,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 class Qwen3(Llama):
     def attention(self, index: int) -> AttentionConfig:
         window = count_in(self.raw, "sliding_window") if self._has_window(index) else None
-        return replace(super().attention(index), qk_norm=True, window=window)
+        return replace(super().attention(index), qk_norm=QKNormConfig(self.norm), window=window)
 
     def _has_window(self, index: int) -> bool:
         """Configs without `layer_types` give the first layer with a window instead.

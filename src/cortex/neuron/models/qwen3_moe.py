@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cortex.neuron.layers.configs import MLPConfig, MoEConfig
-from cortex.neuron.models.config import count_in
+from cortex.neuron.models.config import count_in, optional_count_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3 import Qwen3
 
@@ -22,12 +22,12 @@ class Qwen3Moe(Qwen3):
 def read_moe(config: Mapping[str, Any], index: int, hidden: int) -> MoEConfig | None:
     """The experts of one layer; None for a dense layer. Raises UnsupportedModel for numbers that contradict."""
     # Published configs have the first spelling, newer versions of the reference library write the second.
-    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    experts = optional_count_in(config, "num_experts") or optional_count_in(config, "num_local_experts")
     if not experts or index in (config.get("mlp_only_layers") or ()):
         return None
-    if (index + 1) % int(config.get("decoder_sparse_step") or 1):
+    if (index + 1) % (optional_count_in(config, "decoder_sparse_step") or 1):
         return None
-    if not 0 < experts <= _MAX_EXPERTS:
+    if experts > _MAX_EXPERTS:
         raise UnsupportedModel(f"the model's config has {experts} experts; at most {_MAX_EXPERTS} are supported")
     top_k = count_in(config, "num_experts_per_tok")
     if top_k > experts:
@@ -38,5 +38,5 @@ def read_moe(config: Mapping[str, Any], index: int, hidden: int) -> MoEConfig | 
         experts=experts,
         top_k=top_k,
         renormalise=bool(config.get("norm_topk_prob", False)),
-        shared_inner=int(config.get("shared_expert_intermediate_size") or 0),
+        shared_inner=optional_count_in(config, "shared_expert_intermediate_size"),
     )

@@ -79,6 +79,9 @@ def _attention_slices(config: AttentionConfig, shard: Shard, prefix: str) -> Ite
     for name, rows in (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)):
         yield f"{prefix}.{name}.weight", TensorSlice(rows=(rows,))
         yield f"{prefix}.{name}.bias", TensorSlice(rows=(rows,))
+    if config.qk_norm is not None and config.qk_norm.spans_heads:
+        yield f"{prefix}.q_norm.weight", TensorSlice(rows=(_scaled(heads, config.head_dim),))
+        yield f"{prefix}.k_norm.weight", TensorSlice(rows=(kv_rows,))
     yield f"{prefix}.o_proj.weight", TensorSlice(columns=_scaled(heads, config.head_dim))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from cortex.neuron.kernels.products.cpu_layout import CpuLayout
 from cortex.neuron.kernels.quantised.recipes import DeviceLayout
-from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig
+from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, NormConfig
 from cortex.neuron.models.architecture import Architecture
 
 _FLOAT32_BYTES = 4
@@ -61,14 +61,15 @@ def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
         embedding = storage.packed_bytes(config.hidden, {f"{prefix}.embed_tokens": vocab})
         ends = storage.matrix_bytes(vocab, config.hidden) if embedding is None else embedding
         ends += storage.linear_bytes(config.hidden, {"lm_head": vocab})
-    return ends + _norm_bytes(architecture, storage)
+    return ends + _norm_bytes(architecture.ends.norm, config.hidden, storage)
 
 
 def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]:
     """The parameters of each layer."""
     totals = []
     for name, layer in architecture.named_layers():
-        total = 2 * _norm_bytes(architecture, storage)
+        num_norms = len(layer.mixer_norms.names) + len(layer.feed_forward_norms.names)
+        total = num_norms * _norm_bytes(layer.norm, architecture.config.hidden, storage)
         if isinstance(layer.mixer, AttentionConfig):
             total += _attention_bytes(layer.mixer, storage, f"{name}.self_attn")
         else:
@@ -81,8 +82,8 @@ def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]
     return totals
 
 
-def _norm_bytes(architecture: Architecture, storage: WeightStorage) -> int:
-    return architecture.config.hidden * (_FLOAT32_BYTES if architecture.zero_centred_norm else storage.item_bytes)
+def _norm_bytes(norm: NormConfig, size: int, storage: WeightStorage) -> int:
+    return size * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
 
 
 def kv_bytes_per_token(architecture: Architecture, item_bytes: int) -> int:
@@ -104,12 +105,12 @@ def state_bytes(architecture: Architecture, item_bytes: int) -> int:
 
 
 def _attention_bytes(config: AttentionConfig, storage: WeightStorage, prefix: str) -> int:
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    qkv = {f"{prefix}.q_proj": 2 * q if config.gated else q, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
-    total = storage.linear_bytes(config.hidden, qkv) + storage.linear_bytes(q, {f"{prefix}.o_proj": config.hidden})
-    total += (sum(qkv.values()) * config.bias + config.hidden * config.output_bias) * storage.item_bytes
-    if config.qk_norm:
-        total += 2 * config.head_dim * (_FLOAT32_BYTES if config.zero_centred_norm else storage.item_bytes)
+    inputs, mixed = config.input_rows(prefix), config.heads * config.head_dim
+    total = storage.linear_bytes(config.hidden, inputs)
+    total += storage.linear_bytes(mixed, {f"{prefix}.o_proj": config.hidden})
+    total += (sum(inputs.values()) * config.bias + config.hidden * config.output_bias) * storage.item_bytes
+    if config.qk_norm is not None:
+        total += _norm_bytes(config.qk_norm.norm, sum(config.norm_sizes(prefix).values()), storage)
     return total
 
 
@@ -122,21 +123,22 @@ def _gated_delta_bytes(config: GatedDeltaConfig, storage: WeightStorage, prefix:
 
 
 def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
-    gate_up = {f"{prefix}.gate_proj": config.inner, f"{prefix}.up_proj": config.inner}
-    total = storage.linear_bytes(config.hidden, gate_up)
+    total = storage.linear_bytes(config.hidden, config.input_rows(prefix))
     total += storage.linear_bytes(config.inner, {f"{prefix}.down_proj": config.hidden})
     return total + (2 * config.inner * config.bias + config.hidden * config.output_bias) * storage.item_bytes
 
 
 def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
     """The experts are one stack, in which the shared expert takes as many places as it needs."""
+    bias = config.experts * _FLOAT32_BYTES * config.has_bias
     packed = _packed_expert_bytes(config, storage, prefix)
     if packed is not None:
+        packed += bias
         return packed + storage.matrix_bytes(config.experts, config.hidden) + _shared_bytes(config, storage, prefix)
     num_experts = len(config.held) + config.num_shared
     total = storage.matrix_bytes(num_experts * 2 * config.inner, config.hidden)
     total += storage.matrix_bytes(num_experts * config.hidden, config.inner)
-    return total + storage.matrix_bytes(config.experts + bool(config.shared_inner), config.hidden)
+    return total + storage.matrix_bytes(config.num_scores, config.hidden) + bias
 
 
 def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
@@ -147,7 +149,7 @@ def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int
     gate_up = {f"{name}.gate_proj": config.shared_inner, f"{name}.up_proj": config.shared_inner}
     total = storage.linear_bytes(config.hidden, gate_up)
     total += storage.linear_bytes(config.shared_inner, {f"{name}.down_proj": config.hidden})
-    return total + storage.matrix_bytes(1, config.hidden)
+    return total + storage.matrix_bytes(config.num_scores - config.experts, config.hidden)
 
 
 def _packed_expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int | None:

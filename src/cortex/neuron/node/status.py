@@ -11,7 +11,6 @@ from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import Estimate, Survey
 from cortex.neuron.node.memory.sleep_budget import can_sleep
-from cortex.neuron.text.defaults import as_sampling
 from cortex.neuron.worker.discovery import Inventory
 from cortex.wire.node.protocol import Capabilities, Discovery, ModelLoad, ModelState, ModelStatus, QuantisedSize
 
@@ -40,8 +39,10 @@ def describe_model(
     num_in_preparation: int,
     disk_bytes: int | None,
     max_prompt_tokens: int | None,
+    damage: str | None,
 ) -> ModelStatus:
-    """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet."""
+    """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet.
+    `damage`: why its files cannot be used."""
     facts = survey.facts if survey is not None else None
     life = controller.life if controller is not None else None
     instance = controller.instance if controller is not None else None
@@ -81,10 +82,10 @@ def describe_model(
         max_input_tokens=min((limit for limit in (context_tokens, max_prompt_tokens) if limit), default=None),
         max_output_tokens=context_tokens,
         capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),
-        sampling=model.sampling if survey is None else model.sampling.over(as_sampling(survey.text.generation)),
+        sampling=model.sampling if survey is None else model.sampling.over(survey.text.generation),
         progress=controller.progress.snapshot() if controller is not None and controller.progress is not None else None,
         load=instance.load(num_in_preparation) if instance is not None else ModelLoad(),
-        reason=life.reason if life is not None else None,
+        reason=(life.reason if life is not None else None) or damage,
         state_age_s=round(time.monotonic() - life.since_s, 3) if life is not None else 0.0,
         idle_s=round(instance.idle_s, 3) if instance is not None else 0.0,
     )

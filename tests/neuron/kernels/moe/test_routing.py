@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
@@ -10,17 +12,62 @@ from cortex.neuron.kernels.moe.routing import (
     list_pairs,
     list_pairs_reference,
 )
+from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
 COUNTS = [(8, 2, 0), (128, 8, 0), (5, 5, 0), (20, 4, 3), (1, 1, 1)]
 """Routed experts, experts per token, shared experts."""
 
 
+RULES = {
+    "sigmoid": RouterRule(scoring="sigmoid"),
+    "scaled": RouterRule(scale=2.5),
+    "shared without a gate": RouterRule(gates_shared=False),
+    "sigmoid, scaled, without a gate": RouterRule("sigmoid", 1.7, gates_shared=False),
+}
+
+
 def make_experts(
-    routed: int, top_k: int, shared: int, renormalise: bool, device: torch.device, hidden: int = 48
+    routed: int,
+    top_k: int,
+    shared: int,
+    renormalise: bool,
+    device: torch.device,
+    hidden: int = 48,
+    rule: RouterRule = DEFAULT_RULE,
+    *,
+    biased: bool = False,
 ) -> Experts:
-    router = torch.randn(routed + bool(shared), hidden, device=device)
+    router = torch.randn(routed + (shared > 0 and rule.gates_shared), hidden, device=device)
     unused = torch.empty(routed + shared, 2, hidden, device=device)
-    return Experts(router, unused, unused.mT[..., :1], top_k, renormalise, shared)
+    bias = torch.randn(routed, device=device) if biased else None
+    return Experts(router, unused, unused.mT[..., :1], top_k, renormalise, shared, rule=rule, bias=bias)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_choice_by_other_rules_matches_the_reference(
+    rule: str, renormalise: bool, biased: bool, device: torch.device, assert_close: AssertClose
+) -> None:
+    experts = make_experts(20, 4, 3, renormalise, device, rule=RULES[rule], biased=biased)
+    hidden, norm = torch.randn(3, 48, device=device), torch.rand(48, device=device) * 0.3
+    choice, reference = (choose(hidden, norm, 1e-6, experts) for choose in (choose_rows, choose_rows_reference))
+    assert torch.equal(choice.experts, reference.experts)
+    assert_close(choice.weights, reference.weights)
+    logits = torch.randn(21, len(experts.router), device=device)
+    lists, expected = list_pairs(logits, experts), list_pairs_reference(logits, experts)
+    assert torch.equal(lists.counts, expected.counts)
+    assert_close(lists.weights, expected.weights)
+
+
+def test_bias_moves_the_choice_and_not_the_weights() -> None:
+    experts = make_experts(4, 1, 0, False, torch.device("cpu"), rule=RouterRule("sigmoid", scale=2.0))
+    logits = torch.tensor([[3.0, 0.0, -1.0, 2.0]])
+    biased = replace(experts, bias=torch.tensor([-1.0, 0.0, 0.0, 0.5]))
+    for experts_, chosen in ((experts, 0), (biased, 3)):
+        choice = choose_reference(logits, experts_)
+        assert choice.experts.tolist() == [[chosen]]
+        torch.testing.assert_close(choice.weights, 2 * logits[:, chosen : chosen + 1].sigmoid())
 
 
 @pytest.mark.parametrize(("routed", "top_k", "shared"), COUNTS)

@@ -71,11 +71,8 @@ class EchoHarness:
 
     def check(self, model: KnownModel) -> None: ...
 
-    def inspect(self, model: KnownModel, path: Path) -> EchoFacts:
-        return EchoFacts(path)
-
-    def quantised(self, model: KnownModel, facts: EchoFacts) -> dict[str, Footprint]:
-        return {}
+    async def read(self, model: KnownModel, path: Path) -> tuple[EchoFacts, dict[str, Footprint]]:
+        return EchoFacts(path), {}
 
     async def host(
         self, model: KnownModel, facts: EchoFacts, chosen: ChosenDevices, lock_devices: LockDevices

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,10 +18,11 @@ from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES
 from cortex.neuron.kernels.products.cpu_layout import CpuForm
 from cortex.neuron.kernels.quantised.recipes import RECIPES
-from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import inspect
+from cortex.neuron.node.survey_process.jobs import read_forms
+from cortex.neuron.node.survey_process.protocol import Read
 from cortex.wire.node.protocol import Device
 
 from ...tiny_models import tiny_delta, tiny_sizes
@@ -148,18 +148,17 @@ def test_forecast_counts_the_buffer_for_messages_between_ranks(
 
 def test_dense_weights_are_forecast_in_every_quantised_form_that_a_gpu_can_give_them(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
-    facts, forecaster = inspect(tmp_path), forecast(max_num_seqs=8)
-    devices = (gpu(24 * GIB),)
-    engine = EngineHarness(forecaster.config, cast(Any, SimpleNamespace(all=devices)), forecaster, cast(Any, None))
-    found = engine.quantised(model_at(tmp_path), facts)
-    dense = forecaster.footprint(model_at(tmp_path), facts, devices)
+    forecaster, devices = forecast(max_num_seqs=8), (gpu(24 * GIB),)
+    forms = read_forms(Read(str(tmp_path), "m", None, 1, tuple(RECIPES)))
+    found = {name: forecaster.footprint(model_at(tmp_path), form, devices) for name, form in forms.quantised.items()}
+    dense = forecaster.footprint(model_at(tmp_path), forms.facts, devices)
     assert set(found) == set(RECIPES)
     least = [found[name].least_bytes for name in ("q4_k", "q5_k", "q6_k", "q8_0")]
     assert least == sorted(set(least))
     assert least[0] < dense.least_bytes
     for name, footprint in found.items():
         assert footprint == forecaster.footprint(model_at(tmp_path), inspect(tmp_path, name), devices)
-    assert engine.quantised(model_at(tmp_path), inspect(tmp_path, "q4")) == {}
+    assert read_forms(Read(str(tmp_path), "m", "q4", 1, tuple(RECIPES))).quantised == {}
 
 
 def test_footprint_covers_only_the_allowed_devices(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:
         ({"num_attention_heads": 0}, None, "0 for 'num_attention_heads'"),
         ({"max_position_embeddings": "many"}, None, "'many' for 'max_position_embeddings'"),
         ({"num_hidden_layers": 10**9}, None, "1000000000 layers; at most 1000 are supported"),
-        ({"rms_norm_eps": "small"}, None, "config is damaged"),
+        ({"rms_norm_eps": "small"}, None, "'small' for 'rms_norm_eps'; it must be a positive number"),
         ({"model_type": "qwen3", "layer_types": 7}, None, "config is damaged"),
         ({}, "q3_k_m", "cannot be quantised as q3_k_m at load; choose one of q4_k, q5_k, q6_k, q8_0"),
     ],

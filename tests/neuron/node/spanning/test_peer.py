@@ -106,12 +106,14 @@ class FakePlace:
     def __init__(self, group: FakeGroup) -> None:
         self.library: Any = SimpleNamespace(is_configured=lambda _: True, adopt=lambda _: KnownModel("m", "m"))
         self.loader: Any = SimpleNamespace(find_local=self._find_local)
-        facts = SimpleNamespace(digest="digest")
-        self.harness: Any = SimpleNamespace(inspect=lambda *_: facts, spec=lambda *_: LoadSpec("m"))
+        self.harness: Any = SimpleNamespace(inspect=self._inspect, spec=lambda *_: LoadSpec("m"))
         self.room: Any = SimpleNamespace(for_load=self._for_load)
         self.devices: Any = SimpleNamespace(claims=DeviceClaims(), all_of=lambda *_, **__: group)
         self.sleep_budget: Any = SimpleNamespace(reserve=self._reserve)
         self.find_error: Exception | None = None
+
+    async def _inspect(self, *_: Any) -> Any:
+        return SimpleNamespace(digest="digest")
 
     async def _find_local(self, model: KnownModel) -> str:
         if self.find_error is not None:

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
+
 
 class RoutedExperts(Protocol):
     """What routing has to know of a layer's experts, however their weights are stored."""
@@ -19,6 +21,12 @@ class RoutedExperts(Protocol):
 
     @property
     def renormalise(self) -> bool: ...
+
+    @property
+    def rule(self) -> RouterRule: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
 
     @property
     def num_shared(self) -> int: ...
@@ -52,7 +60,7 @@ class Experts:
     """
 
     router: Tensor
-    """[routed (+ 1), hidden]: a score for each routed expert; with shared experts, the last row is their gate"""
+    """[routed (+ 1), hidden]: a score for each routed expert; with gated shared experts, the last row is their gate"""
     gate_up: Tensor
     """[held experts, 2 · inner, hidden]"""
     down: Tensor
@@ -60,10 +68,13 @@ class Experts:
     top_k: int
     """Routed experts per token."""
     renormalise: bool
-    """Whether the weights of the selected experts are scaled to sum to one after the softmax over all."""
+    """Whether the weights of the selected experts are scaled to sum to one."""
     num_shared: int = 0
     first: int = 0
     """The first routed expert that is held."""
+    rule: RouterRule = DEFAULT_RULE
+    bias: Tensor | None = None
+    """[routed] float32: added to the weights for the choice of experts, not to the weights of the chosen ones"""
 
     @property
     def num_experts(self) -> int:
@@ -71,7 +82,7 @@ class Experts:
 
     @property
     def num_routed(self) -> int:
-        return len(self.router) - bool(self.num_shared)
+        return len(self.router) - (self.rule.gates_shared and self.num_shared > 0)
 
     @property
     def num_held(self) -> int:

@@ -21,6 +21,7 @@ from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.routing import ExpertChoice, ExpertPairs, PairLists
+from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 from cortex.neuron.kernels.quantised.experts import packed_grouped_product
 from cortex.neuron.kernels.quantised.one_row import expert_rows_product
 
@@ -40,6 +41,8 @@ class PackedExperts:
     num_shared: int = 0
     first: int = 0
     """The first expert that is held."""
+    rule: RouterRule = DEFAULT_RULE
+    bias: Tensor | None = None
 
     @property
     def num_held(self) -> int:
@@ -71,6 +74,8 @@ class PackedExperts:
             self.top_k,
             self.renormalise,
             first=self.first,
+            rule=self.rule,
+            bias=self.bias,
         )
 
 

@@ -1,4 +1,4 @@
-"""Routing: the experts and weights of each token. Softmax over the scores, then top k, plus the shared experts.
+"""Routing: the experts and weights of each token. Softmax or sigmoid of the scores, top k, plus the shared experts.
 
 A pair is one token with one of its experts; pair = token · slots + slot. Small batches get the experts by pair, in one
 launch from the residual stream on. Large batches get a list of pairs for each expert. The order within a list is not
@@ -64,14 +64,18 @@ class ExpertPairs(NamedTuple):
 def choose_reference(logits: Tensor, experts: RoutedExperts) -> ExpertChoice:
     """logits: [tokens, routed (+ 1)]"""
     routed = logits[:, : experts.num_routed]
-    weights, chosen = routed.softmax(-1, dtype=torch.float32).topk(experts.top_k)
+    rule = experts.rule
+    every = routed.float().sigmoid() if rule.scoring == "sigmoid" else routed.softmax(-1, dtype=torch.float32)
+    chosen = (every if experts.bias is None else every + experts.bias).topk(experts.top_k).indices
+    weights = every.gather(1, chosen)
     if experts.renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights * rule.scale
     if experts.num_shared:
         shared = torch.arange(experts.num_routed, experts.num_experts, device=logits.device)
-        gate = logits[:, experts.num_routed :].float().sigmoid()
+        gate = logits[:, experts.num_routed :].float().sigmoid() if rule.gates_shared else weights.new_ones(1, 1)
         chosen = torch.cat((chosen, shared.expand(len(logits), -1)), dim=1)
-        weights = torch.cat((weights, gate.expand(-1, experts.num_shared)), dim=1)
+        weights = torch.cat((weights, gate.expand(len(logits), experts.num_shared)), dim=1)
     return ExpertChoice(chosen.to(torch.int32), weights)
 
 
@@ -85,6 +89,7 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Routed
         hidden,
         norm_weight,
         experts.router,
+        experts.bias,
         scores,
         chosen,
         weights,
@@ -115,6 +120,7 @@ def list_pairs(logits: Tensor, experts: RoutedExperts) -> PairLists:
     members = torch.empty((experts.num_experts, tokens), dtype=torch.int32, device=device)
     _list_pairs_kernel[(tokens,)](
         logits,
+        experts.bias,
         weights,
         counts,
         members,
@@ -159,7 +165,7 @@ def held_lists(lists: PairLists, experts: RoutedExperts) -> PairLists:
     return PairLists(lists.weights, counts, torch.cat([lists.members[part] for part in parts]))
 
 
-def _choice_constants(experts: RoutedExperts) -> dict[str, int | bool]:
+def _choice_constants(experts: RoutedExperts) -> dict[str, float]:
     return {
         "ROUTED": experts.num_routed,
         "ROUTED_BLOCK": triton.next_power_of_2(experts.num_routed),
@@ -167,6 +173,10 @@ def _choice_constants(experts: RoutedExperts) -> dict[str, int | bool]:
         "SLOTS": experts.slots,
         "SLOTS_BLOCK": triton.next_power_of_2(experts.slots),
         "RENORMALISE": experts.renormalise,
+        "SIGMOID": experts.rule.scoring == "sigmoid",
+        "BIASED": experts.bias is not None,
+        "SCALE": experts.rule.scale,
+        "GATED": experts.rule.gates_shared,
     }
 
 
@@ -179,12 +189,17 @@ def _counters(device: torch.device) -> Tensor:
 @jit
 def _choose(
     scores,
+    bias,
     ROUTED: tl.constexpr,
     ROUTED_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     SLOTS_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    SCALE: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """The experts and weights of one token, [slots] each. The experts are distinct and valid for any scores, NaN
     too."""
@@ -195,20 +210,28 @@ def _choose(
     score = tl.where(score > -1.0e30, score, -1.0e30)
     score = tl.where(expert < ROUTED, score, -float("inf"))
     highest = tl.max(score, 0)
-    total = tl.sum(tl.exp(score - highest), 0)
+    every = tl.sigmoid(score) if SIGMOID else tl.exp(score - highest)
+    total = 1.0 if SIGMOID else tl.sum(every, 0)
+    if BIASED:  # the choice is by another order than that of the scores
+        score = every / total + tl.load(bias + expert, mask=expert < ROUTED, other=0.0)
+        score = tl.where(expert < ROUTED, score, -float("inf"))
     chosen = tl.zeros((SLOTS_BLOCK,), tl.int32)
     weight = tl.zeros((SLOTS_BLOCK,), tl.float32)
     for rank in tl.static_range(TOP_K):
         best = tl.max(score, 0)
         index = tl.min(tl.where(score == best, expert, ROUTED_BLOCK), 0)
         chosen = tl.where(slot == rank, index, chosen)
-        weight = tl.where(slot == rank, tl.exp(best - highest), weight)
+        if BIASED:
+            own = tl.sum(tl.where(expert == index, every, 0.0), 0)
+        else:
+            own = tl.sigmoid(best) if SIGMOID else tl.exp(best - highest)
+        weight = tl.where(slot == rank, own, weight)
         score = tl.where(expert == index, -float("inf"), score)
     if RENORMALISE:
         total = tl.sum(weight, 0)
-    weight /= total
+    weight *= SCALE / total
     if SLOTS > TOP_K:
-        gate = tl.sigmoid(tl.load(scores + ROUTED, cache_modifier=".cg").to(tl.float32))
+        gate = tl.sigmoid(tl.load(scores + ROUTED, cache_modifier=".cg").to(tl.float32)) if GATED else 1.0
         chosen = tl.where(slot >= TOP_K, ROUTED + slot - TOP_K, chosen)
         weight = tl.where(slot >= TOP_K, gate, weight)
     return chosen, weight
@@ -219,6 +242,7 @@ def _choose_rows_kernel(
     x,
     norm_weight,
     router,
+    bias,
     scores,
     chosen,
     weights,
@@ -234,6 +258,10 @@ def _choose_rows_kernel(
     SLOTS: tl.constexpr,
     SLOTS_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    SCALE: tl.constexpr,
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per row and BLOCK_OUT scores. The last program of a row to finish makes the choice."""
@@ -258,7 +286,20 @@ def _choose_rows_kernel(
         return
 
     tl.store(counters + row, 0)
-    expert, weight = _choose(scores + row * SCORES, ROUTED, ROUTED_BLOCK, TOP_K, SLOTS, SLOTS_BLOCK, RENORMALISE)
+    expert, weight = _choose(
+        scores + row * SCORES,
+        bias,
+        ROUTED,
+        ROUTED_BLOCK,
+        TOP_K,
+        SLOTS,
+        SLOTS_BLOCK,
+        RENORMALISE,
+        SIGMOID,
+        BIASED,
+        SCALE,
+        GATED,
+    )
     slot = tl.arange(0, SLOTS_BLOCK)
     tl.store(chosen + row * SLOTS + slot, expert, mask=slot < SLOTS)
     tl.store(weights + row * SLOTS + slot, weight, mask=slot < SLOTS)
@@ -267,6 +308,7 @@ def _choose_rows_kernel(
 @jit(do_not_specialize=["tokens"])
 def _list_pairs_kernel(
     logits,
+    bias,
     weights,
     counts,
     members,
@@ -278,6 +320,10 @@ def _list_pairs_kernel(
     SLOTS: tl.constexpr,
     SLOTS_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    SCALE: tl.constexpr,
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per token. The list of a shared expert has every token in order."""
@@ -286,7 +332,18 @@ def _list_pairs_kernel(
         gdc_wait()
     token = tl.program_id(0)
     expert, weight = _choose(
-        logits + token.to(tl.int64) * SCORES, ROUTED, ROUTED_BLOCK, TOP_K, SLOTS, SLOTS_BLOCK, RENORMALISE
+        logits + token.to(tl.int64) * SCORES,
+        bias,
+        ROUTED,
+        ROUTED_BLOCK,
+        TOP_K,
+        SLOTS,
+        SLOTS_BLOCK,
+        RENORMALISE,
+        SIGMOID,
+        BIASED,
+        SCALE,
+        GATED,
     )
     slot = tl.arange(0, SLOTS_BLOCK)
     pair = token * SLOTS + slot

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from cortex.neuron.config import ENGINE_NAMES, NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.recipes import RECIPES
+from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.preflight import ModelFacts, inspect
+from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
+from cortex.neuron.node.survey_process.client import Surveys
+from cortex.neuron.node.survey_process.protocol import Read
 from cortex.neuron.worker.hosts.any_of import AnyOf, LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import LoadFailed
 
 
 class EngineHarness:
-    """Belongs to the daemon's loop; `inspect` and `quantised` may run on threads."""
+    """Belongs to the daemon's loop."""
 
     names = ENGINE_NAMES
 
-    def __init__(self, config: NeuronConfig, devices: NodeDevices, forecast: Forecast, lead: Lead) -> None:
+    def __init__(
+        self, config: NeuronConfig, devices: NodeDevices, forecast: Forecast, surveys: Surveys, lead: Lead
+    ) -> None:
         self.estimates = forecast
+        self._surveys = surveys
         self._config = config
         self._devices = devices
         self._lead = lead
@@ -36,36 +43,24 @@ class EngineHarness:
     def check(self, model: KnownModel) -> None:
         self._lead.reject_unsupported(model)
 
-    def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
+    async def read(self, model: KnownModel, path: Path) -> tuple[ModelFacts, dict[str, Footprint]]:
         """Raises LoadFailed for files that are damaged, of a family that the engine does not have, or not in the
         quantisation that the model asks for, and for a quantisation at load that the devices do not support."""
-        facts = inspect(path, model.quant, name=model.id, num_ranks=model.tensor_parallel)
-        recipe = facts.recipe
-        if recipe is None or all(self.estimates.quantises(device, recipe) for device in self._devices.all):
-            return facts
-        remedy = (
-            f"for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on the hub)"
-            if isinstance(recipe.matrices, Layout)
-            else "choose q8 or q4"  # there are no GGUFs of it
-        )
-        raise LoadFailed(
-            f"{model.id} is not quantised as {recipe.name} at load on this node, which takes a GPU and the dtype "
-            "auto or bfloat16, or for the formats of GGUF files a CPU with asimddp, avx2 or avx512f and the dtype "
-            f"auto; {remedy}, or omit `quant`"
-        )
+        recipes = tuple(name for name, recipe in RECIPES.items() if self._quantises(recipe))
+        forms = await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel, recipes))
+        if forms.facts.recipe is not None and not self._quantises(forms.facts.recipe):
+            raise _not_quantised(model, forms.facts.recipe)
+        return forms.facts, await asyncio.to_thread(self._footprints, model, forms.quantised)
 
-    def quantised(self, model: KnownModel, facts: ModelFacts) -> dict[str, Footprint]:
-        """Of a model with dense weights, by recipe."""
-        if facts.quant is not None:
-            return {}
-        devices = self._devices.all
-        offered = [
-            name
-            for name, recipe in RECIPES.items()
-            if all(self.estimates.quantises(device, recipe) for device in devices)
-        ]
-        forms = {name: inspect(facts.path, name, name=model.id, num_ranks=model.tensor_parallel) for name in offered}
-        return {name: self.estimates.footprint(model, form, devices) for name, form in forms.items()}
+    async def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
+        """What the config and the headers say. Raises LoadFailed."""
+        return (await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel))).facts
+
+    def _quantises(self, recipe: Recipe) -> bool:
+        return all(self.estimates.quantises(device, recipe) for device in self._devices.all)
+
+    def _footprints(self, model: KnownModel, forms: Mapping[str, ModelFacts]) -> dict[str, Footprint]:
+        return {name: self.estimates.footprint(model, form, self._devices.all) for name, form in forms.items()}
 
     def spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
         """What each of the devices loads, of which the one with the least to give decides; a stage has a limit of its
@@ -115,3 +110,16 @@ class EngineHarness:
 
     def replica(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> ModelHost:
         return self._devices.host(model.id, chosen.indices, self.spec(model, facts, chosen))
+
+
+def _not_quantised(model: KnownModel, recipe: Recipe) -> LoadFailed:
+    remedy = (
+        f"for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on the hub)"
+        if isinstance(recipe.matrices, Layout)
+        else "choose q8 or q4"  # there are no GGUFs of it
+    )
+    return LoadFailed(
+        f"{model.id} is not quantised as {recipe.name} at load on this node, which takes a GPU and the dtype "
+        "auto or bfloat16, or for the formats of GGUF files a CPU with asimddp, avx2 or avx512f and the dtype "
+        f"auto; {remedy}, or omit `quant`"
+    )

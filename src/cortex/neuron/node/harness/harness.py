@@ -28,11 +28,9 @@ class Harness(Protocol):
     def check(self, model: KnownModel) -> None:
         """Raises LoadFailed for options that it cannot meet, before any file is read."""
 
-    def inspect(self, model: KnownModel, path: Path) -> FileFacts:
-        """Reads the model's files. Blocks. Raises LoadFailed for a model that it cannot run."""
-
-    def quantised(self, model: KnownModel, facts: Any) -> Mapping[str, Footprint]:
-        """The memory of the model with each quantisation that it could be loaded with instead. Blocks."""
+    async def read(self, model: KnownModel, path: Path) -> tuple[FileFacts, Mapping[str, Footprint]]:
+        """What the model's files say, and its memory with each quantisation that it could be loaded with instead.
+        Raises LoadFailed for a model that it cannot run."""
 
     async def host(
         self, model: KnownModel, facts: Any, chosen: ChosenDevices, lock_devices: LockDevices

@@ -21,7 +21,8 @@ from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directo
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.protocol import KVDtype, LoadRequest, SamplingDefaults
+from cortex.wire.node.protocol import KVDtype, LoadRequest
+from cortex.wire.node.sampling import SamplingDefaults
 
 _CACHE_PREFIX = "models--"
 _PATH_PREFIXES = ("/", "./", "../", "~")
@@ -74,9 +75,6 @@ class KnownModel:
 
 Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
 """(source, cache, quant, progress(done, total), cancelled) → local path. Blocks; may use the network."""
-
-FindLocal = Callable[[str, Path, str | None], Path | None]
-"""(source, cache, quant) → local path when the whole model is on disk. Blocks; never uses the network."""
 
 
 def _with_own_quant(model: KnownModel) -> KnownModel:
@@ -275,7 +273,7 @@ def _known(model_id: str, options: ModelOptions) -> KnownModel:
         control_tokens_in_messages=options.control_tokens_in_messages,
         kv_dtype=options.kv_dtype,
         nodes=options.nodes,
-        sampling=msgspec.convert(options.sampling.given, SamplingDefaults),
+        sampling=options.sampling,
         deterministic=options.deterministic,
     )
 
@@ -295,6 +293,6 @@ def _completed(default: DefaultModel, entry: ModelEntry | None) -> DefaultModel:
         control_tokens_in_messages=default.control_tokens_in_messages or entry.control_tokens_in_messages,
         kv_dtype=entry.kv_dtype if default.kv_dtype == "auto" else default.kv_dtype,
         nodes=default.nodes or entry.nodes,
-        sampling=msgspec.structs.replace(entry.sampling, **default.sampling.given),
+        sampling=default.sampling.over(entry.sampling),
         deterministic=default.deterministic or entry.deterministic,
     )

@@ -1,8 +1,8 @@
 """Loads models: from a name to an instance that serves.
 
 `ModelLoader.load` reads from top to bottom: resolve the files, preflight them, find a device with room (or as many as
-the model is divided among), load the weights in its worker while the tokenizer starts. Blocking work runs on threads. A
-load that fails or is cancelled leaves nothing behind.
+the model is divided among), load the weights in its worker while the tokenizer starts. Downloads run on threads, and
+files are read in the survey process. A load that fails or is cancelled leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_choice import check_devices
 from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
-from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
+from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
 from cortex.neuron.node.loading.preflight import gigabytes
+from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.text.models import Texts
 from cortex.neuron.text.model import TextSurvey
-from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
@@ -85,9 +85,8 @@ class ModelLoader:
         room: DeviceRoom,
         *,
         fetch: Fetch,
-        find_local: FindLocal,
+        surveys: Surveys,
         texts: Texts,
-        survey_text: Callable[[Path], TextSurvey],
     ) -> None:
         self._config = config
         self._library = library
@@ -96,15 +95,14 @@ class ModelLoader:
         self._harnesses = harnesses
         self._room = room
         self._fetch = fetch
-        self._find_local = find_local
+        self._reader = surveys
         self._texts = texts
-        self._survey_text = survey_text
         self.surveys: dict[str, Survey] = {}
         """By model id; kept after an unload."""
         self._estimates: dict[str, tuple[object, Estimate]] = {}
         """By model id: the latest one, and what it was computed from."""
-        self._unreadable: set[str] = set()
-        """Models whose files failed the survey; logged once."""
+        self.damaged: dict[str, str] = {}
+        """Models whose files failed the survey → why."""
 
     async def load(self, model: KnownModel, callbacks: ModelCallbacks) -> Instance:
         """Raises LoadFailed, InsufficientCapacity or WorkerLost."""
@@ -161,8 +159,8 @@ class ModelLoader:
     # Files
 
     async def find_local(self, model: KnownModel) -> Path | None:
-        """The local path of the model when all of it is on disk."""
-        return await asyncio.to_thread(self._find_local, model.source, self._library.cache, model.quant)
+        """The local path of the model when all of it is on disk. Raises LoadFailed."""
+        return await self._reader.find_local(model.source, self._library.cache, model.quant)
 
     async def download(self, model: KnownModel, on_progress: Callable[[str, int, int], None]) -> Path:
         """The local path of the model, after downloading what is missing. Raises LoadFailed."""
@@ -188,47 +186,41 @@ class ModelLoader:
     # Preflight
 
     async def survey(self, model: KnownModel, path: Path) -> Survey:
-        """Reads the model's headers and chat template on a thread, once. Raises LoadFailed."""
+        """Reads the model's headers and chat template, once. Raises LoadFailed."""
         known = self.surveys.get(model.id)
         wanted = (path, model.quant, model.tensor_parallel)
         if known is not None and (known.facts.path, known.requested_quant, known.facts.num_ranks) == wanted:
             return known
         survey = self.surveys[model.id] = await self.read(model, path)
+        self.damaged.pop(model.id, None)
         return survey
 
     async def read(self, model: KnownModel, path: Path) -> Survey:
         """What `survey` finds, without keeping it: of files beside those of a model in memory. Raises LoadFailed."""
-        return await asyncio.to_thread(self._read_files, model, path)
+        facts, quantised = await self._harnesses.of(model).read(model, path)
+        return Survey(facts, await self._reader.read_text(path, model.id), model.quant, quantised)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""
         self.surveys.pop(model_id, None)
         self._estimates.pop(model_id, None)
-        self._unreadable.discard(model_id)
+        self.damaged.pop(model_id, None)
 
     async def survey_library(self) -> None:
         """Surveys every model whose files are complete, so that its size is known before it is loaded."""
         for model in self._library:
-            if model.id in self.surveys or model.id in self._unreadable:
-                continue
-            path = await self.find_local(model)
-            if path is None:
+            if model.id in self.surveys or model.id in self.damaged:
                 continue
             try:
+                path = await self.find_local(model)
+                if path is None:
+                    continue
                 survey = await self.read(model, path)
             except CortexError as error:
-                self._unreadable.add(model.id)
+                self.damaged[model.id] = error.message
                 log.warning("%s", error.message)
             else:
                 self.surveys.setdefault(model.id, survey)  # unless a load has surveyed the form that it was asked for
-
-    def _read_files(self, model: KnownModel, path: Path) -> Survey:
-        harness = self._harnesses.of(model)
-        facts = harness.inspect(model, path)
-        try:
-            return Survey(facts, self._survey_text(path), model.quant, harness.quantised(model, facts))
-        except UNREADABLE as error:
-            raise LoadFailed(f"{model.id}: its chat template cannot be read: {error}") from error
 
     def estimate(self, model: KnownModel, facts: FileFacts) -> Estimate:
         """On those of this node's devices that the model may use. Every poll of the node asks for it, and it takes

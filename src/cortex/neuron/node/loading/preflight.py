@@ -1,5 +1,5 @@
 """Checks before any memory is allocated: the files are complete, the family is supported, the quantisation is the
-requested one, the model fits. Reads headers only and imports no torch. Run it on a thread: disks may be slow.
+requested one, the model fits. Reads headers only and imports no torch. `inspect` runs in the survey process.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.selection import gguf_of
 from cortex.neuron.weights.sharded import ShardedCheckpoint
-from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
+from cortex.quant_names import plain
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.protocol import Device
 
@@ -51,6 +51,8 @@ class ModelFacts:
     """How dense matrices are quantised at load, if the operator wants that."""
     num_ranks: int = 1
     """Number of devices that the model is divided among. If it is more than one, these are the facts of one rank."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What `architecture` was read from."""
 
     @property
     def family(self) -> str:
@@ -98,25 +100,32 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
     `name`: the model's name for messages, because a snapshot's folder is named by a digest. `num_ranks`: divides the
     model among this many devices; the facts are those of the rank with the largest share. Raises LoadFailed.
     """
+    return inspect_forms(path, quant, (), name=name or path.name, num_ranks=num_ranks)[0]
+
+
+def inspect_forms(
+    path: Path, quant: str | None, recipes: Sequence[str], *, name: str, num_ranks: int
+) -> tuple[ModelFacts, dict[str, ModelFacts]]:
+    """What `inspect` finds, and if the weights are dense and stay so, what it would with each of `recipes`."""
     try:
         checkpoint: Checkpoint = open_checkpoint(path)
     except CheckpointError as error:
         raise LoadFailed(str(error)) from error
-    name = name or path.name
     try:
         architecture = read_architecture(checkpoint.config)
         if num_ranks > 1:
             last = Shard(num_ranks - 1, num_ranks)  # what cannot be divided evenly is larger there
             whole, architecture = architecture, architecture.sharded(last)
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(last))
-        facts = _read_facts(path, architecture, checkpoint.tensors, name, quant)
+        facts = _read_facts(path, architecture, checkpoint, name, quant)
+        offered = recipes if facts.quant is None else ()
+        return facts, {recipe: _read_facts(path, architecture, checkpoint, name, recipe) for recipe in offered}
     except UnsupportedModel as error:
         raise LoadFailed(f"{name} cannot be loaded: {error}") from error
     except CheckpointError as error:
         raise LoadFailed(f"{name} cannot be divided among {num_ranks} devices: {error}") from error
     finally:
         checkpoint.close()
-    return facts
 
 
 _CHOICES: Final = ", ".join(f"{name} on GPUs" if name == "fp8" else name for name in RECIPES)
@@ -124,7 +133,7 @@ _CHOICES: Final = ", ".join(f"{name} on GPUs" if name == "fp8" else name for nam
 
 def objection(quant: str) -> str | None:
     """Why dense weights cannot be quantised as `quant` at load; None: they can, or may be published in it."""
-    if recipe_of(quant) is not None or quant.upper() in PUBLISHED_LAYOUTS:
+    if recipe_of(quant) is not None or plain(quant) in PUBLISHED_LAYOUTS:
         return None
     return f"dense weights cannot be quantised as {quant} at load; choose one of {_CHOICES}"
 
@@ -154,9 +163,10 @@ def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
 
 
 def _read_facts(
-    path: Path, architecture: Architecture, tensors: Mapping[str, TensorInfo], name: str, quant: str | None
+    path: Path, architecture: Architecture, checkpoint: Checkpoint, name: str, quant: str | None
 ) -> ModelFacts:
     """Raises LoadFailed for weights that are not and cannot be quantised as `quant`."""
+    tensors = checkpoint.tensors
     formats = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype not in _DENSE_FORMATS}
     elements: Counter[str] = Counter()
     for tensor in tensors.values():
@@ -165,7 +175,8 @@ def _read_facts(
     recipe = recipe_for(path, most, name, quant) if quant is not None else None
     found = most.lower() if most not in _DENSE_FORMATS else recipe.name if recipe is not None else None
     num_ranks = architecture.shard.size
-    return ModelFacts(path, architecture, found, formats, packed_layouts(tensors, recipe), recipe, num_ranks)
+    packing = packed_layouts(tensors, recipe)
+    return ModelFacts(path, architecture, found, formats, packing, recipe, num_ranks, checkpoint.config)
 
 
 def choose_devices(

@@ -184,7 +184,7 @@ class HostedShare(RelaySink):
                 pipeline_parallel=request.pipeline_parallel,
             )
             path = await self._loader.find_local(model) or await self._loader.download(model, lambda *_: None)
-            facts = await asyncio.to_thread(self._resources.harness.inspect, model, path)
+            facts = await self._resources.harness.inspect(model, path)
             self._model = model, facts
             async with contextlib.AsyncExitStack() as room:
                 chosen = await self._room_for(model, facts, room)

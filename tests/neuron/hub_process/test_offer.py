@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from cortex.neuron.hub_process.offer import Offer, OfferRequest, Variant
 from cortex.neuron.weights.errors import Cancelled, FilesMissing, HubUnreachable, NotOnHub
-from cortex.neuron.weights.hub.offer import Offer, OfferRequest, Variant
 
 COMMIT = "c0ffee" + "0" * 34
 

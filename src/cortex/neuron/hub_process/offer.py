@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cortex.neuron.hub_process.client import HubProcess
+from cortex.neuron.hub_process.resolver import list_files
 from cortex.neuron.weights.errors import HubUnreachable, NotOnHub
-from cortex.neuron.weights.hub.listing import Listing, fetch_listing
-from cortex.neuron.weights.hub.resolver import is_offline, transport_to_hub
+from cortex.neuron.weights.hub.endpoint import is_offline
+from cortex.neuron.weights.hub.listing import Listing
 from cortex.neuron.weights.hub.selection import variants
 from cortex.neuron.weights.hub.source import HubSource, parse_source
-from cortex.neuron.weights.hub.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +47,16 @@ class OfferRequest:
                 f"what {parsed.repository} offers is not known: the node is offline (HF_HUB_OFFLINE is set)"
             )
         self._source: HubSource = parsed
-        self._transport: Transport = transport_to_hub(environment)
+        self._environment = environment
+        self._aborted = threading.Event()
 
     def read(self) -> Offer:
         """Raises HubError, or Cancelled after `abort`."""
-        return _offer(self._source.repository, fetch_listing(self._transport, self._source))
+        with HubProcess(self._environment, self._aborted.is_set) as hub:
+            return _offer(self._source.repository, list_files(hub, self._source))
 
     def abort(self) -> None:
-        self._transport.abort()
+        self._aborted.set()
 
 
 def _offer(repository: str, listing: Listing) -> Offer:

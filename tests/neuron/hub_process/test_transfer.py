@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import socket
 import struct
 import threading
@@ -11,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import file_download
 
 from cortex.neuron.weights.errors import Cancelled, DownloadCorrupt, HubError, HubUnreachable, NotOnHub
 
-from .hub_client import MODEL, WEIGHTS, Client, StartHub
+from .hub_client import MODEL, WEIGHTS, Client, Sleeps, StartHub
 
 
 def cut_after(num_bytes: int) -> Callable[[Any, bytes], bytes]:
@@ -51,15 +55,17 @@ def wrong_range(handler: Any, data: bytes) -> None:
     handler.respond(206, data, {"content-range": "bytes 5-10/11"})
 
 
-def stall(handler: Any, data: bytes) -> None:
-    handler.send_response(206)
-    handler.send_header("content-length", str(len(data)))
-    handler.send_header("content-range", f"bytes 0-{len(data) - 1}/{len(data)}")
-    handler.end_headers()
-    handler.wfile.write(data[:10])
-    handler.wfile.flush()
-    handler.hub.stalled.set()
-    handler.hub.release.wait(60)
+def stall_after(num_bytes: int) -> Callable[[Any, bytes], None]:
+    def stall(handler: Any, data: bytes) -> None:
+        handler.send_response(200)
+        handler.send_header("content-length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data[:num_bytes])
+        handler.wfile.flush()
+        handler.hub.stalled.set()
+        handler.hub.release.wait(60)
+
+    return stall
 
 
 @pytest.mark.parametrize(
@@ -77,18 +83,19 @@ def test_download_recovers_from_transfer_faults(
     assert client.reports == sorted(client.reports)
 
 
-def test_waits_as_long_as_the_hub_says_after_too_many_requests(start_hub: StartHub, client: Client) -> None:
+def test_waits_as_long_as_the_hub_says_after_too_many_requests(
+    start_hub: StartHub, client: Client, sleeps: Sleeps
+) -> None:
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[too_many_requests])
-    began_s = time.monotonic()
     assert client.resolve(hub).read_bytes() == WEIGHTS
-    assert time.monotonic() - began_s >= 1
+    assert max(sleeps) >= 1
 
 
 def test_download_that_the_hub_limits_says_what_to_do(start_hub: StartHub, client: Client) -> None:
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS})
-    hub.faults = [cut_after(400_000)] + [lambda handler, data: handler.respond(429, b"")] * 6
+    hub.faults = [cut_after(400_000)] + [lambda handler, data: handler.respond(429, b"")] * 99
     reason = (
-        "stops at byte 400000 of 1000074 .too many requests, 429.; try again later, or set HF_TOKEN for a higher limit"
+        "stops at byte 262144 of 1000074 .too many requests, 429.; try again later, or set HF_TOKEN for a higher limit"
     )
     with pytest.raises(HubUnreachable, match=f"{reason}; the next attempt continues from there"):
         client.resolve(hub)
@@ -104,13 +111,14 @@ def test_download_of_a_gated_repository_fails_at_once(start_hub: StartHub, clien
 
 def test_next_call_resumes_a_failed_download(start_hub: StartHub, client: Client) -> None:
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS})
-    hub.faults = [cut_after(400_000)] + [cut_after(0)] * 6
-    with pytest.raises(HubUnreachable, match="byte 400000 of 1000074"):
+    hub.faults = [cut_after(400_000)] + [cut_after(0)] * 99
+    with pytest.raises(HubUnreachable, match="byte 262144 of 1000074"):
         client.resolve(hub)
-    assert [partial.stat().st_size for partial in client.partials()] == [400_000]
+    assert [partial.stat().st_size for partial in client.partials()] == [262_144]
     hub.requests.clear()
+    hub.faults.clear()
     assert client.resolve(hub).read_bytes() == WEIGHTS
-    assert [headers["range"] for _, headers in hub.contents_requests()] == ["bytes=400000-1000073"]
+    assert [headers["range"] for _, headers in hub.contents_requests()] == ["bytes=262144-"]
     assert not client.partials()
 
 
@@ -123,9 +131,10 @@ def test_restarts_from_the_first_byte_when_the_server_ignores_ranges(start_hub: 
 
 def test_downloads_a_corrupt_partial_file_again(start_hub: StartHub, client: Client) -> None:
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS})
-    hub.faults = [cut_after(400_000)] + [cut_after(0)] * 6
+    hub.faults = [cut_after(400_000)] + [cut_after(0)] * 99
     with pytest.raises(HubUnreachable):
         client.resolve(hub)
+    hub.faults.clear()
     client.partials()[0].write_bytes(b"x" * 500_000)
     assert client.resolve(hub).read_bytes() == WEIGHTS
 
@@ -161,24 +170,101 @@ def test_wrong_size_in_the_listing_is_an_error(start_hub: StartHub, client: Clie
         client.resolve(hub)
 
 
-def test_cancels_a_stalled_download_at_once(start_hub: StartHub, client: Client) -> None:
-    hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[stall])
-    cancelled_at = 0.0
+def endless(handler: Any, data: bytes) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    with contextlib.suppress(OSError):  # the client closes the connection
+        while True:
+            handler.wfile.write(b"x" * 1_000_000)
+    handler.hub.stalled.set()
+    handler.close_connection = True
+
+
+def test_endless_response_is_cut_at_the_listed_size(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[endless])
+    assert client.resolve(hub).read_bytes() == WEIGHTS
+    hub.faults.extend([endless] * 2)
+    with pytest.raises(DownloadCorrupt, match="size and digest"):
+        client.resolve(hub, cache_dir=client.cache / "other")
+    assert hub.stalled.wait(30)
+
+
+@pytest.mark.usefixtures("real_process")
+def test_cancels_a_stalled_download_at_once_and_keeps_what_it_has(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[stall_after(600_000)])
+    began_s = time.monotonic()
 
     def cancelled() -> bool:
-        nonlocal cancelled_at
-        if hub.stalled.is_set() and not cancelled_at:
-            cancelled_at = time.monotonic()
-        return cancelled_at > 0
+        return hub.stalled.is_set() and sum(partial.stat().st_size for partial in client.partials()) == 524_288
 
     with pytest.raises(Cancelled):
         client.resolve(hub, cancelled=cancelled)
-    assert time.monotonic() - cancelled_at < 30  # the download would stall for longer
-    deadline = time.monotonic() + 30
-    while any(thread.name.startswith("hub") for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert time.monotonic() - began_s < 30  # the download would stall for longer
     hub.release.set()
+    hub.requests.clear()
+    assert client.resolve(hub).read_bytes() == WEIGHTS
+    assert [headers["range"] for _, headers in hub.contents_requests()] == ["bytes=524288-"]
+    assert client.reports == sorted(client.reports)
+
+
+@pytest.mark.usefixtures("real_process")
+def test_process_that_is_killed_is_a_clear_error(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[stall_after(10)])
+    children = Path(f"/proc/{os.getpid()}/task")
+
+    def cancelled() -> bool:
+        if hub.stalled.is_set():
+            for task in children.iterdir():
+                for child in (task / "children").read_text().split():
+                    if b"cortex.neuron.hub_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                        os.kill(int(child), signal.SIGKILL)
+        return False
+
+    with pytest.raises(HubError, match="has ended"):
+        client.resolve(hub, cancelled=cancelled)
+
+
+def xet_headers(hub: Any) -> dict[str, str]:
+    return {"x-xet-hash": "a" * 64, "x-xet-refresh-route": f"{hub.endpoint}/api/models/org/model/xet-read-token/main"}
+
+
+def test_fetches_over_xet_where_the_hub_offers_it(
+    start_hub: StartHub, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = start_hub({"config.json": b"{}", "model.safetensors": WEIGHTS})
+    hub.head_headers = xet_headers(hub)
+    fetched: list[str] = []
+
+    def xet_get(*, incomplete_path: Path, xet_file_data: Any, headers: Any, expected_size: int) -> None:
+        fetched.append(xet_file_data.file_hash)
+        assert expected_size == len(WEIGHTS)
+        incomplete_path.write_bytes(WEIGHTS)
+
+    monkeypatch.setattr(file_download, "xet_get", xet_get)
+    path = client.resolve(hub)
+    assert (path / "model.safetensors").read_bytes() == WEIGHTS
+    assert fetched == ["a" * 64]
+    assert [path for path, _ in hub.contents_requests() if path.endswith("safetensors")] == []
+    assert not client.partials()
+
+
+def test_fetches_over_http_where_xet_fails(
+    start_hub: StartHub, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = start_hub({"config.json": b"{}", "model.safetensors": WEIGHTS})
+    hub.head_headers = xet_headers(hub)
+
+    def xet_get(*, incomplete_path: Path, **_: Any) -> None:
+        incomplete_path.write_bytes(b"half")
+        raise RuntimeError("the content store is not reachable")
+
+    monkeypatch.setattr(file_download, "xet_get", xet_get)
+    assert (client.resolve(hub) / "model.safetensors").read_bytes() == WEIGHTS
+    assert not client.partials()
+
+
+def test_mirror_without_metadata_of_files_is_used(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, head_status=405)
     assert client.resolve(hub).read_bytes() == WEIGHTS
 
 

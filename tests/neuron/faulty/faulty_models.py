@@ -18,9 +18,10 @@ from lasting_workers import lasting_workers
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.loading.files import find_local
+from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.node import Node, Parts
-from cortex.neuron.node.survey_process.jobs import read_forms
-from cortex.neuron.node.survey_process.protocol import FoundForms, Read
+from cortex.neuron.node.survey_process.jobs import read_facts
+from cortex.neuron.node.survey_process.protocol import Read
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.node.protocol import Capabilities
@@ -93,8 +94,8 @@ class LocalSurveys:
     async def find_local(self, source: str, cache: Path, quant: str | None) -> Path | None:
         return await asyncio.to_thread(self.find, source, cache, quant)
 
-    async def read(self, job: Read) -> FoundForms:
-        return await asyncio.to_thread(read_forms, job)
+    async def read(self, job: Read) -> ModelFacts:
+        return await asyncio.to_thread(read_facts, job)
 
     async def read_text(self, path: Path, name: str) -> TextSurvey:
         return survey_text(path)

@@ -35,10 +35,8 @@ def model_with(folder: Path, template: str) -> Path:
 
 async def test_reads_facts_and_text(surveys: SurveyProcess, tmp_path: Path) -> None:
     path = model_with(tmp_path / "m", "{{ tools }}{{ messages }}</think>")
-    forms = await surveys.read(Read(str(path), "m", None, 1, ("q4_k",)))
-    assert forms.facts.path == path
-    assert forms.facts.family == "llama"
-    assert list(forms.quantised) == ["q4_k"]
+    facts = await surveys.read(Read(str(path), "m", None, 1))
+    assert (facts.path, facts.family) == (path, "llama")
     assert (await surveys.read_text(path, "m")).capabilities.reasoning
     assert await surveys.find_local(str(path), tmp_path, None) == path
     assert await surveys.find_local("org/absent", tmp_path, None) is None

@@ -11,7 +11,7 @@ import pytest
 from faulty_models import write_model
 
 from cortex.neuron.node.survey_process import protocol
-from cortex.neuron.node.survey_process.jobs import read_forms
+from cortex.neuron.node.survey_process.jobs import read_facts
 from cortex.neuron.node.survey_process.protocol import Read
 from cortex.wire.errors import LoadFailed
 
@@ -19,11 +19,8 @@ from ...models.gguf_models import reference_of, write_gguf
 
 
 def same(read: Read) -> None:
-    here = read_forms(read)
-    there = protocol.unpack_forms(protocol.pack_forms(here), read)
-    assert values(there.facts) == values(here.facts)
-    quantised = {name: values(form) for name, form in here.quantised.items()}
-    assert {name: values(form) for name, form in there.quantised.items()} == quantised
+    here = read_facts(read)
+    assert values(protocol.unpack_facts(protocol.pack_facts(here), read)) == values(here)
 
 
 def values(facts: Any) -> dict[str, Any]:
@@ -32,9 +29,9 @@ def values(facts: Any) -> dict[str, Any]:
     return fields | {"layers": architecture.layers, "sizes": architecture.config, "raw": architecture.raw}
 
 
-def test_dense_model_with_its_quantised_forms(tmp_path: Path) -> None:
+def test_dense_model(tmp_path: Path) -> None:
     write_model(tmp_path)
-    same(Read(str(tmp_path), "m", None, 1, ("q4_k", "fp8")))
+    same(Read(str(tmp_path), "m", None, 1))
     same(Read(str(tmp_path), "m", "q8", 1))
 
 
@@ -57,4 +54,4 @@ def test_config_inside_another_one(tmp_path: Path) -> None:
 def test_config_that_is_far_too_large_is_rejected(tmp_path: Path) -> None:
     write_model(tmp_path, config={"junk": "x" * (protocol.MAX_CONFIG_BYTES + 1)})
     with pytest.raises(LoadFailed, match=r"the config of .* takes more than 2 MiB"):
-        protocol.pack_forms(read_forms(Read(str(tmp_path), "m", None, 1)))
+        protocol.pack_facts(read_facts(Read(str(tmp_path), "m", None, 1)))

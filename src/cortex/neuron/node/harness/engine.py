@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from cortex.neuron.config import ENGINE_NAMES, NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
+from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
@@ -46,21 +45,15 @@ class EngineHarness:
     async def read(self, model: KnownModel, path: Path) -> tuple[ModelFacts, dict[str, Footprint]]:
         """Raises LoadFailed for files that are damaged, of a family that the engine does not have, or not in the
         quantisation that the model asks for, and for a quantisation at load that the devices do not support."""
-        recipes = tuple(name for name, recipe in RECIPES.items() if self._quantises(recipe))
-        forms = await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel, recipes))
-        if forms.facts.recipe is not None and not self._quantises(forms.facts.recipe):
-            raise _not_quantised(model, forms.facts.recipe)
-        return forms.facts, await asyncio.to_thread(self._footprints, model, forms.quantised)
+        facts = await self.inspect(model, path)
+        devices = self._devices.all
+        if facts.recipe is not None and not all(self.estimates.quantises(each, facts.recipe) for each in devices):
+            raise _not_quantised(model, facts.recipe)
+        return facts, await asyncio.to_thread(self.estimates.quantised, model, facts, devices)
 
     async def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
         """What the config and the headers say. Raises LoadFailed."""
-        return (await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel))).facts
-
-    def _quantises(self, recipe: Recipe) -> bool:
-        return all(self.estimates.quantises(device, recipe) for device in self._devices.all)
-
-    def _footprints(self, model: KnownModel, forms: Mapping[str, ModelFacts]) -> dict[str, Footprint]:
-        return {name: self.estimates.footprint(model, form, self._devices.all) for name, form in forms.items()}
+        return await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
 
     def spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
         """What each of the devices loads, of which the one with the least to give decides; a stage has a limit of its

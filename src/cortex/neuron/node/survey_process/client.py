@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
+from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.survey_process import protocol
 from cortex.neuron.node.survey_process.protocol import (
     Find,
     FoundAt,
     FoundFacts,
-    FoundForms,
     FoundText,
     Job,
     Read,
@@ -36,7 +36,7 @@ class Surveys(Protocol):
     async def find_local(self, source: str, cache: Path, quant: str | None) -> Path | None:
         """Where the model is, if all of it is on disk. Raises LoadFailed."""
 
-    async def read(self, job: Read) -> FoundForms:
+    async def read(self, job: Read) -> ModelFacts:
         """What the config and the headers say. Raises a CortexError, LoadFailed above all."""
 
     async def read_text(self, path: Path, name: str) -> TextSurvey:
@@ -70,10 +70,10 @@ class SurveyProcess:
         assert isinstance(reply, FoundAt)
         return None if reply.path is None else Path(reply.path)
 
-    async def read(self, job: Read) -> FoundForms:
+    async def read(self, job: Read) -> ModelFacts:
         reply = await self._run(job, job.name)
         assert isinstance(reply, FoundFacts)
-        return await asyncio.to_thread(protocol.unpack_forms, reply, job)
+        return await asyncio.to_thread(protocol.unpack_facts, reply, job)
 
     async def read_text(self, path: Path, name: str) -> TextSurvey:
         reply = await self._run(ReadText(str(path), name), name)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from cortex.neuron.node.loading.files import find_local
-from cortex.neuron.node.loading.preflight import inspect_forms
+from cortex.neuron.node.loading.preflight import ModelFacts, inspect
 from cortex.neuron.node.survey_process import protocol
-from cortex.neuron.node.survey_process.protocol import Find, FoundAt, FoundForms, Job, Read, ReadText, Reply
+from cortex.neuron.node.survey_process.protocol import Find, FoundAt, Job, Read, ReadText, Reply
 from cortex.neuron.text.model import survey_text
 from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.wire.errors import LoadFailed
@@ -20,7 +20,7 @@ def run(job: Job) -> Reply:
             path = find_local(source, Path(cache), quant)
             return FoundAt(None if path is None else str(path))
         case Read():
-            return protocol.pack_forms(read_forms(job))
+            return protocol.pack_facts(read_facts(job))
         case ReadText(at, name):
             try:
                 return protocol.pack_text(survey_text(Path(at)))
@@ -28,6 +28,6 @@ def run(job: Job) -> Reply:
                 raise LoadFailed(f"{name}: its chat template cannot be read: {error}") from error
 
 
-def read_forms(job: Read) -> FoundForms:
+def read_facts(job: Read) -> ModelFacts:
     """Raises LoadFailed."""
-    return FoundForms(*inspect_forms(Path(job.path), job.quant, job.recipes, name=job.name, num_ranks=job.num_ranks))
+    return inspect(Path(job.path), job.quant, name=job.name, num_ranks=job.num_ranks)

@@ -7,9 +7,13 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from cortex.neuron.kernels.products import cpu_matrix
-from cortex.neuron.kernels.products.cpu_layout import ROW_BLOCK, CpuForm, CpuLayout, cpu_layouts
-from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix, best_form, dense_product, empty_cpu_matrix
+from cortex.neuron.kernels.cpu import forms
+from cortex.neuron.kernels.cpu.forms import FORMS, best_form
+from cortex.neuron.kernels.cpu.layout import ROW_BLOCK, CpuForm, CpuLayout, cpu_layout
+from cortex.neuron.kernels.cpu.matrix import CpuMatrix
+from cortex.neuron.kernels.dense.matrix import dense_product
+from cortex.neuron.kernels.matrix import Epilogue, Prologue
+from cortex.neuron.kernels.norm import rms_norm_reference
 
 CPU = torch.device("cpu")
 FORMATS = ("Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS")
@@ -22,6 +26,12 @@ def is_available(form: CpuForm) -> bool:
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
     return True
+
+
+def layout_of(stored: str, form: CpuForm) -> CpuLayout:
+    layout = cpu_layout(stored, form)
+    assert layout is not None
+    return layout
 
 
 def filled(layout: CpuLayout, outputs: int, inputs: int) -> tuple[CpuMatrix, Tensor]:
@@ -38,9 +48,9 @@ def filled(layout: CpuLayout, outputs: int, inputs: int) -> tuple[CpuMatrix, Ten
         scale, minimum = (
             units * torch.randint(0, 16, (2, *scale.shape), generator=generator) * torch.tensor([[[1]], [[-1]]])
         )
-    matrix = empty_cpu_matrix(layout, outputs, inputs, CPU)
+    matrix = FORMS[layout.form](layout, outputs, inputs, CPU)
     for part in (slice(0, ROW_BLOCK), slice(ROW_BLOCK, outputs)):
-        matrix.put(part.start, code[part], scale[part], minimum[part])
+        matrix.put_codes(part.start, code[part], scale[part], minimum[part])
     weights = (code.view(outputs, -1, layout.group) * scale[..., None] + minimum[..., None]).flatten(1)
     return matrix, weights
 
@@ -56,44 +66,49 @@ def form(request: pytest.FixtureRequest) -> CpuForm:
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 96), (3, 96), (40, 96), (2, 32)])
 @pytest.mark.parametrize("stored", FORMATS)
 def test_product_matches_the_dequantised_product(form: CpuForm, stored: str, rows: int, inputs: int) -> None:
-    layout = cpu_layouts({"w": stored}, form)["w"]
+    layout = layout_of(stored, form)
     matrix, weights = filled(layout, 3 * ROW_BLOCK - 5, inputs)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1))
     expected = x @ weights.T
     y = matrix.product(x)
     assert (y.shape, y.dtype) == (expected.shape, x.dtype)
     assert (y - expected).norm() / expected.norm() < 0.015
-    assert torch.allclose(matrix.product(x, 0.25), 0.25 * y, rtol=1e-2, atol=1e-2 * float(y.abs().max()))
+    norm, bias, residual = torch.rand(inputs), torch.randn(len(weights)), torch.randn_like(y)
+    expected = rms_norm_reference(x, norm, 1e-6) @ weights.T + bias + residual
+    y = matrix.product(x, Prologue(norm, 1e-6), Epilogue(bias, residual))
+    assert (y - expected).norm() / expected.norm() < 0.015
 
 
 @pytest.mark.parametrize("inputs", [32, 96])
 @pytest.mark.parametrize("stored", FORMATS)
 def test_looked_up_rows_are_the_dequantised_ones(form: CpuForm, stored: str, inputs: int) -> None:
-    layout = cpu_layouts({"w": stored}, form)["w"]
+    layout = layout_of(stored, form)
     matrix, weights = filled(layout, 3 * ROW_BLOCK - 5, inputs)
     numbers = torch.tensor([5, 3 * ROW_BLOCK - 6, 5, 0, 64, 63])
-    assert torch.allclose(matrix.rows(numbers), weights[numbers], rtol=0, atol=0.01 * float(weights.abs().max()))
+    assert torch.allclose(
+        matrix.rows(numbers, torch.float32), weights[numbers], rtol=0, atol=0.01 * float(weights.abs().max())
+    )
 
 
 @pytest.mark.parametrize("outputs", [ROW_BLOCK, 3 * ROW_BLOCK - 5])
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("kind", CpuForm)
 def test_computed_bytes_are_the_allocated_ones(kind: CpuForm, stored: str, outputs: int) -> None:
-    layout = cpu_layouts({"w": stored}, kind)["w"]
-    matrix = empty_cpu_matrix(layout, outputs, 256, torch.device("meta"))
-    assert sum(tensor.nbytes for tensor in matrix.tensors) == layout.num_bytes(outputs, 256)
+    layout = layout_of(stored, kind)
+    matrix = FORMS[kind](layout, outputs, 256, torch.device("meta"))
+    assert matrix.num_bytes == layout.num_bytes(outputs, 256)
 
 
 @pytest.mark.parametrize("stored", ["Q4_0", "Q4_1", "Q4_K", "Q8_0"])
 @pytest.mark.parametrize("kind", CpuForm)
 def test_common_formats_take_little_more_than_the_file(kind: CpuForm, stored: str) -> None:
-    layout = cpu_layouts({"w": stored}, kind)["w"]
+    layout = layout_of(stored, kind)
     assert layout.num_bytes(2048, 2048) <= 1.3 * file_bytes(stored, 2048, 2048)
 
 
 @pytest.mark.parametrize("stored", FORMATS)
 def test_every_format_takes_little_more_than_the_file_in_the_native_form(stored: str) -> None:
-    layout = cpu_layouts({"w": stored}, CpuForm.NATIVE)["w"]
+    layout = layout_of(stored, CpuForm.NATIVE)
     assert layout.num_bytes(576, 1536) <= 1.3 * file_bytes(stored, 576, 1536)
 
 
@@ -120,13 +135,8 @@ def test_form_is_measured_once_and_the_thread_count_is_restored() -> None:
 
 @pytest.mark.usefixtures("fresh_measurement")
 def test_no_form_is_used_where_dense_products_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_matrix, "shortest_times_s", lambda *each: [1.0] + [2.0] * (len(each) - 1))
+    monkeypatch.setattr(forms, "shortest_times_s", lambda *each: [1.0] + [2.0] * (len(each) - 1))
     assert best_form(torch.float32) is None
-
-
-def test_experts_and_dense_tensors_get_no_layout() -> None:
-    formats = {"a.experts.0.up_proj.weight": "Q4_K", "b.weight": "F32"}
-    assert cpu_layouts(formats, CpuForm.DYNAMIC) == {}
 
 
 @pytest.mark.filterwarnings("error")

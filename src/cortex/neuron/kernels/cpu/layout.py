@@ -52,6 +52,11 @@ class CpuLayout:
     """The only codes that occur, in order, if they are 16: four bits suffice for their numbers."""
 
     @property
+    def row_block(self) -> int:
+        """Rows that are packed together."""
+        return ROW_BLOCK
+
+    @property
     def codes(self) -> Layout:
         """The same codes and scales as `quantise.py` makes them from dense weights."""
         return Layout(self.bits, group=self.group, zero=self.zero)
@@ -97,7 +102,7 @@ class CpuLayout:
             return rows // TILE_ROWS * num_tiles(self, inputs) * tile_bytes(self)
         if self.form is CpuForm.WEIGHT_ONLY:
             return rows * weight_only_row_bytes(columns)
-        constants = 4 * inputs // self.group if self.has_constants else 0
+        constants = 4 * (inputs // self.group) if self.has_constants else 0
         return rows * (dynamic_row_bytes(columns) + constants)
 
 
@@ -149,18 +154,8 @@ _LEVELS: Final = tuple(128 + level for level in IQ4.levels)
 """The codes of IQ4_NL and IQ4_XS."""
 
 
-def cpu_layouts(
-    formats: Mapping[str, str], form: CpuForm | None, chosen: Mapping[str, Layout] | None = None
-) -> dict[str, CpuLayout]:
-    """By tensor: the layouts of those that are quantised in memory. `formats`: how the checkpoint stores each tensor.
-    `chosen`: the codes of dense tensors that are quantised at load. `form`: what the machine is fast at; None: all
-    tensors are dense. Experts are dense: they are one stack."""
-    if form is None:
-        return {}
-    layouts = {
-        name: CpuLayout(form, *_FORMATS[stored], _LEVELS if stored.startswith("IQ4") else ())
-        for name, stored in formats.items()
-        if stored in _FORMATS
-    }
-    layouts |= {name: CpuLayout(form, codes.bits, codes.group, codes.zero) for name, codes in (chosen or {}).items()}
-    return {name: layout for name, layout in layouts.items() if ".experts." not in name}
+def cpu_layout(stored: str, form: CpuForm) -> CpuLayout | None:
+    """The layout of a matrix that a GGUF file stores in this type; None: no form has such codes."""
+    if stored not in _FORMATS:
+        return None
+    return CpuLayout(form, *_FORMATS[stored], _LEVELS if stored.startswith("IQ4") else ())

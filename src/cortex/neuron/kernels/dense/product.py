@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.activations import activate_reference, activated, activation_number
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.kernels.matrix import Epilogue, Prologue
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
+from cortex.neuron.kernels.products.one_row import added_to_row
+from cortex.neuron.kernels.products.small_batch import launch_small_batch, store_batch
 from cortex.neuron.kernels.shared_memory import loop_over_columns, shared_memory
-from cortex.neuron.kernels.silu import silu_mul_reference
 
 
 class Blocks(NamedTuple):
@@ -35,99 +37,63 @@ def beats_library(rows: int, inputs: int) -> bool:
     return rows <= 16 or (rows <= 32 and inputs <= 8192)
 
 
-def matvec(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-) -> Tensor:
-    """norm(x) Wᵀ + bias + residual. x: [rows, in], weight: [out, in] → [rows, out]"""
-    out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, norm_weight, eps, residual, out, gated=False)
-    return out
-
-
-def matvec_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-) -> Tensor:
-    if norm_weight is not None:
-        x = rms_norm_reference(x, norm_weight, eps)
-    y = F.linear(x, weight, bias)
-    return y if residual is None else y + residual
-
-
-def gated_matvec(x: Tensor, gate_up: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-    """silu(norm(x) Gᵀ) · norm(x) Uᵀ. x: [rows, in], gate_up: [2 · out, in] → [rows, out]"""
-    out = torch.empty((len(x), len(gate_up) // 2), dtype=x.dtype, device=x.device)
-    _launch(x, gate_up, None, norm_weight, eps, None, out, gated=True)
-    return out
-
-
-def gated_matvec_reference(x: Tensor, gate_up: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-    return silu_mul_reference(F.linear(rms_norm_reference(x, norm_weight, eps), gate_up))
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    out: Tensor,
-    *,
-    gated: bool,
-) -> None:
+def small_product(x: Tensor, weight: Tensor, prologue: Prologue, epilogue: Epilogue, out: Tensor) -> None:
+    """See `Matrix.product`. The prologue has no activation. x: [rows, in], weight: [out, in]"""
     rows, inputs = x.shape
-    outputs = out.shape[1]
-    options = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated, "INPUTS": inputs}
-    options |= launch_options(x.device)
     if rows == 1:
-        block_in = min(2048 if norm_weight is None else 4096, triton.next_power_of_2(inputs))
-        block_out = 2
-        _one_row_kernel[(triton.cdiv(outputs, block_out),)](
-            x,
-            weight,
-            bias,
-            norm_weight,
-            residual,
-            out,
-            outputs,
-            eps,
-            **options,
-            NORM=norm_weight is not None,
-            BLOCK_IN=block_in,
-            BLOCK_OUT=block_out,
-            num_warps=4,
-        )
+        _one_row_product(x, weight, prologue, epilogue, out)
         return
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
+    if prologue.norm is not None:
+        x = rms_norm(x, prologue.norm, prologue.eps)
     block_rows = max(16, triton.next_power_of_2(rows))
-    blocks = small_batch_blocks(rows, inputs, outputs, gated=gated)
-    column_bytes = ((1 + gated) * blocks.outputs + block_rows) * x.element_size()
+    is_gated = epilogue.activation is not None
+    blocks = small_batch_blocks(rows, inputs, out.shape[1], gated=is_gated)
+    column_bytes = ((1 + is_gated) * blocks.outputs + block_rows) * x.element_size()
     block_in, stages = loop_over_columns(blocks.inputs, blocks.stages, column_bytes, shared_memory(x.device))
-    _small_batch_kernel[(triton.cdiv(outputs, blocks.outputs),)](
-        x,
-        weight,
-        bias,
-        residual,
+    launch_small_batch(
+        _small_batch_kernel,
+        (triton.cdiv(out.shape[1], blocks.outputs),),
+        (x, weight),
+        epilogue,
         out,
-        rows,
-        outputs,
-        **options,
+        INPUTS=inputs,
         ROWS=block_rows,
         BLOCK_IN=block_in,
         BLOCK_OUT=blocks.outputs,
         num_warps=blocks.warps,
         num_stages=stages,
+    )
+
+
+def small_product_reference(x: Tensor, weight: Tensor, prologue: Prologue, epilogue: Epilogue) -> Tensor:
+    if prologue.norm is not None:
+        x = rms_norm_reference(x, prologue.norm, prologue.eps)
+    y = F.linear(x, weight, epilogue.bias)
+    if epilogue.activation is not None:
+        y = activate_reference(y, epilogue.activation)
+    return y if epilogue.residual is None else y + epilogue.residual
+
+
+def _one_row_product(x: Tensor, weight: Tensor, prologue: Prologue, epilogue: Epilogue, out: Tensor) -> None:
+    inputs, outputs, block_out = x.shape[1], out.shape[1], 2
+    _one_row_kernel[(triton.cdiv(outputs, block_out),)](
+        x,
+        weight,
+        epilogue.bias,
+        prologue.norm,
+        epilogue.residual,
+        out,
+        outputs,
+        prologue.eps,
+        INPUTS=inputs,
+        BIAS=epilogue.bias is not None,
+        NORM=prologue.norm is not None,
+        RESIDUAL=epilogue.residual is not None,
+        ACTIVATION=activation_number(epilogue.activation),
+        BLOCK_IN=min(2048 if prologue.norm is None else 4096, triton.next_power_of_2(inputs)),
+        BLOCK_OUT=block_out,
+        num_warps=4,
+        **launch_options(x.device),
     )
 
 
@@ -156,7 +122,7 @@ def _one_row_kernel(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -171,16 +137,11 @@ def _one_row_kernel(
     column = tl.arange(0, BLOCK_IN)
     inside = row_inside[:, None] & (column < INPUTS)[None, :]
     tile = tl.load(line + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-    if GATED:
+    if ACTIVATION:
         tile_up = tl.load(line_up + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
     if OVERLAP:
         gdc_wait()
-    # Loaded here, where the latency is hidden; the products come at the end.
-    added = tl.zeros((BLOCK_OUT,), tl.float32)
-    if BIAS:
-        added += tl.load(bias + row, mask=row_inside, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        added += tl.load(residual + row, mask=row_inside, other=0.0).to(tl.float32)
+    added = added_to_row(bias, residual, tl.program_id(0), outputs, BIAS, RESIDUAL, BLOCK_OUT)
     total = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     squares = tl.zeros((BLOCK_IN,), tl.float32)
@@ -194,22 +155,22 @@ def _one_row_kernel(
             there = here + BLOCK_IN
             inside = row_inside[:, None] & (there < INPUTS)[None, :]
             next_tile = tl.load(line + there[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-            if GATED:
+            if ACTIVATION:
                 next_up = tl.load(line_up + there[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
         total += tile.to(tl.float32) * value[None, :]
-        if GATED:
+        if ACTIVATION:
             total_up += tile_up.to(tl.float32) * value[None, :]
         if start + BLOCK_IN < INPUTS:
             tile = next_tile
-            if GATED:
+            if ACTIVATION:
                 tile_up = next_up
     y = tl.sum(total, 1)
     scale = 1.0
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
         y *= scale
-    if GATED:
-        y = y * tl.sigmoid(y) * (tl.sum(total_up, 1) * scale)
+    if ACTIVATION:
+        y = activated(y, tl.sum(total_up, 1) * scale, ACTIVATION)
     tl.store(out + row, (y + added).to(out.dtype.element_ty), mask=row_inside)
 
 
@@ -222,10 +183,12 @@ def _small_batch_kernel(
     out,
     rows,
     outputs,
+    out_stride,
+    residual_stride,
     INPUTS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -254,15 +217,11 @@ def _small_batch_kernel(
         tile = tl.load(line + column[None, :], mask=inside, other=0.0)
         value = tl.load(x + row[None, :] * INPUTS + column[:, None], mask=x_inside, other=0.0)  # [in, rows]
         total = tl.dot(tile, value, total)
-        if GATED:
+        if ACTIVATION:
             tile_up = tl.load(line_up + column[None, :], mask=inside, other=0.0)
             total_up = tl.dot(tile_up, value, total_up)
-    if GATED:
-        total = total * tl.sigmoid(total) * total_up
-    if BIAS:
-        total += tl.load(bias + output, mask=output_inside, other=0.0).to(tl.float32)[:, None]
-    where = row[None, :] * outputs + output[:, None]
-    inside = output_inside[:, None] & row_inside[None, :]
-    if RESIDUAL:
-        total += tl.load(residual + where, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)
+    if ACTIVATION:
+        total = activated(total, total_up, ACTIVATION)
+    store_batch(
+        total, bias, residual, out, output, row, rows, outputs, out_stride, residual_stride, BIAS, RESIDUAL
+    )  # fmt: skip

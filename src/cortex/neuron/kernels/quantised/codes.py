@@ -1,4 +1,5 @@
-"""From codes and scales to a packed matrix, and back: plain torch, on any device. On a GPU `pack_rows.py` fills it."""
+"""The codes and scales of a packed matrix, how they are packed and unpacked: plain torch, on any device. On a GPU
+`pack_rows.py` fills them."""
 
 from __future__ import annotations
 
@@ -9,18 +10,17 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import has_kernels
+from cortex.neuron.kernels.products.small_batch import COUNTED_ROWS
 from cortex.neuron.kernels.quantised.layout import SCALED_COLUMNS, UNIT, Layout, padded
-from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_numbers
+from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_values
 from cortex.neuron.kernels.quantised.quantise import quantised
 
-COUNTED_ROWS = 64
-"""The fewest rows that a program of a split product takes."""
 _PLANE_TYPES = {0: torch.uint8, 1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    """[outputs, inputs] in the layout's planes. The tensors are allocated once and filled by `put`."""
+class PackedCodes:
+    """[outputs, inputs] in the layout's planes. The tensors are allocated once and filled by pieces."""
 
     layout: Layout
     outputs: int
@@ -35,15 +35,11 @@ class PackedMatrix:
     """[blocks of COUNTED_ROWS rows] int32, all 0 between products: how many parts of a sum are done"""
 
     @property
-    def device(self) -> torch.device:
-        return self.low.device
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What holds the weights."""
         return self.low, self.high, self.scales
 
-    def put(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
+    def put_codes(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
         """Fill rows from `first_row` on with `scale · code + minimum`.
 
         code: [rows, inputs] uint8; scale and minimum: [rows, inputs / group] float32. Where the layout has a zero, the
@@ -58,13 +54,13 @@ class PackedMatrix:
         else:
             pack_codes_reference(code, scale, minimum, self.layout, *rows)
 
-    def put_numbers(self, first_row: int, numbers: Tensor) -> None:
-        """Quantise dense rows and fill rows from `first_row` on with them. numbers: [rows, inputs]"""
-        rows = self._rows(first_row, len(numbers))
-        if has_kernels(numbers):
-            pack_numbers(numbers, self.layout, *rows)
+    def put_values(self, first_row: int, values: Tensor) -> None:
+        """Quantise dense rows and fill rows from `first_row` on with them. values: [rows, inputs]"""
+        rows = self._rows(first_row, len(values))
+        if has_kernels(values):
+            pack_values(values, self.layout, *rows)
         else:
-            pack_codes_reference(*quantised(numbers, self.layout), self.layout, *rows)
+            pack_codes_reference(*quantised(values, self.layout), self.layout, *rows)
 
     def _rows(self, first_row: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Views of the planes and scales."""
@@ -93,14 +89,14 @@ def pack_codes_reference(
     scales.copy_(stored.contiguous().view(scales.dtype))
 
 
-def empty_matrix(layout: Layout, outputs: int, inputs: int, device: torch.device) -> PackedMatrix:
-    """Memory for a matrix, contents undefined until `put` has filled all rows."""
+def empty_codes(layout: Layout, outputs: int, inputs: int, device: torch.device) -> PackedCodes:
+    """Memory for a matrix, contents undefined until all rows are put."""
     columns = padded(inputs)
 
     def plane(bits: int) -> Tensor:
         return torch.empty(outputs, columns // UNIT if bits else 0, dtype=_PLANE_TYPES[bits], device=device)
 
-    return PackedMatrix(
+    return PackedCodes(
         layout,
         outputs,
         inputs,
@@ -116,7 +112,7 @@ def empty_matrix(layout: Layout, outputs: int, inputs: int, device: torch.device
     )
 
 
-def unpacked(matrix: PackedMatrix, rows: Tensor | slice = slice(None)) -> Tensor:
+def unpacked(matrix: PackedCodes, rows: Tensor | slice = slice(None)) -> Tensor:
     """The rows' weights in float32, exactly as products see them before they round to bfloat16. → [rows, inputs]"""
     layout = matrix.layout
     low, high = matrix.low[rows], matrix.high[rows]

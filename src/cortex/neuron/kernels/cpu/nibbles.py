@@ -1,4 +1,4 @@
-"""Codes of any width as codes of four bits, as `cpu_layout.py` describes."""
+"""Codes of any width as codes of four bits, as `layout.py` describes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.products.cpu_layout import GROUP, CpuLayout
+from cortex.neuron.kernels.cpu.layout import GROUP, CpuLayout
 
 _BYTES = 0x01010101
 _ZERO = 8

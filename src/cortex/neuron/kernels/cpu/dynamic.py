@@ -9,97 +9,80 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.products.cpu_layout import (
+from cortex.neuron.kernels.cpu.layout import (
     GROUP,
     ROW_BLOCK,
     CpuLayout,
     dynamic_row_bytes,
     padded_rows,
 )
-from cortex.neuron.kernels.products.nibbles import merge, split, spread
-from cortex.neuron.kernels.quantised.quantise import quantised
+from cortex.neuron.kernels.cpu.matrix import LibraryMatrix
+from cortex.neuron.kernels.cpu.nibbles import merge, split, spread
 
 _LOOKUP_ROWS = 8
 """Rows whose packed bytes are independent of other rows, on every processor."""
 
 
-@dataclass(frozen=True, slots=True)
-class DynamicMatrix:
-    """[outputs, inputs]. The library's packed form does not depend on how many rows are packed at once, as long as they
-    are whole blocks: so it is filled, and looked up, in parts."""
+class DynamicMatrix(LibraryMatrix):
+    """The library's packed form does not depend on how many rows are packed at once, as long as they are whole blocks:
+    so it is filled, and looked up, in parts."""
 
-    layout: CpuLayout
-    outputs: int
-    inputs: int
-    packed: Tensor
-    """[padded rows · row bytes] uint8, in the order of the library"""
-    constants: Tensor | None
-    """[padded rows, inputs / group] float32, column by column: so the products with single rows are fastest"""
-    stored_rows: int
-    stored_columns: int
-    spreads: bool
-    """Whether stored columns are others than the inputs."""
-
-    @classmethod
-    def empty(cls, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> DynamicMatrix:
-        rows, columns = padded_rows(outputs), layout.stored_columns(inputs)
-        packed = torch.empty(rows * dynamic_row_bytes(columns), dtype=torch.uint8, device=device)
-        constants = torch.empty(inputs // layout.group, rows, device=device).t() if layout.has_constants else None
-        return cls(layout, outputs, inputs, packed, constants, rows, columns, columns != inputs)
-
-    @property
-    def device(self) -> torch.device:
-        return self.packed.device
+    def __init__(self, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> None:
+        super().__init__(layout, outputs, inputs, device)
+        self._stored_rows, self._stored_columns = padded_rows(outputs), layout.stored_columns(inputs)
+        num_bytes = self._stored_rows * dynamic_row_bytes(self._stored_columns)
+        self._packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        """In the order of the library."""
+        self._constants: Tensor | None = None
+        """[padded rows, inputs / group] float32, column by column: so the products with single rows are fastest"""
+        if layout.has_constants:
+            self._constants = torch.empty(inputs // layout.group, self._stored_rows, device=device).t()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.packed,) if self.constants is None else (self.packed, self.constants)
+        return (self._packed,) if self._constants is None else (self._packed, self._constants)
 
-    @property
-    def rounds_products(self) -> bool:
+    def rounds(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
         return False
 
-    def put(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
+    def put_codes(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
         nibbles = split(self.layout, code, scale, minimum)
         missing = -len(code) % ROW_BLOCK
         q, plane_scale, constant = (F.pad(part, (0, 0, 0, missing)) if missing else part for part in nibbles)
         rows, columns = q.shape
         row_bytes = dynamic_row_bytes(columns)
         packed = _packed(q, plane_scale.bfloat16())
-        self.packed[first_row * row_bytes : (first_row + rows) * row_bytes] = packed
-        if self.constants is not None:
-            self.constants[first_row : first_row + rows] = constant
+        self._packed[first_row * row_bytes : (first_row + rows) * row_bytes] = packed
+        if self._constants is not None:
+            self._constants[first_row : first_row + rows] = constant
 
-    def put_numbers(self, first_row: int, numbers: Tensor) -> None:
-        self.put(first_row, *quantised(numbers, self.layout.codes))
-
-    def product(self, x: Tensor, scale: float = 1.0) -> Tensor:
+    def _scaled_product(self, x: Tensor, scale: float) -> Tensor:
         """Uses few operations: each has a fixed cost, which is most of the time of a small model."""
         if x.dtype != torch.float32:
-            return self.product(x.float(), scale).to(x.dtype)
-        stored = (spread(self.layout, x) if self.spreads else x).contiguous()
-        y = torch._dyn_quant_matmul_4bit(stored, self.packed, GROUP, self.stored_columns, self.stored_rows)
-        if self.constants is None:
+            return self._scaled_product(x.float(), scale).to(x.dtype)
+        stored = (x if self._stored_columns == self.inputs else spread(self.layout, x)).contiguous()
+        y = torch._dyn_quant_matmul_4bit(stored, self._packed, GROUP, self._stored_columns, self._stored_rows)
+        if self._constants is None:
             y = y if scale == 1 else y.mul_(scale)
         elif x.shape[0] == 1:  # vector products have the lowest fixed cost of the ways to add
             sums = x.reshape(-1, self.layout.group).mv(_ones(self.layout.group))
-            y.view(-1).addmv_(self.constants, sums, beta=scale, alpha=scale)
+            y.view(-1).addmv_(self._constants, sums, beta=scale, alpha=scale)
         else:
             sums = x.reshape(x.shape[0], -1, self.layout.group).sum(-1)
-            y.addmm_(sums, self.constants.t(), beta=scale, alpha=scale)
-        return y if self.stored_rows == self.outputs else y[:, : self.outputs]
+            y.addmm_(sums, self._constants.t(), beta=scale, alpha=scale)
+        return y if self._stored_rows == self.outputs else y[:, : self.outputs]
 
-    def rows(self, numbers: Tensor) -> Tensor:
+    def _rows(self, ids: Tensor) -> Tensor:
         layout = self.layout
-        places = _Places.of(self.stored_columns)
-        blocks = self.packed.view(-1, _LOOKUP_ROWS * dynamic_row_bytes(self.stored_columns))[numbers // _LOOKUP_ROWS]
-        within = numbers % _LOOKUP_ROWS
+        places = _Places.of(self._stored_columns)
+        blocks = self._packed.view(-1, _LOOKUP_ROWS * dynamic_row_bytes(self._stored_columns))[ids // _LOOKUP_ROWS]
+        within = ids % _LOOKUP_ROWS
         q, scale = places.codes(blocks, within), places.scales(blocks, within)
         weights = (q.view(len(q), -1, GROUP) * scale[..., None]).flatten(1)
-        if self.constants is None:
+        if self._constants is None:
             return merge(layout, weights, self.inputs)
         groups = merge(layout, weights, self.inputs).view(len(q), -1, layout.group)
-        return (groups + self.constants[numbers][..., None]).flatten(1)
+        return (groups + self._constants[ids][..., None]).flatten(1)
 
 
 def _packed(code: Tensor, scale: Tensor) -> Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.products.cpu_layout import GROUP, ROW_BLOCK, CpuLayout, padded_rows
-from cortex.neuron.kernels.products.nibbles import merge, split, spread
-from cortex.neuron.kernels.quantised.quantise import quantised
+from cortex.neuron.kernels.cpu.layout import GROUP, ROW_BLOCK, CpuLayout, padded_rows
+from cortex.neuron.kernels.cpu.matrix import LibraryMatrix
+from cortex.neuron.kernels.cpu.nibbles import merge, split, spread
 
 MAX_ROWS = 16
 """With more rows, the product with unpacked weights is faster: matrix instructions beat vector instructions."""
@@ -19,38 +18,23 @@ _STRETCH_ELEMENTS = 1 << 20
 """Weights that are unpacked at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightOnlyMatrix:
-    """[outputs, inputs]"""
-
-    layout: CpuLayout
-    outputs: int
-    inputs: int
-    packed: Tensor
-    """[padded rows, stored columns / 2] uint8, in the order of torch's kernel"""
-    scales: Tensor
-    """[stored columns / GROUP, padded rows, 2] bfloat16: the scale of each group, and what it adds"""
-
-    @classmethod
-    def empty(cls, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> WeightOnlyMatrix:
+class WeightOnlyMatrix(LibraryMatrix):
+    def __init__(self, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> None:
+        super().__init__(layout, outputs, inputs, device)
         rows, columns = padded_rows(outputs), layout.stored_columns(inputs)
-        packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
-        scales = torch.empty(columns // GROUP, rows, 2, dtype=torch.bfloat16, device=device)
-        return cls(layout, outputs, inputs, packed, scales)
-
-    @property
-    def device(self) -> torch.device:
-        return self.packed.device
+        self._packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
+        """In the order of torch's kernel."""
+        self._scales = torch.empty(columns // GROUP, rows, 2, dtype=torch.bfloat16, device=device)
+        """The scale of each group, and what it adds."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.packed, self.scales
+        return self._packed, self._scales
 
-    @property
-    def rounds_products(self) -> bool:
+    def rounds(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
         return True
 
-    def put(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
+    def put_codes(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
         nibbles = split(self.layout, code, scale, minimum)
         missing = -len(code) % ROW_BLOCK
         q, plane_scale, constant = (F.pad(part, (0, 0, 0, missing)) if missing else part for part in nibbles)
@@ -59,26 +43,23 @@ class WeightOnlyMatrix:
         elif self.layout.planes == 2:
             constant = constant / (self.layout.base + 1)  # the inputs of a group are its own, `base` times and once
         rows = slice(first_row, first_row + len(q))
-        self.packed[rows] = _packed(q)
+        self._packed[rows] = _packed(q)
         constant = F.pad(constant, (0, plane_scale.shape[1] - constant.shape[1]))
-        self.scales[:, rows] = torch.stack((plane_scale, constant), -1).transpose(0, 1).bfloat16()
+        self._scales[:, rows] = torch.stack((plane_scale, constant), -1).transpose(0, 1).bfloat16()
 
-    def put_numbers(self, first_row: int, numbers: Tensor) -> None:
-        self.put(first_row, *quantised(numbers, self.layout.codes))
-
-    def product(self, x: Tensor, scale: float = 1.0) -> Tensor:
+    def _scaled_product(self, x: Tensor, scale: float) -> Tensor:
         if scale != 1:
             x = x * scale
         if len(x) > MAX_ROWS:
             return self._large_product(x)
         stored = spread(self.layout, x.bfloat16()).contiguous()
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(stored, self.packed, GROUP, self.scales)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(stored, self._packed, GROUP, self._scales)
         return y[:, : self.outputs].to(x.dtype)
 
-    def rows(self, numbers: Tensor) -> Tensor:
-        blocks, index = torch.unique(numbers // ROW_BLOCK, return_inverse=True)
+    def _rows(self, ids: Tensor) -> Tensor:
+        blocks, index = torch.unique(ids // ROW_BLOCK, return_inverse=True)
         parts = [
-            self._unpacked(block, block + 1)[numbers[index == i] % ROW_BLOCK] for i, block in enumerate(blocks.tolist())
+            self._unpacked(block, block + 1)[ids[index == i] % ROW_BLOCK] for i, block in enumerate(blocks.tolist())
         ]
         order = torch.cat([(index == i).nonzero()[:, 0] for i in range(len(blocks))])
         return torch.cat(parts)[order.argsort()]
@@ -96,10 +77,10 @@ class WeightOnlyMatrix:
     def _unpacked(self, first: int, stop: int) -> Tensor:
         """The weights of blocks of rows. → [rows, inputs] float32"""
         rows = slice(first * ROW_BLOCK, stop * ROW_BLOCK)
-        columns = 2 * self.packed.shape[1]
+        columns = 2 * self._packed.shape[1]
         places = _places(columns)
-        q = _nibbles(self.packed[rows]).view(stop - first, -1)[:, places].view(-1, columns // GROUP, GROUP)
-        scales = self.scales[:, rows].float().transpose(0, 1)
+        q = _nibbles(self._packed[rows]).view(stop - first, -1)[:, places].view(-1, columns // GROUP, GROUP)
+        scales = self._scales[:, rows].float().transpose(0, 1)
         numbers = (q.float() - 8) * scales[..., :1] + scales[..., 1:]
         return merge(self.layout, numbers.flatten(1), self.inputs)
 

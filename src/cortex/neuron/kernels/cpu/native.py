@@ -10,15 +10,12 @@ Inputs are quantised to eight bits with one scale per tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.native.library import NativeMemory
-from cortex.neuron.kernels.native.operations import Lookup, Product, compute, operation
-from cortex.neuron.kernels.products.cpu_layout import (
+from cortex.neuron.kernels.activations import activation_number
+from cortex.neuron.kernels.cpu.layout import (
     GROUP,
     ROW_BLOCK,
     TILE_ROWS,
@@ -27,9 +24,12 @@ from cortex.neuron.kernels.products.cpu_layout import (
     padded_rows,
     tile_bytes,
 )
-from cortex.neuron.kernels.quantised.quantise import quantised
+from cortex.neuron.kernels.cpu.matrix import CpuMatrix
+from cortex.neuron.kernels.matrix import Epilogue, Prologue
+from cortex.neuron.kernels.native.library import NativeMemory
+from cortex.neuron.kernels.native.operations import Lookup, Product, compute, operation
 
-DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, torch.bfloat16)
 _MIN_PARALLEL_WEIGHTS = 1 << 18
 """Smaller products take less time than waking threads."""
 _STEPS = 8
@@ -37,23 +37,13 @@ _UNIT = 2.0**-8
 """`UNIT` of products.c"""
 
 
-@dataclass(frozen=True, slots=True)
-class NativeMatrix:
-    """[outputs, inputs]"""
-
-    layout: CpuLayout
-    outputs: int
-    inputs: int
-    packed: Tensor
-    """[padded rows / 16, inputs / 32, bytes of a tile] uint8"""
-    struct: NativeMemory
-
-    @classmethod
-    def empty(cls, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> NativeMatrix:
+class NativeMatrix(CpuMatrix):
+    def __init__(self, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> None:
+        super().__init__(layout, outputs, inputs, device)
         shape = (padded_rows(outputs) // TILE_ROWS, num_tiles(layout, inputs), tile_bytes(layout))
-        packed = torch.empty(shape, dtype=torch.uint8, device=device)
+        self._packed = torch.empty(shape, dtype=torch.uint8, device=device)
         table = bytes(layout.levels) if layout.levels else None
-        struct = NativeMemory(
+        self._struct = NativeMemory(
             None,
             table,
             outputs,
@@ -63,21 +53,18 @@ class NativeMatrix:
             layout.zero or 0,
             layout.zero is None,
         )
-        return cls(layout, outputs, inputs, packed, struct)
-
-    @property
-    def device(self) -> torch.device:
-        return self.packed.device
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.packed,)
+        return (self._packed,)
 
-    @property
-    def rounds_products(self) -> bool:
+    def rounds(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
         return False
 
-    def put(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
+    def fuses(self, prologue: Prologue, x: Tensor) -> bool:  # noqa: ARG002
+        return True
+
+    def put_codes(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
         layout, missing = self.layout, -len(code) % ROW_BLOCK
         code, scale, minimum = (F.pad(part, (0, 0, 0, missing)) if missing else part for part in (code, scale, minimum))
         if layout.levels:
@@ -94,49 +81,31 @@ class NativeMatrix:
             parts = [*(F.pad(part, (0, 0, 0, tiles % 2)) for part in parts), *_short(*grouped)]
         else:
             parts += [_bytes(numbers.half()) for numbers in grouped]
-        torch.cat(parts, 2, out=self.packed[first : first + blocks])
+        torch.cat(parts, 2, out=self._packed[first : first + blocks])
 
-    def put_numbers(self, first_row: int, numbers: Tensor) -> None:
-        self.put(first_row, *quantised(numbers, self.layout.codes))
-
-    def product(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        if scale != 1:
-            x = x * scale
-        return self.fused(x)
-
-    def fused(
-        self,
-        x: Tensor,
-        *,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
-        is_gated: bool = False,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """f(x) Wᵀ + bias + residual, where f is a norm with weight `norm`, or `silu(first half) · second half`, or
-        nothing. `out`: for the result, in rows as far apart as those of `residual`.
-
-        x: [rows, inputs], or twice as many columns if `is_gated` → [rows, outputs], of the dtype of x
-        """
-        rows, dtype = x.shape[0], x.dtype
-        if dtype not in DTYPES:
-            wide = None if residual is None else residual.float()
-            y = self.fused(x.float(), norm=norm, eps=eps, is_gated=is_gated, bias=bias, residual=wide)
+    def _product(self, x: Tensor, prologue: Prologue, epilogue: Epilogue, out: Tensor | None) -> Tensor:
+        rows, dtype, residual = x.shape[0], x.dtype, epilogue.residual
+        if dtype not in _DTYPES:
+            wide = epilogue._replace(residual=None if residual is None else residual.float())
+            y = self._product(x.float(), prologue, wide, None)
             return y.to(dtype) if out is None else out.copy_(y)
-        norm, bias = (part if part is None or part.dtype == torch.bfloat16 else part.float() for part in (norm, bias))
+        norm, bias = (
+            part if part is None or part.dtype == torch.bfloat16 else part.float()
+            for part in (prologue.norm, epilogue.bias)
+        )
         if out is None:
             out = torch.empty(rows, self.outputs, dtype=dtype)
             residual = None if residual is None else residual.contiguous()
+        elif residual is not None and residual.stride(0) != out.stride(0):  # the function has one stride for both
+            return out.copy_(self._product(x, prologue, epilogue, None))
         made = operation(
             Product,
             matrix=self._at_address(),
-            is_gated=is_gated,
+            activation=activation_number(prologue.activation),
             is_half=dtype == torch.bfloat16,
             is_norm_half=norm is not None and norm.dtype == torch.bfloat16,
             is_bias_half=bias is not None and bias.dtype == torch.bfloat16,
-            eps=eps,
+            eps=prologue.eps,
             x=x.contiguous(),
             norm=norm,
             bias=bias,
@@ -147,23 +116,24 @@ class NativeMatrix:
         compute(made, rows, is_small=rows * self.outputs * self.inputs < _MIN_PARALLEL_WEIGHTS)
         return out
 
-    def rows(self, numbers: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`dtype`: one of `DTYPES`"""
-        numbers = numbers.long().contiguous()
-        out = torch.empty(len(numbers), self.inputs, dtype=dtype)
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype not in _DTYPES:
+            return self.rows(ids, torch.float32).to(dtype)
+        ids = ids.long().contiguous()
+        out = torch.empty(len(ids), self.inputs, dtype=dtype)
         is_half = dtype == torch.bfloat16
-        made = operation(Lookup, matrix=self._at_address(), is_half=is_half, numbers=numbers, out=out)
+        made = operation(Lookup, matrix=self._at_address(), is_half=is_half, numbers=ids, out=out)
         try:
-            compute(made, len(numbers), is_small=True)
+            compute(made, len(ids), is_small=True)
         except IndexError:
-            message = f"row {int(numbers.max())} or {int(numbers.min())} of a matrix with {self.outputs} rows"
+            message = f"row {int(ids.max())} or {int(ids.min())} of a matrix with {self.outputs} rows"
             raise IndexError(message) from None
         return out
 
     def _at_address(self) -> NativeMemory:
         """The matrix as C sees it. Its memory may have moved: a sleeping model has none."""
-        self.struct.packed = self.packed.data_ptr()
-        return self.struct
+        self._struct.packed = self._packed.data_ptr()
+        return self._struct
 
 
 def _bytes(numbers: Tensor) -> Tensor:

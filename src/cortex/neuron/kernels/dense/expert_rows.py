@@ -10,69 +10,74 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.activations import activate_reference, activated, activation_number
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
-from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.routing import ExpertChoice
+from cortex.neuron.kernels.matrix import Prologue
+from cortex.neuron.kernels.moe.pairs import ExpertChoice
 from cortex.neuron.kernels.norm import rms_norm_reference
-from cortex.neuron.kernels.silu import silu_mul_reference
 
 TILE_ELEMENTS = 16_384
 """Matrix elements that one program of the second product loads at once."""
 
 
-def expand_rows(hidden: Tensor, norm_weight: Tensor, eps: float, choice: ExpertChoice, experts: Experts) -> Tensor:
-    """silu(norm(x) Gᵀ) · norm(x) Uᵀ by each row's experts. hidden: [rows, hidden] → [rows, slots, inner]"""
-    rows, size = hidden.shape
-    out = torch.empty((rows, experts.slots, experts.inner), dtype=hidden.dtype, device=hidden.device)
+def expand_rows(
+    hidden: Tensor, gate_up: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor
+) -> None:
+    """activation(norm(x) Gᵀ) · norm(x) Uᵀ by each row's experts.
+
+    hidden: [rows, hidden]; gate_up: [experts · 2 · inner, hidden]; out: [pairs, inner]
+    """
+    (num_pairs, inner), size = out.shape, hidden.shape[1]
     block_out = 2
-    _expand_kernel[(rows * experts.slots, triton.cdiv(experts.inner, block_out))](
+    _expand_kernel[(num_pairs, triton.cdiv(inner, block_out))](
         hidden,
-        norm_weight,
-        experts.gate_up,
+        norm.norm,
+        gate_up,
         choice.experts,
         out,
-        eps,
+        norm.eps,
         HIDDEN=size,
-        INNER=experts.inner,
-        SLOTS=experts.slots,
+        INNER=inner,
+        SLOTS=choice.experts.shape[1],
+        ACTIVATION=activation_number(activation),
         BLOCK_IN=min(2048, triton.next_power_of_2(size)),
         BLOCK_OUT=block_out,
         num_warps=4,
         **launch_options(hidden.device),
     )
-    return out
 
 
 def expand_rows_reference(
-    hidden: Tensor, norm_weight: Tensor, eps: float, choice: ExpertChoice, experts: Experts
+    hidden: Tensor, gate_up: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, num_experts: int
 ) -> Tensor:
-    x = rms_norm_reference(hidden, norm_weight, eps)
-    rows = [
-        torch.stack([silu_mul_reference(F.linear(value, experts.gate_up[expert])) for expert in chosen])
-        for value, chosen in zip(x, choice.experts.tolist(), strict=True)
-    ]
-    return torch.stack(rows)
+    """→ [pairs, inner]"""
+    assert norm.norm is not None
+    x, experts = rms_norm_reference(hidden, norm.norm, norm.eps), gate_up.chunk(num_experts)
+    pairs = [F.linear(row, experts[expert]) for row, chosen in zip(x, choice.experts, strict=True) for expert in chosen]
+    return activate_reference(torch.stack(pairs), activation)
 
 
-def contract_rows(inner: Tensor, choice: ExpertChoice, residual: Tensor, experts: Experts) -> Tensor:
-    """residual + Σ weight · inner Dᵀ over each row's experts. inner: [rows, slots, inner] → [rows, hidden]"""
-    rows, hidden = residual.shape
+def contract_rows(inner: Tensor, down: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:
+    """residual + Σ weight · inner Dᵀ over each row's experts.
+
+    inner: [pairs, inner]; down: [experts · hidden, inner] → [rows, hidden]
+    """
+    (rows, hidden), size, slots = residual.shape, inner.shape[1], choice.experts.shape[1]
     out = torch.empty((rows, hidden), dtype=residual.dtype, device=residual.device)
-    slots_block = triton.next_power_of_2(experts.slots)
+    slots_block = triton.next_power_of_2(slots)
     block_out = 2
-    block_in = min(triton.next_power_of_2(experts.inner), TILE_ELEMENTS // (block_out * slots_block))
     _contract_kernel[(rows, triton.cdiv(hidden, block_out))](
         inner,
-        experts.down,
+        down,
         choice.experts,
         choice.weights,
         residual,
         out,
         HIDDEN=hidden,
-        INNER=experts.inner,
-        SLOTS=experts.slots,
+        INNER=size,
+        SLOTS=slots,
         SLOTS_BLOCK=slots_block,
-        BLOCK_IN=block_in,
+        BLOCK_IN=min(triton.next_power_of_2(size), TILE_ELEMENTS // (block_out * slots_block)),
         BLOCK_OUT=block_out,
         num_warps=8,
         **launch_options(residual.device),
@@ -80,12 +85,10 @@ def contract_rows(inner: Tensor, choice: ExpertChoice, residual: Tensor, experts
     return out
 
 
-def contract_rows_reference(inner: Tensor, choice: ExpertChoice, residual: Tensor, experts: Experts) -> Tensor:
-    out = residual.clone()
-    for row, chosen in enumerate(choice.experts.tolist()):
-        for slot, expert in enumerate(chosen):
-            out[row] += choice.weights[row, slot] * F.linear(inner[row, slot], experts.down[expert])
-    return out
+def contract_rows_reference(inner: Tensor, down: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:
+    experts = down.unflatten(0, (-1, residual.shape[1]))[choice.experts.long()]  # [rows, slots, hidden, inner]
+    by_slot = inner.view(*choice.experts.shape, -1)
+    return residual + torch.einsum("rs,rshi,rsi->rh", choice.weights.to(inner.dtype), experts, by_slot)
 
 
 @jit
@@ -99,6 +102,7 @@ def _expand_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     SLOTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -127,7 +131,7 @@ def _expand_kernel(
         total_up += tile_up.to(tl.float32) * value[None, :]
     scale = tl.rsqrt(tl.sum(squares, 0) / HIDDEN + eps)
     gate = tl.sum(total, 1) * scale
-    y = gate * tl.sigmoid(gate) * (tl.sum(total_up, 1) * scale)
+    y = activated(gate, tl.sum(total_up, 1) * scale, ACTIVATION)
     tl.store(out + pair * INNER + output, y.to(out.dtype.element_ty), mask=output_inside)
 
 

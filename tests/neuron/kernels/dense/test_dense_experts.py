@@ -4,19 +4,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.neuron.kernels.conftest import AssertClose
 
+from cortex.neuron.kernels.activations import ACTIVATIONS
+from cortex.neuron.kernels.dense.experts import dense_grouped_product, grouped_reference
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.grouped import (
+from cortex.neuron.kernels.moe.routing import list_pairs_reference
+from cortex.neuron.kernels.products.grouped import (
     Tiling,
     combine,
     combine_reference,
-    contract_grouped,
-    contract_grouped_reference,
-    expand_grouped,
-    expand_grouped_reference,
+    expert_load,
     max_tiles,
     tiling,
 )
-from cortex.neuron.kernels.moe.routing import list_pairs_reference
 from cortex.neuron.kernels.shared_memory import SMALLEST
 
 TILES = [Tiling(16, 16, 16, 4), Tiling(32, 64, 32, 4)]
@@ -40,20 +40,26 @@ def test_products_and_sum_match_their_references(
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, device=device, dtype=dtype)
 
-    router = random(routed + bool(shared), hidden)
-    gate_up = random(routed + shared, 2 * inner, hidden) * hidden**-0.5
-    down = random(routed + shared, hidden, inner) * inner**-0.5
+    gate_up = random((routed + shared) * 2 * inner, hidden) * hidden**-0.5
+    down = random((routed + shared) * hidden, inner) * inner**-0.5
     x, residual = random(tokens, hidden), random(tokens, hidden)
-    logits = random(tokens, len(router)).float()
+    logits = random(tokens, routed + bool(shared)).float()
     logits[:, 2] += bias
-    exact = Experts(router.float(), gate_up.float(), down.float(), 2, True, shared)
-    experts = Experts(router, gate_up, down, 2, True, shared)
-    lists = list_pairs_reference(logits, exact)
+    experts = Experts(logits.t(), DenseMatrix(gate_up), DenseMatrix(down), 2, True, shared)
+    lists = list_pairs_reference(logits, experts)
+    slots = experts.slots
 
-    middle = expand_grouped_reference(x.float(), lists, exact)
-    assert_close(expand_grouped(x, lists, experts, tile), middle)
-    parts = contract_grouped_reference(middle, lists, exact)
-    assert_close(contract_grouped(middle.to(dtype), lists, experts, tile), parts)
+    middle = torch.empty(tokens * slots, inner, device=device)
+    parts = torch.empty(tokens * slots, hidden, device=device)
+    for activation in ACTIVATIONS:
+        grouped_reference(x.float(), gate_up.float(), lists, middle, pairs_per_row=slots, activation=activation)
+        out = torch.full_like(middle, torch.nan, dtype=dtype)
+        dense_grouped_product(x, gate_up, lists, out, tile, pairs_per_row=slots, activation=activation)
+        assert_close(out, middle)
+    grouped_reference(middle, down.float(), lists, parts, pairs_per_row=1, activation=None)
+    out = torch.full_like(parts, torch.nan, dtype=dtype)
+    dense_grouped_product(middle.to(dtype), down, lists, out, tile, pairs_per_row=1, activation=None)
+    assert_close(out, parts)
     assert_close(combine(parts.to(dtype), residual), combine_reference(parts, residual.float()))
 
 
@@ -67,7 +73,7 @@ def test_grid_covers_every_possible_tile(counts: list[int], tile: int) -> None:
 @pytest.mark.parametrize("num_experts", [2, 128, 512])
 @pytest.mark.parametrize("num_matrices", [1, 2])
 def test_tiles_fit_the_smallest_device_with_three_stages(num_pairs: int, num_experts: int, num_matrices: int) -> None:
-    tile = tiling(num_pairs, num_experts)
+    tile = tiling(expert_load(num_pairs, num_experts))
     inputs, stages = tile.fitted(num_matrices, 2, SMALLEST)
     assert stages >= 3
     assert (stages - 1) * inputs * (num_matrices * tile.outputs + tile.pairs) * 2 <= SMALLEST.num_bytes

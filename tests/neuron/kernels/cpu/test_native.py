@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from cortex.neuron.engine.memory.dtypes import likely_cpu_form
+from cortex.neuron.kernels.activations import ACTIVATIONS, activate_reference
+from cortex.neuron.kernels.cpu.forms import best_form
+from cortex.neuron.kernels.cpu.layout import CpuForm, CpuLayout
+from cortex.neuron.kernels.cpu.native import NativeMatrix
+from cortex.neuron.kernels.matrix import Epilogue, Prologue
 from cortex.neuron.kernels.native import library as native_library
 from cortex.neuron.kernels.norm import rms_norm_reference
-from cortex.neuron.kernels.products.cpu_layout import CpuForm, CpuLayout
-from cortex.neuron.kernels.products.cpu_matrix import best_form
-from cortex.neuron.kernels.products.native import NativeMatrix
 
 OUTPUTS, INPUTS = 200, 96
 
@@ -26,33 +27,34 @@ def matrix() -> NativeMatrix:
     except NotImplementedError as error:
         pytest.skip(str(error))
     generator = torch.Generator().manual_seed(0)
-    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 8, 32, 128), OUTPUTS, INPUTS, torch.device("cpu"))
+    matrix = NativeMatrix(CpuLayout(CpuForm.NATIVE, 8, 32, 128), OUTPUTS, INPUTS, torch.device("cpu"))
     code = torch.randint(0, 256, (OUTPUTS, INPUTS), dtype=torch.uint8, generator=generator)
     scale = torch.full((OUTPUTS, INPUTS // 32), 2.0**-10)
-    matrix.put(0, code, scale, -128 * scale)
+    matrix.put_codes(0, code, scale, -128 * scale)
     return matrix
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 4, 7])
 @pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize("before", ["nothing", "norm", "gate"])
-def test_norm_gate_and_residual_are_computed_in_the_same_pass(
+@pytest.mark.parametrize("before", ["nothing", "norm", *ACTIVATIONS])
+def test_norm_activation_and_residual_are_computed_in_the_same_pass(
     matrix: NativeMatrix, dtype: torch.dtype, rows: int, has_residual: bool, before: str
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    x = (20 * torch.randn(rows, INPUTS * (2 if before == "gate" else 1), generator=generator)).to(dtype)
+    activation = before if before in ACTIVATIONS else None
+    x = (20 * torch.randn(rows, INPUTS * (1 if activation is None else 2), generator=generator)).to(dtype)
     norm = torch.rand(INPUTS, generator=generator).to(dtype) if before == "norm" else None
     residual = torch.randn(rows, OUTPUTS, generator=generator).to(dtype) if has_residual else None
     expected = x.float()
     if norm is not None:
         expected = rms_norm_reference(expected, norm.float(), 1e-5)
-    if before == "gate":
-        expected = F.silu(expected[:, :INPUTS]) * expected[:, INPUTS:]
-    expected = expected @ matrix.rows(torch.arange(OUTPUTS)).T
+    if activation is not None:
+        expected = activate_reference(expected, activation)
+    expected = expected @ matrix.values().T
     if residual is not None:
         expected += residual.float()
-    y = matrix.fused(x, norm=norm, eps=1e-5, is_gated=before == "gate", residual=residual)
+    y = matrix.product(x, Prologue(norm, 1e-5, activation), Epilogue(residual=residual))
     assert (y.shape, y.dtype) == (expected.shape, dtype)
     assert (y.float() - expected).norm() < 0.015 * expected.norm()
 
@@ -60,20 +62,20 @@ def test_norm_gate_and_residual_are_computed_in_the_same_pass(
 def test_norm_weights_are_not_rounded_to_the_dtype_of_the_input(matrix: NativeMatrix) -> None:
     x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(4)).bfloat16()
     weights = torch.full((INPUTS,), 1 + 2.0**-8), torch.ones(INPUTS)  # bfloat16 rounds both to 1
-    scaled, plain = (matrix.fused(x, norm=weight).float().norm() for weight in weights)
+    scaled, plain = (matrix.product(x, Prologue(weight)).float().norm() for weight in weights)
     assert abs(scaled / plain - (1 + 2.0**-8)) < 2.0**-10
 
 
 def test_norm_weights_may_be_in_half_precision(matrix: NativeMatrix) -> None:
     x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(4))
     norm = torch.rand(INPUTS, generator=torch.Generator().manual_seed(5)).bfloat16()
-    assert torch.equal(matrix.fused(x, norm=norm), matrix.fused(x, norm=norm.float()))
+    assert torch.equal(matrix.product(x, Prologue(norm)), matrix.product(x, Prologue(norm.float())))
 
 
 @pytest.mark.parametrize("number", [-1, OUTPUTS, 1 << 40])
 def test_rows_that_do_not_exist_are_rejected(matrix: NativeMatrix, number: int) -> None:
     with pytest.raises(IndexError, match=str(number)):
-        matrix.rows(torch.tensor([0, number, 1]))
+        matrix.rows(torch.tensor([0, number, 1]), torch.float32)
 
 
 def test_rows_do_not_depend_on_those_beside_them(matrix: NativeMatrix) -> None:
@@ -82,7 +84,7 @@ def test_rows_do_not_depend_on_those_beside_them(matrix: NativeMatrix) -> None:
 
 
 def test_threads_change_nothing(matrix: NativeMatrix, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.kernels.products.native._MIN_PARALLEL_WEIGHTS", 0)
+    monkeypatch.setattr("cortex.neuron.kernels.cpu.native._MIN_PARALLEL_WEIGHTS", 0)
     x, before = torch.randn(5, INPUTS, generator=torch.Generator().manual_seed(2)), torch.get_num_threads()
     results = []
     try:
@@ -105,11 +107,11 @@ def test_numbers_without_bounds_stay_visible(matrix: NativeMatrix) -> None:
 @pytest.mark.usefixtures("matrix")
 @pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38, 1e-37])
 def test_products_of_numbers_next_to_zero_are_next_to_zero(size: float) -> None:
-    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 4, 32, None), OUTPUTS, INPUTS, torch.device("cpu"))
-    matrix.put_numbers(0, torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(9)))
+    matrix = NativeMatrix(CpuLayout(CpuForm.NATIVE, 4, 32, None), OUTPUTS, INPUTS, torch.device("cpu"))
+    matrix.put_values(0, torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(9)))
     x = torch.full((1, INPUTS), size)
     x[0, ::40] = 0
-    assert matrix.product(x).abs().max() <= matrix.rows(torch.arange(OUTPUTS)).abs().sum(1).max() * size
+    assert matrix.product(x).abs().max() <= matrix.values().abs().sum(1).max() * size
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e6])
@@ -117,8 +119,8 @@ def test_scales_that_float16_cannot_hold_stay_visible(matrix: NativeMatrix, numb
     code = torch.full((OUTPUTS, INPUTS), 200, dtype=torch.uint8)
     scale = torch.ones(OUTPUTS, INPUTS // 32)
     scale[70, 1] = number
-    matrix.put(0, code, scale, -128 * scale)
-    rows = matrix.rows(torch.arange(OUTPUTS))
+    matrix.put_codes(0, code, scale, -128 * scale)
+    rows = matrix.values()
     assert not rows[70, 32:64].isfinite().any()
     assert int(rows.isfinite().sum()) == rows.numel() - 32
     assert matrix.product(torch.ones(1, INPUTS))[0].isfinite().logical_not().nonzero().tolist() == [[70]]
@@ -129,10 +131,10 @@ def test_scales_that_float16_cannot_hold_stay_visible(matrix: NativeMatrix, numb
 @pytest.mark.parametrize("zero", [None, 128])
 def test_small_numbers_are_quantised_as_exactly_as_large_ones(deviation: float, zero: int | None) -> None:
     numbers = deviation * torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
-    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 8, 32, zero), 64, 256, torch.device("cpu"))
-    matrix.put_numbers(0, numbers)
+    matrix = NativeMatrix(CpuLayout(CpuForm.NATIVE, 8, 32, zero), 64, 256, torch.device("cpu"))
+    matrix.put_values(0, numbers)
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(7))
-    for ours, exact in ((matrix.rows(torch.arange(64)), numbers), (matrix.product(x), x @ numbers.T)):
+    for ours, exact in ((matrix.values(), numbers), (matrix.product(x), x @ numbers.T)):
         assert (ours - exact).norm() < 0.015 * exact.norm()
 
 
@@ -142,15 +144,15 @@ def test_small_numbers_are_quantised_as_exactly_as_large_ones(deviation: float, 
 def test_multiples_of_a_unit_are_looked_up_exactly(inputs: int, sign: int) -> None:
     """Q2_K: scales and minimums are products of a float16 and a number of four bits."""
     generator, pairs = torch.Generator().manual_seed(8), -(-inputs // 64)
-    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 2, 16, None), OUTPUTS, inputs, torch.device("cpu"))
+    matrix = NativeMatrix(CpuLayout(CpuForm.NATIVE, 2, 16, None), OUTPUTS, inputs, torch.device("cpu"))
     code = torch.randint(0, 4, (OUTPUTS, inputs), dtype=torch.uint8, generator=generator)
     units = torch.rand(2, OUTPUTS, pairs, 1, generator=generator).mul(sign).half().float()
     multiples = torch.randint(0, 16, (2, OUTPUTS, pairs, 4), generator=generator)
     multiples[:, ::3] *= 0
     scale, minimum = (units * multiples).flatten(2)[..., : inputs // 16]
-    matrix.put(0, code, scale, -minimum)
+    matrix.put_codes(0, code, scale, -minimum)
     expected = (code.view(OUTPUTS, -1, 16) * scale[..., None] - minimum[..., None]).flatten(1)
-    assert torch.equal(matrix.rows(torch.arange(OUTPUTS)), expected)
+    assert torch.equal(matrix.values(), expected)
     x = torch.randn(5, inputs, generator=generator)
     assert (matrix.product(x) - x @ expected.T).norm() < 0.015 * (x @ expected.T).norm()
 
@@ -158,11 +160,11 @@ def test_multiples_of_a_unit_are_looked_up_exactly(inputs: int, sign: int) -> No
 @pytest.mark.usefixtures("matrix")
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e6])
 def test_short_scales_that_float16_cannot_hold_stay_visible(number: float) -> None:
-    matrix = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, 2, 16, None), 64, 128, torch.device("cpu"))
+    matrix = NativeMatrix(CpuLayout(CpuForm.NATIVE, 2, 16, None), 64, 128, torch.device("cpu"))
     scale = torch.ones(64, 8)
     scale[5, 3] = number
-    matrix.put(0, torch.ones(64, 128, dtype=torch.uint8), scale, -scale)
-    rows = matrix.rows(torch.arange(64))
+    matrix.put_codes(0, torch.ones(64, 128, dtype=torch.uint8), scale, -scale)
+    rows = matrix.values()
     assert not rows[5, :64].isfinite().any()
     assert int(rows.isfinite().sum()) == rows.numel() - 64
 
@@ -171,8 +173,8 @@ def test_scales_in_float16_are_looked_up_exactly(matrix: NativeMatrix) -> None:
     places = torch.arange(OUTPUTS * INPUTS // 32).mul(52).to(torch.int16)
     scale = places.view(torch.float16).view(OUTPUTS, -1).float() / 256
     assert scale.isfinite().all()
-    matrix.put(0, torch.full((OUTPUTS, INPUTS), 129, dtype=torch.uint8), scale, -128 * scale)
-    assert torch.equal(matrix.rows(torch.arange(OUTPUTS)), scale.repeat_interleave(32, 1))
+    matrix.put_codes(0, torch.full((OUTPUTS, INPUTS), 129, dtype=torch.uint8), scale, -128 * scale)
+    assert torch.equal(matrix.values(), scale.repeat_interleave(32, 1))
 
 
 @pytest.fixture

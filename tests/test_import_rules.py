@@ -24,7 +24,7 @@ KERNELS = {"neuron.kernels", "neuron.delta_sizes", "quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", *MODELS}
-WORKER = {"neuron.worker", "ipc", "tasks", "telemetry", "wire", *ENGINE}
+WORKER = {"neuron.worker", "ipc", "routing", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights"}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
 NODE = {"neuron.node", "neuron.config", "quant_names", *HUB, *TOKENIZER, *WORKER}
@@ -39,6 +39,7 @@ DISPATCH = {
     "fleet",
     "http",
     "open_files",
+    "routing",
     "tasks",
     "tls",
     "wire",
@@ -72,6 +73,7 @@ RULES: dict[str, Rule] = {
     "telemetry": Rule({"telemetry", "settings", "cortex"}),
     "wire": Rule({"wire"}, frozenset({"msgspec"})),
     "fleet": Rule({"fleet", "quant_names", "wire", "settings"}, frozenset({"msgspec"})),
+    "routing": Rule({"routing"}, frozenset({"msgspec"})),
     "http": Rule({"http", "wire"}, frozenset({"httptools"})),
     "ipc": Rule({"ipc", "telemetry"}, frozenset({"msgspec"})),
     "parsing": Rule({"parsing", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
@@ -300,7 +302,10 @@ def test_detects_a_forbidden_import(tmp_path: Path, file: str, code: str, expect
     [
         ("neuron/engine/x.py", "def f():\n    import llguidance"),
         ("neuron/engine/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import msgspec"),
-        ("gateway/x.py", "from ..fleet import routing\nfrom cortex.wire import errors\nfrom cortex import __version__"),
+        (
+            "gateway/x.py",
+            "from ..fleet import queueing\nfrom cortex.wire import errors\nfrom cortex import __version__",
+        ),
         ("cli/x.py", "from cortex.neuron.api import app\nfrom cortex.gateway import config"),
     ],
 )

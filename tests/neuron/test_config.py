@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from cortex.neuron.config import HARNESSES, NeuronConfig, load
+from cortex.neuron.config import ENGINE_NAMES, NeuronConfig, load
 from cortex.settings import SettingsError
 
 EXAMPLE = """
@@ -60,7 +60,7 @@ def test_reads_a_file_and_overrides_from_the_environment(tmp_path: Path) -> None
     assert config.models[0].source == "/models/little.gguf"
 
 
-@pytest.mark.parametrize("name", HARNESSES)
+@pytest.mark.parametrize("name", ENGINE_NAMES)
 def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
     text = f"[[harnesses]]\nname = '{name}'\n[[models]]\nid = 'a'\nharness = '{name}'\n"
     config = load(write(tmp_path, text), {})
@@ -80,8 +80,8 @@ def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
             "`a` has tensor_parallel and pipeline_parallel; choose one of them",
         ),
         ("[[models]]\nid = 'a'\n[[models]]\nid = 'a'", "twice"),
-        ("[[default_models]]\nid = 'a'\nharness = 'vllm'", "harness"),
-        ("[[harnesses]]\nname = 'vllm'", "name"),
+        ("[[default_models]]\nid = 'a'\nharness = 'vllm'", "no harness `vllm`; choose one of torch, candle"),
+        ("[[harnesses]]\nname = 'vllm'", "no harness `vllm`; choose one of torch, candle"),
         (
             "[[models]]\nid = 'a'\nnodes = ['x', 'y']",
             r"neuron\.toml.*`nodes` of `a` in \[\[models\]\] names y, which is no peer of this node \(peers: none\); "

@@ -45,8 +45,8 @@ class ModelSpec(Section, frozen=True):
 
     id: Annotated[str, msgspec.Meta(min_length=1)]
     """The name clients use."""
-    harness: str = "torch"
-    """The engine that runs it on the node."""
+    harness: str | None = None
+    """What runs it on the node, such as `torch`, the built-in engine; as the node is configured when absent."""
     source: str | None = None
     """Hub id, directory or file on the node; the id itself when absent."""
     quant: str | None = None

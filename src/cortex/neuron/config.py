@@ -29,16 +29,23 @@ MIN_KEY_LENGTH = 16
 """Shorter keys can be guessed."""
 
 
-Harness = Literal["torch", "candle"]
-HARNESSES: tuple[Harness, ...] = ("torch", "candle")
-"""The names of the built-in engine, which is the only one; `candle` is its old name."""
+ENGINE_NAMES = ("torch", "candle")
+"""The names of the built-in engine as a harness; `candle` is its old one."""
+
+
+def _check_harness(name: str) -> None:
+    if name not in ENGINE_NAMES:
+        raise ValueError(f"there is no harness `{name}`; choose one of {', '.join(ENGINE_NAMES)}")
 
 
 class HarnessEntry(Section, frozen=True):
-    """Has no effect: every node runs models with the built-in engine."""
+    """Has no effect: every node has the built-in engine, and no other harness yet."""
 
-    name: Harness = "torch"
+    name: str = "torch"
     """`torch` or its old name `candle`."""
+
+    def __post_init__(self) -> None:
+        _check_harness(self.name)
 
 
 class TorchHarness(Section, frozen=True):
@@ -133,8 +140,8 @@ class ModelOptions(Section, frozen=True):
 
     source: str | None = None
     """Hub id, directory or GGUF file; the id itself when absent."""
-    harness: Harness = "torch"
-    """`torch`, the built-in engine, or its old name `candle`."""
+    harness: str = "torch"
+    """What runs it: `torch`, the built-in engine, or its old name `candle`."""
     quant: str | None = None
     """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
     so, its dense weights are, at load: `q4_k`, `q5_k`, `q6_k`, `q8_0` or, on a GPU, `fp8`."""
@@ -170,6 +177,9 @@ class ModelOptions(Section, frozen=True):
     sampling: SamplingDefaults = SamplingDefaults()
     """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; as its files recommend where
     absent."""
+
+    def __post_init__(self) -> None:
+        _check_harness(self.harness)
 
 
 class ModelEntry(ModelOptions, frozen=True, kw_only=True):

@@ -251,7 +251,7 @@ class ScriptedNode:
         async for message in connection:
             await connection.send(message)
 
-    def submit(self, model_id: str, request: EngineRequest) -> ScriptedGeneration:
+    def generate(self, model_id: str, request: EngineRequest) -> ScriptedGeneration:
         if self.submit_error is not None:
             raise self.submit_error
         if len(request.prompt) >= self.context_tokens:

@@ -25,7 +25,8 @@ from cortex.neuron.config import load as load_neuron
 from cortex.neuron.engine.memory.plan import CACHED_CONTEXTS
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.models.registry import read_architecture
-from cortex.neuron.node.loading.forecast import Footprint, Forecast
+from cortex.neuron.node.harness.estimates import Footprint
+from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import inspect
 from cortex.neuron.weights.hub.listing import parse_listing

@@ -68,4 +68,4 @@ def greedy_request(request_id: str, max_tokens: int = 8) -> EngineRequest:
 
 
 async def generate(node: Node, model_id: str, request_id: str = "r", max_tokens: int = 8) -> list[int]:
-    return await tokens_of(node.submit(model_id, greedy_request(request_id, max_tokens)))
+    return await tokens_of(node.generate(model_id, greedy_request(request_id, max_tokens)))

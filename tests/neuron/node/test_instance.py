@@ -1,12 +1,36 @@
-from types import SimpleNamespace
+import asyncio
 
 from cortex.neuron.config import Limits
 from cortex.neuron.engine.request import EngineStats
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 
+from ..worker.hosts.fake_host import FakeHost
+
+
+def instance_of(host: FakeHost, lost: list[str]) -> Instance:
+    callbacks = ModelCallbacks(lambda *_: None, lambda: None, lost.append, lambda: None)
+    return Instance("m", host, Limits(), callbacks)
+
 
 async def test_takes_reports_of_the_engine_before_the_load_has_ended() -> None:
-    callbacks = ModelCallbacks(lambda *_: None, lambda: None, lambda _: None, lambda: None)
-    instance = Instance("m", SimpleNamespace(replica_devices=((0,),)), Limits(), callbacks)
+    instance = instance_of(FakeHost(0), [])
     instance.on_stats(EngineStats(steps=3))
     assert instance.stats.steps == 3
+
+
+async def test_model_of_which_a_part_goes_is_unloaded_once_and_lost() -> None:
+    host, lost = FakeHost(0), list[str]()
+    instance = instance_of(host, lost)
+    await host.load(instance)
+    instance.on_ending("a node shuts down")
+    instance.on_ending("another one, too")
+    await instance.unload()
+    assert (host.num_unloads, lost) == (1, [])
+    host, lost = FakeHost(0), list[str]()
+    instance = instance_of(host, lost)
+    await host.load(instance)
+    instance.on_ending("a node shuts down")
+    await instance.drained()
+    while not lost:
+        await asyncio.sleep(0)
+    assert (host.num_unloads, lost) == (1, ["a node shuts down"])

@@ -24,15 +24,15 @@ async def test_recovers_each_time_its_worker_is_killed_mid_stream(tmp_path: Path
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
         for _ in range(6):
-            stream = node.submit("m", request("long", max_tokens=10**6))
+            stream = node.generate("m", request("long", max_tokens=10**6))
             await anext(stream)
             os.kill(worker_of(node), signal.SIGKILL)
             with pytest.raises(Recovering):
                 await tokens_of(stream)
             with pytest.raises(Recovering):
-                node.submit("m", request())
+                node.generate("m", request())
             await load(node)
-            assert await tokens_of(node.submit("m", request("short"))) == [1, 2, 3, 4, 5]
+            assert await tokens_of(node.generate("m", request("short"))) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("token", [faulty_engine.DEVICE_FAULT, faulty_engine.HANG, faulty_engine.SEGFAULT])
@@ -43,15 +43,15 @@ async def test_device_fault_ends_streams_with_a_retryable_error_and_the_models_r
     async with running_node(tmp_path, models(tmp_path, m={}, other={}), timeouts=timeouts) as node:
         await load(node)
         await load(node, "other")
-        innocent = node.submit("other", request("innocent", max_tokens=10**6))
+        innocent = node.generate("other", request("innocent", max_tokens=10**6))
         await anext(innocent)
         with pytest.raises(Recovering):
-            await tokens_of(node.submit("m", request("fatal", token)))
+            await tokens_of(node.generate("m", request("fatal", token)))
         with pytest.raises(Recovering):
             await tokens_of(innocent)
         assert node.model("m").state is ModelState.RECOVERING
         await asyncio.gather(load(node), load(node, "other"))
-        assert await tokens_of(node.submit("m", request())) == [1, 2, 3, 4, 5]
+        assert await tokens_of(node.generate("m", request())) == [1, 2, 3, 4, 5]
 
 
 async def test_model_fails_after_repeated_faults(tmp_path: Path) -> None:
@@ -82,4 +82,4 @@ async def test_recovers_when_the_worker_is_lost_after_the_weights_and_before_the
         await until(lambda: not has_worker(node))
         tokenizer_ready.set()
         assert (await asyncio.wait_for(loading, WAIT_S)).state is ModelState.READY
-        assert await asyncio.wait_for(tokens_of(node.submit("m", request())), WAIT_S) == [1, 2, 3, 4, 5]
+        assert await asyncio.wait_for(tokens_of(node.generate("m", request())), WAIT_S) == [1, 2, 3, 4, 5]

@@ -36,7 +36,7 @@ async def put_to_sleep(node: Node, model_id: str = "m", drain_s: float | None = 
 
 
 async def generate(node: Node, model_id: str = "m", name: str = "r") -> list[int]:
-    return await tokens_of(node.submit(model_id, request(name)))
+    return await tokens_of(node.generate(model_id, request(name)))
 
 
 async def test_sleeps_wakes_and_unloads(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ async def test_sleeping_model_is_loaded_in_one_of_two_quantisations_that_are_ord
 async def test_load_ordered_during_an_unload_keeps_its_quantisation(tmp_path: Path, to_sleep: bool) -> None:
     async with running_node(tmp_path, config(tmp_path, m={"step_s": 0.02})) as node:
         await load(node)
-        generation = node.submit("m", request(max_tokens=100_000))
+        generation = node.generate("m", request(max_tokens=100_000))
         await anext(generation)
         unload = asyncio.create_task(node.unload(UnloadRequest(model_id="m", sleep=to_sleep, drain_s=600.0)))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)

@@ -13,6 +13,8 @@ from lasting_workers import lasting_workers
 
 from cortex.neuron.engine.memory.host import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
+from cortex.neuron.worker.hosts.device import DeviceHost
+from cortex.neuron.worker.model_host import ModelSink
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.supervisor import WorkerSupervisor
@@ -41,6 +43,12 @@ async def supervised(timeouts: WorkerTimeouts | None = None) -> AsyncIterator[Wo
         yield supervisor
     finally:
         await supervisor.close()
+
+
+async def loaded(supervisor: WorkerSupervisor, spec: LoadSpec, sink: ModelSink) -> DeviceHost:
+    host = DeviceHost(supervisor, spec)
+    await host.load(sink)
+    return host
 
 
 def worker_of(supervisor: WorkerSupervisor) -> int:

@@ -13,13 +13,13 @@ from cortex.neuron.worker.process import WorkerTimeouts
 
 from ...processes import alive
 from .recording_sink import WAIT_S, RecordingSink
-from .supervised import model, request, supervised, worker_bytes, worker_of
+from .supervised import loaded, model, request, supervised, worker_bytes, worker_of
 
 
 async def test_process_starts_on_first_load_and_ends_on_close(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         assert (supervisor.state, supervisor.process_id) == ("none", None)
-        await supervisor.load(model(tmp_path), RecordingSink())
+        await loaded(supervisor, model(tmp_path), RecordingSink())
         process_id = worker_of(supervisor)
         assert supervisor.state == "running"
         names = [task.read_text().strip() for task in Path(f"/proc/{process_id}/task").glob("*/comm")]
@@ -30,10 +30,10 @@ async def test_process_starts_on_first_load_and_ends_on_close(tmp_path: Path) ->
 async def test_streams_outputs_until_each_request_finishes(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        resident = await supervisor.load(model(tmp_path), sink)
+        host = await loaded(supervisor, model(tmp_path), sink)
         assert sink.progress[0] == ("read", 0, 4)
         for number in range(10):
-            supervisor.submit(resident, request(f"r{number}"))
+            host.submit(request(f"r{number}"))
         await sink.until(lambda: sink.finish("r9"))
         assert all(sink.tokens(f"r{number}") == [1, 2, 3, 4, 5] for number in range(10))
         await sink.until(lambda: sink.stats.running == 0 and sink.stats.completion_tokens == 50)
@@ -42,14 +42,14 @@ async def test_streams_outputs_until_each_request_finishes(tmp_path: Path) -> No
 async def test_request_that_cannot_be_encoded_fails_alone(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        resident = await supervisor.load(model(tmp_path), sink)
-        supervisor.submit(resident, request("before"))
-        supervisor.submit(resident, EngineRequest("bad", (1,), 5, principal="\udcff"))
-        supervisor.submit(resident, request("after"))
+        host = await loaded(supervisor, model(tmp_path), sink)
+        host.submit(request("before"))
+        host.submit(EngineRequest("bad", (1,), 5, principal="\udcff"))
+        host.submit(request("after"))
         assert sink.failed["bad"][0] is FaultKind.REQUEST
         await sink.until(lambda: sink.finish("before") and sink.finish("after"))
         with pytest.raises(LoadRejected, match="engine"):
-            await supervisor.load(LoadSpec(path="x", context_tokens=2**70), RecordingSink())
+            await loaded(supervisor, LoadSpec(path="x", context_tokens=2**70), RecordingSink())
         assert await supervisor.memory()
         assert not sink.lost
 
@@ -57,12 +57,12 @@ async def test_request_that_cannot_be_encoded_fails_alone(tmp_path: Path) -> Non
 async def test_cancelling_ends_only_that_request(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        resident = await supervisor.load(model(tmp_path), sink)
-        supervisor.submit(resident, request("long", max_tokens=100_000))
-        supervisor.submit(resident, request("short", max_tokens=200))
+        host = await loaded(supervisor, model(tmp_path), sink)
+        host.submit(request("long", max_tokens=100_000))
+        host.submit(request("short", max_tokens=200))
         await sink.until(lambda: sink.tokens("long"))
-        supervisor.cancel(resident, "long")
-        supervisor.cancel(resident, "unknown")
+        host.cancel("long")
+        host.cancel("unknown")
         await sink.until(lambda: sink.finish("long"))
         assert sink.finish("long") == "cancelled"
         await sink.until(lambda: sink.finish("short"))
@@ -71,10 +71,10 @@ async def test_cancelling_ends_only_that_request(tmp_path: Path) -> None:
 async def test_two_models_serve_on_one_device(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         first, second = RecordingSink(), RecordingSink()
-        one = await supervisor.load(model(tmp_path, "one"), first)
-        two = await supervisor.load(model(tmp_path, "two"), second)
-        supervisor.submit(one, request("a", max_tokens=50))
-        supervisor.submit(two, request("a", max_tokens=50))
+        one = await loaded(supervisor, model(tmp_path, "one"), first)
+        two = await loaded(supervisor, model(tmp_path, "two"), second)
+        one.submit(request("a", max_tokens=50))
+        two.submit(request("a", max_tokens=50))
         await first.until(lambda: first.finish("a"))
         await second.until(lambda: second.finish("a"))
 
@@ -82,18 +82,18 @@ async def test_two_models_serve_on_one_device(tmp_path: Path) -> None:
 async def test_models_keep_serving_during_a_load(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        resident = await supervisor.load(model(tmp_path, "serving"), sink)
-        supervisor.submit(resident, request("long", max_tokens=100_000))
+        host = await loaded(supervisor, model(tmp_path, "serving"), sink)
+        host.submit(request("long", max_tokens=100_000))
         await sink.until(lambda: sink.tokens("long"))
         before = len(sink.tokens("long"))
-        await supervisor.load(model(tmp_path, "slow", pieces=40, piece_s=0.01), RecordingSink())
+        await loaded(supervisor, model(tmp_path, "slow", pieces=40, piece_s=0.01), RecordingSink())
         assert len(sink.tokens("long")) - before >= 20
 
 
 async def test_cancelled_load_leaves_nothing_behind(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        loading = asyncio.create_task(supervisor.load(model(tmp_path, pieces=1000, piece_s=0.01), sink))
+        loading = asyncio.create_task(loaded(supervisor, model(tmp_path, pieces=1000, piece_s=0.01), sink))
         await sink.until(lambda: sink.progress)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -104,7 +104,7 @@ async def test_cancelled_load_leaves_nothing_behind(tmp_path: Path) -> None:
 async def test_kills_the_worker_when_a_load_ignores_its_cancellation(tmp_path: Path) -> None:
     async with supervised(timeouts=WorkerTimeouts(unload_s=0.5)) as supervisor:
         sink = RecordingSink()
-        loading = asyncio.create_task(supervisor.load(model(tmp_path, load="hang"), sink))
+        loading = asyncio.create_task(loaded(supervisor, model(tmp_path, load="hang"), sink))
         await sink.until(lambda: sink.progress)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -117,9 +117,10 @@ async def test_memory_is_free_after_each_of_many_unloads(tmp_path: Path) -> None
         specs = [model(tmp_path, name, bytes=96 << 20) for name in ("one", "two")]
         sizes = []
         for cycle in range(10):
-            resident = await supervisor.load(specs[cycle % 2], RecordingSink())
-            assert resident.measured_bytes > 90 << 20
-            reclaimed = await supervisor.unload(resident)
+            host = await loaded(supervisor, specs[cycle % 2], RecordingSink())
+            assert host.resident is not None
+            assert host.resident.measured_bytes > 90 << 20
+            reclaimed = await host.unload()
             assert reclaimed.is_complete, str(reclaimed)
             sizes.append(worker_bytes(supervisor))
         assert sizes[-1] - sizes[2] < 64 << 20
@@ -128,18 +129,20 @@ async def test_memory_is_free_after_each_of_many_unloads(tmp_path: Path) -> None
 async def test_unload_fails_running_requests(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        resident = await supervisor.load(model(tmp_path), sink)
-        supervisor.submit(resident, request("long", max_tokens=100_000))
+        host = await loaded(supervisor, model(tmp_path), sink)
+        host.submit(request("long", max_tokens=100_000))
         await sink.until(lambda: sink.tokens("long"))
-        await supervisor.unload(resident)
+        await host.unload()
         assert sink.failed["long"][0] is FaultKind.REQUEST
 
 
 async def test_worker_that_keeps_memory_of_a_cpu_is_replaced_at_once(tmp_path: Path) -> None:
     async with supervised(timeouts=WorkerTimeouts(reclaim_s=3600)) as supervisor, asyncio.timeout(WAIT_S):
-        resident = await supervisor.load(model(tmp_path), RecordingSink())
+        host = await loaded(supervisor, model(tmp_path), RecordingSink())
         process = worker_of(supervisor)
-        reclaimed = await supervisor.unload(replace(resident, process_bytes=1 << 40))
+        assert host.resident is not None
+        host.resident = replace(host.resident, process_bytes=1 << 40)
+        reclaimed = await host.unload()
         assert not alive(process)
         assert reclaimed.is_complete, "with the worker all its memory is free"
 
@@ -147,23 +150,23 @@ async def test_worker_that_keeps_memory_of_a_cpu_is_replaced_at_once(tmp_path: P
 async def test_recycles_only_a_worker_without_models(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         spec = model(tmp_path)
-        resident = await supervisor.load(spec, RecordingSink())
+        host = await loaded(supervisor, spec, RecordingSink())
         first_process = worker_of(supervisor)
         assert await supervisor.recycle() is False
-        await supervisor.unload(resident)
+        await host.unload()
         assert await supervisor.recycle() is True
         assert not alive(first_process)
-        await supervisor.load(spec, RecordingSink())
+        await loaded(supervisor, spec, RecordingSink())
         assert supervisor.process_id != first_process
 
 
 async def test_load_during_recycling_waits_for_the_new_worker(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         spec = model(tmp_path)
-        await supervisor.unload(await supervisor.load(spec, RecordingSink()))
+        await (await loaded(supervisor, spec, RecordingSink())).unload()
         first_process = worker_of(supervisor)
         recycling = asyncio.create_task(supervisor.recycle())
         await asyncio.sleep(0)
-        await supervisor.load(spec, RecordingSink())
+        await loaded(supervisor, spec, RecordingSink())
         assert await recycling is True
         assert supervisor.process_id != first_process

@@ -20,15 +20,15 @@ from cortex.neuron.worker.supervisor import WorkerSupervisor
 
 from ...processes import alive
 from .recording_sink import RecordingSink
-from .supervised import CPU, SHORT_TIMEOUTS, model, request, supervised, worker_of
+from .supervised import CPU, SHORT_TIMEOUTS, loaded, model, request, supervised, worker_of
 
 
 async def test_request_that_the_engine_rejects_fails_alone(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        resident = await supervisor.load(model(tmp_path), sink)
-        supervisor.submit(resident, request("bad", faulty_engine.REFUSED))
-        supervisor.submit(resident, request("good"))
+        host = await loaded(supervisor, model(tmp_path), sink)
+        host.submit(request("bad", faulty_engine.REFUSED))
+        host.submit(request("good"))
         await sink.until(lambda: sink.finish("good"))
         assert sink.failed == {"bad": (FaultKind.REQUEST, "top_k of -7 is out of range")}
 
@@ -36,10 +36,10 @@ async def test_request_that_the_engine_rejects_fails_alone(tmp_path: Path) -> No
 async def test_out_of_memory_fails_only_the_newest_prompt(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        resident = await supervisor.load(model(tmp_path), sink)
-        supervisor.submit(resident, request("running", max_tokens=500))
+        host = await loaded(supervisor, model(tmp_path), sink)
+        host.submit(request("running", max_tokens=500))
         await sink.until(lambda: sink.tokens("running"))
-        supervisor.submit(resident, request("huge", faulty_engine.OUT_OF_MEMORY))
+        host.submit(request("huge", faulty_engine.OUT_OF_MEMORY))
         await sink.until(lambda: "huge" in sink.failed)
         assert sink.failed["huge"][0] is FaultKind.OUT_OF_MEMORY
         await sink.until(lambda: sink.finish("running") == "length")
@@ -49,11 +49,11 @@ async def test_out_of_memory_fails_only_the_newest_prompt(tmp_path: Path) -> Non
 async def test_model_keeps_serving_after_a_bug_in_a_step(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        resident = await supervisor.load(model(tmp_path), sink)
-        supervisor.submit(resident, request("buggy", faulty_engine.BUG))
+        host = await loaded(supervisor, model(tmp_path), sink)
+        host.submit(request("buggy", faulty_engine.BUG))
         await sink.until(lambda: "buggy" in sink.failed)
         assert sink.failed["buggy"][0] is FaultKind.BUG
-        supervisor.submit(resident, request("next"))
+        host.submit(request("next"))
         await sink.until(lambda: sink.finish("next") == "length")
         assert sink.lost == []
 
@@ -61,7 +61,7 @@ async def test_model_keeps_serving_after_a_bug_in_a_step(tmp_path: Path) -> None
 async def test_worker_that_hangs_while_it_prepares_an_idle_model_is_lost_without_a_request(tmp_path: Path) -> None:
     async with supervised(timeouts=SHORT_TIMEOUTS) as supervisor:
         sink = RecordingSink()
-        await supervisor.load(model(tmp_path, prepare="hang"), sink)
+        await loaded(supervisor, model(tmp_path, prepare="hang"), sink)
         await sink.until(lambda: sink.lost)
         assert "no progress in 'step'" in sink.lost[0]
 
@@ -80,17 +80,17 @@ async def test_reports_why_a_worker_was_lost_and_replaces_it_on_the_next_load(
 ) -> None:
     async with supervised(timeouts=SHORT_TIMEOUTS) as supervisor:
         sink, spec = RecordingSink(), model(tmp_path)
-        resident = await supervisor.load(spec, sink)
+        host = await loaded(supervisor, spec, sink)
         first_process = worker_of(supervisor)
-        supervisor.submit(resident, request("fatal", token))
+        host.submit(request("fatal", token))
         await sink.until(lambda: sink.lost)
         assert len(sink.lost) == 1
         assert reason in sink.lost[0]
         assert supervisor.state == "faulted"
         assert not alive(first_process)
         sink = RecordingSink()
-        resident = await supervisor.load(spec, sink)
-        supervisor.submit(resident, request("next"))
+        host = await loaded(supervisor, spec, sink)
+        host.submit(request("next"))
         await sink.until(lambda: sink.finish("next"))
 
 
@@ -98,17 +98,17 @@ async def test_worker_that_stops_right_after_a_load_is_lost_within_the_time_of_a
     """Its last report was of the load, or of its start, which may take longer."""
     async with supervised(timeouts=WorkerTimeouts(start_s=600.0, load_s=600.0, step_s=3.0)) as supervisor:
         sink = RecordingSink()
-        resident = await supervisor.load(model(tmp_path), sink)
+        host = await loaded(supervisor, model(tmp_path), sink)
         os.kill(worker_of(supervisor), signal.SIGSTOP)
-        supervisor.submit(resident, request("stuck"))
+        host.submit(request("stuck"))
         await sink.until(lambda: sink.lost)
         assert "no progress" in sink.lost[0]
 
 
 async def _stream_until_killed(supervisor: WorkerSupervisor, spec: LoadSpec) -> None:
     sink = RecordingSink()
-    resident = await supervisor.load(spec, sink)
-    supervisor.submit(resident, request("stream", max_tokens=100_000))
+    host = await loaded(supervisor, spec, sink)
+    host.submit(request("stream", max_tokens=100_000))
     await sink.until(lambda: sink.tokens("stream"))
     os.kill(worker_of(supervisor), signal.SIGKILL)
     await sink.until(lambda: sink.lost)
@@ -124,12 +124,12 @@ async def test_serves_again_after_each_of_several_kills(tmp_path: Path) -> None:
 async def test_failed_load_does_not_affect_loaded_models(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        resident = await supervisor.load(model(tmp_path, "good"), sink)
+        host = await loaded(supervisor, model(tmp_path, "good"), sink)
         with pytest.raises(LoadRejected, match="of no use"):
-            await supervisor.load(model(tmp_path, "bad", load="refuse"), RecordingSink())
+            await loaded(supervisor, model(tmp_path, "bad", load="refuse"), RecordingSink())
         with pytest.raises(LoadRejected, match="KeyError"):
-            await supervisor.load(model(tmp_path, "buggy", load="bug"), RecordingSink())
-        supervisor.submit(resident, request("next"))
+            await loaded(supervisor, model(tmp_path, "buggy", load="bug"), RecordingSink())
+        host.submit(request("next"))
         await sink.until(lambda: sink.finish("next"))
 
 
@@ -139,14 +139,14 @@ async def test_failed_load_does_not_affect_loaded_models(tmp_path: Path) -> None
 async def test_load_that_kills_the_worker_raises_worker_lost(tmp_path: Path, behaviour: str, reason: str) -> None:
     async with supervised(timeouts=SHORT_TIMEOUTS) as supervisor:
         with pytest.raises(WorkerLost, match=reason):
-            await supervisor.load(model(tmp_path, load=behaviour), RecordingSink())
+            await loaded(supervisor, model(tmp_path, load=behaviour), RecordingSink())
 
 
 async def test_engine_that_cannot_be_imported_is_named_in_the_error(tmp_path: Path) -> None:
     worker_factory = WorkerFactory("there_is_no_such_module:load")
     supervisor = WorkerSupervisor(CPU, worker_factory)
     with pytest.raises(WorkerLost, match="there_is_no_such_module"):
-        await supervisor.load(model(tmp_path), RecordingSink())
+        await loaded(supervisor, model(tmp_path), RecordingSink())
     await supervisor.close()
     await worker_factory.close()
 
@@ -158,6 +158,7 @@ def test_worker_ends_when_its_daemon_is_killed(tmp_path: Path, token: int) -> No
         sys.path[:0] = {sys.path!r}
         from cortex.neuron.worker.protocol import DeviceAddress
         from cortex.neuron.worker.factory import WorkerFactory
+        from cortex.neuron.worker.hosts.device import DeviceHost
         from cortex.neuron.worker.supervisor import WorkerSupervisor
         from cortex.neuron.engine.request import EngineRequest, LoadSpec
 
@@ -167,8 +168,9 @@ def test_worker_ends_when_its_daemon_is_killed(tmp_path: Path, token: int) -> No
 
         async def main():
             supervisor = WorkerSupervisor(DeviceAddress("cpu", 0), WorkerFactory("faulty_engine:load"))
-            resident = await supervisor.load(LoadSpec(path="nowhere"), Sink())
-            supervisor.submit(resident, EngineRequest(id="x", prompt=({token},), max_tokens=10**6))
+            host = DeviceHost(supervisor, LoadSpec(path="nowhere"))
+            await host.load(Sink())
+            host.submit(EngineRequest(id="x", prompt=({token},), max_tokens=10**6))
             await asyncio.sleep(0.1)
             print(supervisor.process_id, flush=True)
             await asyncio.sleep(60)

@@ -14,39 +14,41 @@ from cortex.neuron.worker.process import WorkerLost, WorkerTimeouts
 
 from ...processes import alive
 from .recording_sink import RecordingSink
-from .supervised import model, request, supervised, worker_bytes, worker_of
+from .supervised import loaded, model, request, supervised, worker_bytes, worker_of
 
 
 async def test_sleep_frees_memory_and_wake_serves_again(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        resident = await supervisor.load(model(tmp_path, bytes=8 << 20, scratch_bytes=160 << 20), sink)
-        sizes = []
+        host = await loaded(supervisor, model(tmp_path, bytes=8 << 20, scratch_bytes=160 << 20), sink)
+        resident, sizes = host.resident, []
         for cycle in range(5):
-            asleep = await supervisor.sleep(resident)
+            assert resident is not None
+            asleep = await host.sleep()
             assert asleep.host_bytes == 8 << 20
             assert asleep.process_bytes < resident.process_bytes - (90 << 20)
             assert await supervisor.recycle() is False, "a sleeping model would be lost"
             sizes.append(worker_bytes(supervisor))
-            resident = await supervisor.wake(asleep)
+            resident = await host.wake()
             assert resident.host_bytes == 0
             assert resident.measured_bytes > 150 << 20
-            supervisor.submit(resident, request(f"r{cycle}"))
+            host.submit(request(f"r{cycle}"))
             await sink.until(partial(sink.finish, f"r{cycle}"))
         assert sizes[-1] - sizes[0] < 64 << 20
         assert sink.progress[-1] == ("place", 0, 4)
-        assert (await supervisor.unload(await supervisor.sleep(resident))).is_complete
+        await host.sleep()
+        assert (await host.unload()).is_complete
 
 
 async def test_sleep_cancels_running_requests(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        resident = await supervisor.load(model(tmp_path), sink)
-        supervisor.submit(resident, request("long", max_tokens=100_000))
+        host = await loaded(supervisor, model(tmp_path), sink)
+        host.submit(request("long", max_tokens=100_000))
         await sink.until(lambda: sink.tokens("long"))
-        await supervisor.sleep(resident)
+        await host.sleep()
         await sink.until(lambda: sink.finish("long") == "cancelled")
-        supervisor.submit(resident, request("late"))
+        host.submit(request("late"))
         await sink.until(lambda: "late" in sink.failed)
         assert "asleep" in sink.failed["late"][1]
 
@@ -59,10 +61,10 @@ async def test_sleep_is_rejected_when_the_engine_fails_or_no_memory_is_freed(
     tmp_path: Path, behaviour: dict[str, Any], reason: str
 ) -> None:
     async with supervised(timeouts=WorkerTimeouts(reclaim_s=0.2)) as supervisor:
-        resident = await supervisor.load(model(tmp_path, **behaviour), RecordingSink())
+        host = await loaded(supervisor, model(tmp_path, **behaviour), RecordingSink())
         with pytest.raises(SleepRejected, match=reason):
-            await supervisor.sleep(resident)
-        assert (await supervisor.unload(resident)).is_complete
+            await host.sleep()
+        assert (await host.unload()).is_complete
 
 
 @pytest.mark.parametrize(
@@ -70,20 +72,22 @@ async def test_sleep_is_rejected_when_the_engine_fails_or_no_memory_is_freed(
 )
 async def test_model_that_cannot_wake_stays_asleep(tmp_path: Path, wake: str, kind: FaultKind) -> None:
     async with supervised() as supervisor:
-        asleep = await supervisor.sleep(await supervisor.load(model(tmp_path, wake=wake), RecordingSink()))
+        host = await loaded(supervisor, model(tmp_path, wake=wake), RecordingSink())
+        await host.sleep()
         for _ in range(2):
             with pytest.raises(LoadRejected) as rejected:
-                await supervisor.wake(asleep)
+                await host.wake()
             assert rejected.value.kind is kind
         assert supervisor.has_models
 
 
 async def test_damaged_model_is_closed_and_its_worker_survives(tmp_path: Path) -> None:
     async with supervised() as supervisor:
-        asleep = await supervisor.sleep(await supervisor.load(model(tmp_path, wake="damaged"), RecordingSink()))
+        host = await loaded(supervisor, model(tmp_path, wake="damaged"), RecordingSink())
+        await host.sleep()
         process_id = worker_of(supervisor)
         with pytest.raises(Damaged, match="answers differently"):
-            await supervisor.wake(asleep)
+            await host.wake()
         assert not supervisor.has_models
         assert alive(process_id)
 
@@ -91,16 +95,17 @@ async def test_damaged_model_is_closed_and_its_worker_survives(tmp_path: Path) -
 @pytest.mark.parametrize("wake", ["fault", "exit"])
 async def test_wake_that_kills_the_worker_raises_worker_lost(tmp_path: Path, wake: str) -> None:
     async with supervised() as supervisor:
-        asleep = await supervisor.sleep(await supervisor.load(model(tmp_path, wake=wake), RecordingSink()))
+        host = await loaded(supervisor, model(tmp_path, wake=wake), RecordingSink())
+        await host.sleep()
         with pytest.raises(WorkerLost):
-            await supervisor.wake(asleep)
+            await host.wake()
         with pytest.raises(WorkerLost):
-            await supervisor.wake(asleep)
+            await host.wake()
 
 
 async def test_sleeping_models_are_lost_with_their_worker(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         sink = RecordingSink()
-        await supervisor.sleep(await supervisor.load(model(tmp_path), sink))
+        await (await loaded(supervisor, model(tmp_path), sink)).sleep()
         os.kill(worker_of(supervisor), signal.SIGKILL)
         await sink.until(lambda: sink.lost)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Literal
 
-from cortex.fleet import routing
 from cortex.fleet.placement.decision import Origin
-from cortex.fleet.prefixes import PrefixRecord
 from cortex.fleet.topology import ModelOnNode, Node, Residency
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.replica_loads import ReplicaLoads
+from cortex.routing import choice
+from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.errors import CortexError, UnsupportedModality
 from cortex.wire.node.protocol import Dialect, ModelState
 
@@ -230,8 +230,8 @@ class LeasePool:
     def _take_best(self, model: str, ready: tuple[tuple[Node, Residency], ...], prompt: bytes) -> Lease:
         replicas = self._loads.replicas(model, [node.name for node, _ in ready], self._in_flight)
         prefixes = self._prefixes.setdefault(model, PrefixRecord())
-        chosen = routing.choose(replicas, prompt, prefixes)
-        node = next(node for node, _ in ready if node.name == chosen.replica.node)
+        chosen = choice.choose(replicas, prompt, prefixes)
+        node = next(node for node, _ in ready if node.name == chosen.replica.place)
         lease = self._take(node, model, has_alternatives=True, reason=_least_time(len(ready)))
         lease.is_alone = chosen.replica.running + chosen.replica.waiting == 0
         self._loads.sent(lease.target, chosen.prefill_s)

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cortex.fleet.routing import PREFILL_TOKENS_PER_S, REQUEST_S, Replica
 from cortex.fleet.topology import ModelOnNode, Residency
+from cortex.routing.choice import PREFILL_TOKENS_PER_S, REQUEST_S, Replica
 from cortex.wire.node.protocol import ModelLoad
 
 REPORT_AGE_S = 1.0
@@ -98,7 +98,7 @@ def _replica(
     current = load.num_foreign + in_flight
     waiting = min(current, max(0, load.reported.waiting - load.num_released_since(load.reported_at)))
     return Replica(
-        node=node,
+        place=node,
         running=current - waiting,
         waiting=waiting,
         # The pages of requests that have ended since are free.

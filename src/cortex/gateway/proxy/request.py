@@ -10,7 +10,6 @@ import asyncio
 from functools import lru_cache
 from urllib.parse import quote
 
-from cortex.fleet.prefixes import MAX_PREFIX_BYTES
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
@@ -34,6 +33,7 @@ from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault
 from cortex.parsing.envelope import Envelope
+from cortex.routing.prefixes import MAX_PREFIX_BYTES
 from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED

@@ -6,19 +6,21 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.node.replicas.extras import ExtraReplicas
 from cortex.neuron.worker.device_claims import DeviceClaim, DeviceClaims
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.neuron.worker.factory import WorkerFactory
-from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
-from cortex.neuron.worker.model_host import ModelHost
+from cortex.neuron.worker.hosts.all_of import AllOf
+from cortex.neuron.worker.hosts.device import DeviceHost
+from cortex.neuron.worker.hosts.rendezvous import Backend, Rendezvous
+from cortex.neuron.worker.model_host import ModelHost, ModelPart
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
-from cortex.neuron.worker.replicas.host import LockDevices, WorkerReplicas
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.node.protocol import Device, DeviceHealth
 from cortex.wire.words import os_error_in_words
@@ -60,28 +62,30 @@ class NodeDevices:
             for device in inventory.devices
         }
 
-    def host(
-        self, model_id: str, indices: Sequence[int], num_replicas: int, lock_devices: LockDevices, *, may_grow: bool
-    ) -> ModelHost:
-        """Where a model goes that takes these devices: one replica on each equal part of them, the lowest index first.
-        `lock_devices`: see `WorkerReplicas`. `may_grow`: it gets extra replicas later."""
-        if num_replicas == 1 and not may_grow:
-            return self._one_host(model_id, indices)
-        size = len(indices) // num_replicas
-        parts = [sorted(indices)[start : start + size] for start in range(0, len(indices), size)]
-        return WorkerReplicas([partial(self._one_host, model_id, part) for part in parts], lock_devices)
-
-    def _one_host(self, model_id: str, indices: Sequence[int]) -> ModelHost:
-        """One device as a whole, or a group."""
+    def host(self, model_id: str, indices: Sequence[int], spec: LoadSpec) -> ModelHost:
+        """The host of a whole model on one device, or of a divided one on several."""
         if len(indices) == 1:
-            return self.supervisors[indices[0]]
-        return self.group(indices, self.claims.new(model_id, indices, spans=False))
+            return DeviceHost(self.supervisors[indices[0]], spec)
+        devices = [device for device in self.all if device.index in indices]
+        locks = tuple(self.lock_path(index) for index in sorted(indices))
+        rendezvous = Rendezvous(len(indices), backend_of(devices), locks)
+        return self.all_of(indices, spec, self.claims.new(model_id, indices, spans=False), rendezvous)
 
-    def group(self, indices: Sequence[int], claim: DeviceClaim, span: RanksOnNode | None = None) -> WorkerGroup:
-        """The ranks of a divided model on these devices. `span`: if it has others on other nodes."""
-        ordered = sorted(indices)
-        locks = [self.lock_path(index) for index in ordered]
-        return WorkerGroup([self.supervisors[index] for index in ordered], locks, claim, span)
+    def all_of(
+        self,
+        indices: Sequence[int],
+        spec: LoadSpec,
+        claim: DeviceClaim,
+        rendezvous: Rendezvous,
+        *,
+        first_rank: int = 0,
+        others: Sequence[ModelPart] = (),
+    ) -> AllOf:
+        """The host of the ranks of a divided model from `first_rank` on, in the order of these devices. `others`: its
+        parts on other nodes."""
+        ranks = [replace(spec, rank=rendezvous.rank(first_rank + number)) for number in range(len(indices))]
+        hosts = [DeviceHost(self.supervisors[i], rank) for i, rank in zip(sorted(indices), ranks, strict=True)]
+        return AllOf(hosts[0], (*hosts[1:], *others), claim, rendezvous)
 
     def lock_path(self, index: int) -> str:
         """The file that leaders of divided models lock for each step on this device."""
@@ -127,3 +131,8 @@ class NodeDevices:
             ceiling_bytes=self._ceilings.on(device.index),
             extra_replica_bytes=reading.free_bytes - self._readings.get(device.index, reading).free_bytes,
         )
+
+
+def backend_of(devices: Sequence[Device]) -> Backend:
+    """What the ranks of a model on these devices exchange their messages with."""
+    return "nccl" if all(device.kind == "cuda" for device in devices) else "tcp"

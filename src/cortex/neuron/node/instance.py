@@ -51,7 +51,7 @@ class ModelCallbacks:
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A request from `submit` to its end."""
+    """A request from `generate` to its end."""
 
     request: EngineRequest
     generation: Generation
@@ -70,7 +70,7 @@ class Instance:
         """Why the worker that held the model is gone."""
         self._max_prompt_tokens = limits.max_prompt_tokens
         self._callbacks = callbacks
-        self._resident: Resident | None = None
+        self._unloading: asyncio.Task[Reclaimed] | None = None
         self._max_num_seqs = limits.max_num_seqs
         self._admission = Admission(self._num_slots, limits.max_queue)
         self._requests: dict[str, _Running] = {}
@@ -82,20 +82,19 @@ class Instance:
         self._throughput = _Throughput()
         self._idle_since_s = time.monotonic()
 
-    def loaded(self, resident: Resident) -> None:
-        """The weights are in the worker; from now on the instance takes requests."""
-        self._resident = resident
+    def loaded(self) -> None:
+        """The model is in memory; from now on the instance takes requests."""
         self._update_capacity()
 
     @property
     def resident(self) -> Resident:
-        assert self._resident is not None, "the model is still being loaded"
-        return self._resident
+        assert self.host.resident is not None, "the model is being loaded, or gone"
+        return self.host.resident
 
     @property
     def host_bytes(self) -> int:
         """The model's weights in host memory while it sleeps or wakes; 0 otherwise."""
-        return self._resident.host_bytes if self._resident is not None else 0
+        return self.host.resident.host_bytes if self.host.resident is not None else 0
 
     @property
     def stats(self) -> EngineStats:
@@ -125,7 +124,7 @@ class Instance:
 
     # Requests
 
-    def submit(self, request: EngineRequest) -> Generation:
+    def generate(self, request: EngineRequest) -> Generation:
         """Starts or queues a request.
 
         Raises Overloaded when the queue is full or the model is being unloaded, ContextLengthExceeded
@@ -138,7 +137,7 @@ class Instance:
         queued = QueuedRequest(
             request.principal,
             len(request.prompt) + min(request.max_tokens, _CACHE_TOKENS_AHEAD),
-            start=lambda: self.host.submit(self.resident, request),
+            start=lambda: self.host.submit(request),
             reject=lambda retry_after_s: self._end_with_error(
                 request.id, self._overloaded(self._admission.waiting, retry_after_s)
             ),
@@ -170,7 +169,7 @@ class Instance:
             return
         if running.queued.has_slot:
             # The engine frees the slot: its final output follows.
-            self.host.cancel(self.resident, request_id)
+            self.host.cancel(request_id)
         else:
             running.generation.push(StepOutput(request_id, finish="cancelled"))
             self._release(running, finished=False)
@@ -215,21 +214,23 @@ class Instance:
         )
         self._callbacks.on_lost(reason)
 
-    def on_ending(self, reason: str, then: Callable[[], None]) -> None:
+    def on_ending(self, reason: str) -> None:
         self.close_admission(Recovering(f"{self.model_id} pauses ({reason}); try again", retry_after_s=5))
-        run_once(self._drain(then), f"drain {self.model_id}")
+        run_once(self._leave(reason), f"unload {self.model_id} before a part of it goes")
 
-    async def _drain(self, then: Callable[[], None]) -> None:
+    async def _leave(self, reason: str) -> None:
         await self.drained()
-        then()
+        if self.lost_reason is None and self._unloading is None:
+            await self.unload()
+            self.on_lost(reason)
 
     @property
     def _num_slots(self) -> int:
         return self._max_num_seqs * len(self.host.replica_devices)
 
     def _update_capacity(self) -> None:
-        if self._resident is not None:  # reports may come before the load has ended
-            info = self._resident.info
+        if self.host.resident is not None:  # reports may come before the load has ended
+            info = self.host.resident.info
             num_pages = max(info.num_pages, self._stats.num_pages)  # more with extra replicas
             free_tokens = (num_pages - self._stats.used_pages) * info.page_tokens
             self._admission.slots = self._num_slots
@@ -238,7 +239,7 @@ class Instance:
     # Drain, sleep and unload
 
     def close_admission(self, error: CortexError) -> None:
-        """From now on `submit` raises `error`; requests in the queue end with it at once."""
+        """From now on `generate` raises `error`; requests in the queue end with it at once."""
         self._closed = error
         for queued in self._admission.clear():
             waiting = next(each for each in self._requests.values() if each.queued is queued)
@@ -253,23 +254,24 @@ class Instance:
         """Ends every request with `error`, now."""
         self.close_admission(error)
         for running in list(self._requests.values()):
-            self.host.cancel(self.resident, running.request.id)
+            self.host.cancel(running.request.id)
             self._end_with_error(running.request.id, error)
 
     async def sleep(self) -> None:
         """Moves the weights to host memory and frees the rest. Raises SleepRejected or WorkerLost."""
         self.end(ShuttingDown(f"{self.model_id} was put to sleep; try again to have it woken"))
-        self._resident = await self.host.sleep(self.resident)
+        await self.host.sleep()
 
-    def woken(self, resident: Resident) -> None:
+    def woken(self) -> None:
         """Serves again."""
-        self._resident = resident
         self._closed = None
 
     async def unload(self) -> Reclaimed:
-        """Frees all memory. The instance must not be used afterwards."""
+        """Frees all memory, once. The instance must not be used afterwards."""
         self.end(ShuttingDown(f"{self.model_id} was unloaded; try again to have it loaded"))
-        return await self.host.unload(self.resident)
+        if self._unloading is None:
+            self._unloading = asyncio.create_task(self.host.unload())
+        return await asyncio.shield(self._unloading)
 
     def _end_with_error(self, request_id: str, error: CortexError) -> None:
         if (running := self._requests.get(request_id)) is not None:

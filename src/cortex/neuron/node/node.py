@@ -15,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cortex.neuron.config import HARNESSES, Limits, NeuronConfig
+from cortex.neuron.config import Limits, NeuronConfig
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.event_feed import EventFeed
 from cortex.neuron.node.generation import Generation
+from cortex.neuron.node.harness.engine import EngineHarness
+from cortex.neuron.node.harness.harness import Harness, Harnesses
 from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.files import fetch
 from cortex.neuron.node.loading.forecast import Forecast
@@ -47,7 +49,7 @@ from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.quant_names import is_same_quant
 from cortex.tasks import SupervisedTask, Supervisor, run_once
-from cortex.wire.errors import LoadFailed, ModelInUse, ShuttingDown, shorten
+from cortex.wire.errors import ModelInUse, ShuttingDown, shorten
 from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, NodeEvent, UnloadRequest
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,8 @@ class Parts:
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
     connect_peer: ConnectPeer = unconnected
+    harnesses: tuple[Harness, ...] = ()
+    """Beside the built-in engine."""
 
 
 class Node:
@@ -82,37 +86,43 @@ class Node:
         timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
         forecast = Forecast(config)
         ceilings = Ceilings.of(config)
-        self.discovery = describe_node(inventory, limits.sleep_mb, HARNESSES)
         self.devices = NodeDevices(
             inventory, parts.make_workers(), timeouts, parts.read_devices, forecast.reserve, ceilings
         )
+        self._surveys = (parts.surveys or partial(_survey_process, limits))()
+        lead = Lead(config, self.devices, forecast, parts.connect_peer)
+        engine = EngineHarness(config, self.devices, forecast, self._surveys, lead)
+        self._harnesses = Harnesses(engine, *parts.harnesses)
+        self.discovery = describe_node(inventory, limits.sleep_mb, self._harnesses.names)
         self._config = config
         self._started_s = time.monotonic()
         self._library = Library(config)
         open_text = parts.open_text or partial(
             TokenizerClient, memory_bytes=config.text.memory_mb << 20, read_s=config.text.timeout_s
         )
-        self._surveys = (parts.surveys or partial(_survey_process, limits))()
         self._texts = Texts(open_text, config.text, limits.max_queue)
         held = MemoryCeilings(ceilings, self._holdings)
-        room = DeviceRoom(self.devices, forecast, held, parts.read_devices)
+        room = DeviceRoom(
+            self.devices, forecast, lambda model: self._harnesses.of(model).estimates, held, parts.read_devices
+        )
         self._loader = ModelLoader(
             config,
             self._library,
             self.devices,
-            forecast,
+            self._harnesses,
             room,
             fetch=parts.fetch,
             surveys=self._surveys,
             texts=self._texts,
-            lead=Lead(config, self.devices, forecast, parts.connect_peer),
         )
         sleep_budget = SleepBudget(
             lambda held_bytes: sleep_budget_bytes(limits.sleep_mb, inventory.devices, read_host_memory(), held_bytes),
             lambda: [*self._models.sleeping(), *self.shares.sleeping()],
             lambda model_id: self._models.controller(model_id).unload_if_asleep(),
         )
-        self.shares = HostedShares(ShareResources(self._library, self._loader, room, self.devices, sleep_budget))
+        self.shares = HostedShares(
+            ShareResources(self._library, self._loader, room, self.devices, engine, sleep_budget)
+        )
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._models = Models(
             self._library,
@@ -201,9 +211,8 @@ class Node:
     async def load(self, request: LoadRequest, *, wait: bool) -> ModelStatus:
         """Idempotent: joins a load in progress. With `wait`, returns when the model is ready or raises why not."""
         self._check_open()
-        if request.harness not in self.discovery.harnesses:
-            offered = ", ".join(self.discovery.harnesses)
-            raise LoadFailed(f"this node has no harness {shorten(request.harness)!r}; it has {offered}")
+        if request.harness is not None:
+            self._harnesses.named(request.harness)
         model = self._library.adopt(request)
         self.files.reject_if_deleting(model)
         if request.quant is not None:
@@ -245,13 +254,13 @@ class Node:
             self.files.forget_if_absent(controller.model)
         return status
 
-    def submit(self, model_id: str, request: EngineRequest) -> Generation:
+    def generate(self, model_id: str, request: EngineRequest) -> Generation:
         """Starts or queues a request for a model that is ready.
 
         Raises ModelNotFound, Overloaded, Recovering, ShuttingDown, LoadFailed or ContextLengthExceeded.
         """
         self._check_open()
-        return self._models.controller(model_id).serving_instance().submit(request)
+        return self._models.controller(model_id).serving_instance().generate(request)
 
     async def host_share(self, connection: Connection) -> None:
         """Holds a part of a model that another node leads, for as long as its connection lasts."""

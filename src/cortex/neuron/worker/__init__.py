@@ -1,6 +1,6 @@
 """Device workers: one process per device that runs models on it.
 
-In the daemon: `replicas` (a model several times) → `group` (a divided model) → `supervisor` (one device), each a
-`model_host`; → `process` (one worker process) → `factory` (starts workers). `program` is what runs in the workers. Both
-sides share `protocol`, `faults` and `memory`. `discovery` lists the host's devices, `backoff` decides about retries.
+In the daemon: `hosts` (of models, each a `model_host`) → `supervisor` (the worker of one device) → `process` (one
+worker process) → `factory` (starts workers). `program` is what runs in the workers. Both sides share `protocol`,
+`faults` and `memory`. `discovery` lists the host's devices, `backoff` decides about retries.
 """

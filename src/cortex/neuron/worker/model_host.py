@@ -1,18 +1,18 @@
-"""Where one model is loaded, as its owner in the daemon sees it: the contract of a device, a group and replicas."""
+"""A host: one model in the memory of one or more devices, as its owner in the daemon sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 
 
 class LoadRejected(Exception):
-    """The worker could not load or wake the model; the message is the engine's own."""
+    """The model could not be loaded or woken; the message is the engine's own."""
 
     def __init__(
         self, kind: FaultKind, message: str, *, cancelled: bool = False, has_room_elsewhere: bool | None = None
@@ -30,14 +30,13 @@ class SleepRejected(Exception):
 
 
 class Damaged(Exception):
-    """The model did not survive its sleep and was closed; the worker still works."""
+    """The model did not survive its sleep and was unloaded; its workers still work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A model in a worker's memory. Callers use it as an opaque reference, and read its sizes."""
+    """What a model is and holds, as of its load, or of its latest sleep or wake."""
 
-    handle: int
     info: EngineInfo
     measured_bytes: int
     """Its size while awake: the growth of the process, but never less than the engine's own count."""
@@ -54,57 +53,114 @@ class Resident:
             return self.part_bytes
         return (self.measured_bytes // num_devices,) * num_devices
 
+    @classmethod
+    def together(cls, parts: Sequence[Resident]) -> Resident:
+        """The parts of a model as one: the facts of the first, the sizes of all."""
+        info = parts[0].info
+        return cls(
+            info=replace(
+                info,
+                weight_bytes=sum(part.info.weight_bytes for part in parts),
+                kv_bytes=sum(part.info.kv_bytes for part in parts),
+                notes=tuple(dict.fromkeys(note for part in parts for note in part.info.notes)),
+            ),
+            measured_bytes=sum(part.measured_bytes for part in parts),
+            process_bytes=sum(part.process_bytes for part in parts),
+            host_bytes=sum(part.host_bytes for part in parts),
+            # A part on another node has no size here.
+            part_bytes=tuple(size for part in parts for size in part.part_bytes or (part.measured_bytes,) if size),
+        )
+
 
 class ModelSink(Protocol):
-    """Receives the events of one model. Called on the loop; must not raise, must not block."""
+    """Receives the events of one model, from its load on. Called on the loop; must not raise, must not block."""
 
     def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None: ...
     def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None: ...
     def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None: ...
     def on_stats(self, stats: EngineStats) -> None: ...
-    def on_lost(self, reason: str) -> None: ...
 
-    def on_ending(self, reason: str, then: Callable[[], None]) -> None:
-        """A part of the model goes soon: no new requests. Calls `then` when none is left."""
+    def on_lost(self, reason: str) -> None:
+        """Nothing of the model is left. Not called before its load has returned, nor after its unload has."""
+
+    def on_ending(self, reason: str) -> None:
+        """A part of the model goes soon. The owner unloads the model as soon as it is idle."""
 
 
-class ModelHost(Protocol):
-    """Where one model is loaded: the worker of a device, those of a group (`group.py`), or several of either
-    (`replicas/`). See `WorkerSupervisor`."""
+class RelaySink:
+    """Passes the events of a part on to the sink of the model; without one, drops them."""
+
+    def __init__(self, model: ModelSink | None) -> None:
+        self._relay_to = model
+
+    def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        if self._relay_to is not None:
+            self._relay_to.on_progress(stage, done_bytes, total_bytes)
+
+    def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None:
+        if self._relay_to is not None:
+            self._relay_to.on_outputs(outputs)
+
+    def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None:
+        if self._relay_to is not None:
+            self._relay_to.on_request_failed(request_id, kind, message)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        if self._relay_to is not None:
+            self._relay_to.on_stats(stats)
+
+    def on_ending(self, reason: str) -> None:
+        if self._relay_to is not None:
+            self._relay_to.on_ending(reason)
+
+
+class ModelPart(Protocol):
+    """A model, or what one device or one other node holds of it.
+
+    It is made for one load: absent, loaded, perhaps asleep and awake again, then unloaded or lost, and of no use from
+    then on. Belongs to the daemon's loop.
+    """
+
+    @property
+    def resident(self) -> Resident | None:
+        """None while nothing is loaded."""
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        """The devices of this node that it takes, without those of extra replicas."""
+
+    @property
+    def freed_at_s(self) -> float:
+        """When memory was last freed on its devices, on the loop's clock; readings of them may lag behind."""
+
+    async def load(self, sink: ModelSink) -> Resident:
+        """Where it fails, and when it is cancelled, nothing is left. Raises LoadRejected or WorkerLost."""
+
+    async def sleep(self) -> Resident:
+        """Moves the weights to host memory and frees the devices. Raises SleepRejected or WorkerLost."""
+
+    async def wake(self) -> Resident:
+        """Raises LoadRejected (it is asleep as before), Damaged or WorkerLost (nothing is left)."""
+
+    async def unload(self) -> Reclaimed:
+        """Frees all memory, also of a load that did not begin. Never fails."""
+
+    def kill(self, reason: str) -> None:
+        """Ends the processes that hold it, with all models in them; their sinks are notified when they have ended."""
+
+
+class ModelHost(ModelPart, Protocol):
+    """A whole model, or the part of it that takes its requests."""
 
     @property
     def replica_devices(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each replica; extra ones, which `device_indices` does not have, come last."""
 
-    @property
-    def device_indices(self) -> tuple[int, ...]: ...
+    def submit(self, request: EngineRequest) -> None:
+        """Sends a request to the model; its outputs, or its failure, go to the sink."""
 
-    @property
-    def freed_at_s(self) -> float: ...
-    async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident: ...
-    async def unload(self, resident: Resident) -> Reclaimed: ...
-    async def sleep(self, resident: Resident) -> Resident: ...
-    async def wake(self, resident: Resident) -> Resident: ...
-    def submit(self, resident: Resident, request: EngineRequest) -> None: ...
-    def cancel(self, resident: Resident, request_id: str) -> None: ...
+    def cancel(self, request_id: str) -> None:
+        """Cancels a request; its final output follows. Unknown ids are ignored."""
 
     def stop_reloads(self) -> None:
-        """The node shuts down: what is lost from now on is not loaded again."""
-
-
-def together(parts: Sequence[Resident]) -> Resident:
-    """The parts of a model as one: the facts of the first, the sizes of all."""
-    info = parts[0].info
-    return Resident(
-        handle=parts[0].handle,
-        info=replace(
-            info,
-            weight_bytes=sum(part.info.weight_bytes for part in parts),
-            kv_bytes=sum(part.info.kv_bytes for part in parts),
-            notes=tuple(dict.fromkeys(note for part in parts for note in part.info.notes)),
-        ),
-        measured_bytes=sum(part.measured_bytes for part in parts),
-        process_bytes=sum(part.process_bytes for part in parts),
-        host_bytes=sum(part.host_bytes for part in parts),
-        part_bytes=tuple(size for part in parts for size in part.part_bytes or (part.measured_bytes,)),
-    )
+        """The node shuts down: what is lost from now on is no fault, and is not loaded again."""

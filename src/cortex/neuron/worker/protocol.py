@@ -246,7 +246,21 @@ class Faulted(ChannelMessage, frozen=True):
 
 
 Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Memory
-Event = Reply | Hello | LoadProgress | Outputs | RequestFailed | ModelBroken | Report | Faulted
+ModelEvent = (
+    Loaded
+    | ModelLoadFailed
+    | Unloaded
+    | Slept
+    | SleepFailed
+    | Woken
+    | WakeFailed
+    | LoadProgress
+    | Outputs
+    | RequestFailed
+    | ModelBroken
+)
+"""Of the model with this handle."""
+Event = ModelEvent | Memory | Hello | Report | Faulted
 
 
 # Between the daemon and the fork server, one message per packet

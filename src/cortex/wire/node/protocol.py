@@ -280,14 +280,15 @@ class Health(NodeValue, frozen=True):
     """Parts of models that other nodes serve."""
 
 
-class LoadRequest(NodeValue, frozen=True):
+class LoadRequest(NodeValue, frozen=True, omit_defaults=True):
     """`POST /models/load`. Idempotent: a request for a model that is ready or loading joins it, unless it names another
     `quant` than that one has, which is rejected with 409."""
 
     model_id: ModelName
     source: Source | None = None
     """Hub id, directory or file; the model id itself when absent."""
-    harness: ShortText = "torch"
+    harness: ShortText | None = None
+    """What runs it; as the node is configured when absent."""
     quant: ShortText | None = None
     devices: Devices = ()
     """Empty: the node chooses."""

@@ -12,7 +12,7 @@ import pytest
 from anthropic.types import TextBlock, ThinkingBlock
 
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.inference.thought_budget import submit
+from cortex.neuron.api.inference.thought_budget import generate_within_budget
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare
@@ -33,7 +33,7 @@ class Engine:
         self.num_cancelled = 0
         self.random = random.Random(seed)
 
-    def submit(self, model_id: str, job: EngineRequest) -> Engine.Run:
+    def generate(self, model_id: str, job: EngineRequest) -> Engine.Run:
         assert model_id == "m"
         self.jobs.append(job)
         return Engine.Run(self, job)
@@ -76,7 +76,7 @@ async def run(
     job = EngineRequest("r", (1, 2), max_tokens)
     rendered = Rendered("<think>\n", (1, 2), (), starts_in_reasoning=True)
     backend = cast(Backend, engine)  # `submit` uses nothing else of it
-    stream = submit(backend, engine.text, generate_request, rendered, job, grammar)
+    stream = generate_within_budget(backend, engine.text, generate_request, rendered, job, grammar)
     outputs = [output async for batch in stream for output in batch]
     return engine.text.decode(itertools.chain(*(output.tokens for output in outputs))), outputs[-1].finish
 

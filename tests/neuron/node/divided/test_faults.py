@@ -40,7 +40,7 @@ async def recover_from_every_fault(node: Node, model_id: str, source: str, devic
     await load(node, model_id)
     first = await generate(node, model_id)
     for number, (place, fault) in enumerate(itertools.islice(itertools.cycle(FAULTS), NUM_FAULTS)):
-        stream = node.submit(model_id, EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=400))
+        stream = node.generate(model_id, EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=400))
         await anext(stream)
         group = [worker_of(node, device) for device in devices]
         if isinstance(fault, signal.Signals):

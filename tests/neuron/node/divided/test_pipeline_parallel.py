@@ -52,7 +52,7 @@ async def test_stages_serve_sleep_wake_and_unload_beside_other_divisions(
     assert sum(status.stage_layers) == 5
     assert sum(status.device_bytes) == status.measured_bytes
     # A worker that loads one model, and leads or follows others, takes part in their steps meanwhile.
-    stream = node.submit("stages", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=500))
+    stream = node.generate("stages", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=500))
     others = ("whole", "shares", "turned")
     await asyncio.gather(*(load(node, name) for name in others))
     names = ("stages", *others)

@@ -59,7 +59,7 @@ async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices
     status = await load(node, "divided")
     assert (status.state, status.devices, status.num_devices) == (ModelState.READY, (0, 1), 2)
     # A worker that loads one model, and leads or follows others, takes part in their steps meanwhile.
-    stream = node.submit("divided", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=500))
+    stream = node.generate("divided", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=500))
     others = ("whole", "second", "third")
     await asyncio.gather(*(load(node, name) for name in others))
     names = ("divided", *others)
@@ -79,7 +79,7 @@ async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_dea
     devices that are loaded and used at once."""
     await asyncio.gather(load(node, "second"), load(node, "second twin"))
     streams = [
-        node.submit(name, EngineRequest(id=name, prompt=(1, 2, 3), max_tokens=500))
+        node.generate(name, EngineRequest(id=name, prompt=(1, 2, 3), max_tokens=500))
         for name in ("second", "second twin")
     ]
     readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]

@@ -21,7 +21,6 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loader import quantised_footprints
 from cortex.neuron.node.loading.preflight import inspect
 from cortex.wire.node.protocol import Device
 
@@ -152,7 +151,7 @@ def test_dense_weights_are_forecast_in_every_quantised_form_that_a_gpu_can_give_
     FAMILIES["llama"]().save_pretrained(tmp_path)
     forecaster, devices = forecast(max_num_seqs=8), (gpu(24 * GIB),)
     facts = inspect(tmp_path)
-    found = quantised_footprints(forecaster, model_at(tmp_path), facts, devices)
+    found = forecaster.quantised(model_at(tmp_path), facts, devices)
     dense = forecaster.footprint(model_at(tmp_path), facts, devices)
     assert set(found) == set(RECIPES)
     least = [found[name].least_bytes for name in ("q4_k", "q5_k", "q6_k", "q8_0")]
@@ -160,7 +159,7 @@ def test_dense_weights_are_forecast_in_every_quantised_form_that_a_gpu_can_give_
     assert least[0] < dense.least_bytes
     for name, footprint in found.items():
         assert footprint == forecaster.footprint(model_at(tmp_path), inspect(tmp_path, name), devices)
-    assert quantised_footprints(forecaster, model_at(tmp_path), inspect(tmp_path, "q4"), devices) == {}
+    assert forecaster.quantised(model_at(tmp_path), inspect(tmp_path, "q4"), devices) == {}
 
 
 def test_footprint_covers_only_the_allowed_devices(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from faulty_models import models, running_node, write_model
 
 from cortex.neuron.engine.memory.dtypes import likely_cpu_form
 from cortex.neuron.kernels.cpu.layout import CpuForm
-from cortex.neuron.node.loading.forecast import Footprint, Forecast
+from cortex.neuron.node.harness.estimates import Footprint
+from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader, Survey
 from cortex.neuron.node.loading.preflight import ModelFacts
@@ -40,16 +41,16 @@ async def test_loads_generates_and_unloads(tmp_path: Path) -> None:
         assert status.measured_bytes > 60 << 20
         assert status.context_tokens == faulty_engine.CONTEXT_TOKENS
         assert status.capabilities.tools
-        assert await tokens_of(node.submit("m", request())) == [1, 2, 3, 4, 5]
+        assert await tokens_of(node.generate("m", request())) == [1, 2, 3, 4, 5]
         status = await node.unload(UnloadRequest(model_id="m"))
         assert (status.state, status.measured_bytes) == (ModelState.COLD, None)
         with pytest.raises(Overloaded, match="not loaded"):
-            node.submit("m", request())
+            node.generate("m", request())
 
 
 async def test_unknown_model_is_not_found_and_similar_names_are_listed(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, qwen={})) as node:
-        for call in (lambda: node.model("qwem"), lambda: node.submit("qwem", request())):
+        for call in (lambda: node.model("qwem"), lambda: node.generate("qwem", request())):
             with pytest.raises(ModelNotFound, match="did you mean qwen"):
                 call()
         with pytest.raises(ModelNotFound):
@@ -78,7 +79,7 @@ async def test_reports_progress_while_loading_and_joins_the_load(tmp_path: Path)
         status = await node.load(LoadRequest(model_id="m"), wait=False)
         assert status.state is ModelState.LOADING
         with pytest.raises(Overloaded, match="loading"):
-            node.submit("m", request())
+            node.generate("m", request())
         await until(lambda: (p := node.model("m").progress) is not None and p.stage == "read")
         await load(node)
         assert node.model("m").progress is None
@@ -109,7 +110,7 @@ async def test_failed_load_reports_the_reason_leaves_nothing_and_can_be_repeated
         assert reason in (status.reason or "")
         assert not node.devices.supervisors[0].has_models
         with pytest.raises(LoadFailed, match=reason):
-            node.submit("m", request())
+            node.generate("m", request())
         write_model(tmp_path / "m")
         assert (await load(node)).state is ModelState.READY
 
@@ -243,12 +244,12 @@ async def test_unload_right_after_a_load_request_ends(tmp_path: Path) -> None:
 async def test_unload_waits_for_running_requests_and_rejects_new_ones(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={"step_s": 0.005})) as node:
         await load(node)
-        running = asyncio.create_task(tokens_of(node.submit("m", request(max_tokens=200))))
+        running = asyncio.create_task(tokens_of(node.generate("m", request(max_tokens=200))))
         await until(lambda: node.model("m").load.running == 1)
         unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=60)))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)
         with pytest.raises(Overloaded):
-            node.submit("m", request("late"))
+            node.generate("m", request("late"))
         assert len(await running) == 200
         assert (await unloading).state is ModelState.COLD
 
@@ -256,7 +257,7 @@ async def test_unload_waits_for_running_requests_and_rejects_new_ones(tmp_path: 
 async def test_forced_unload_ends_a_drain_in_progress(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
-        running = asyncio.create_task(tokens_of(node.submit("m", request(max_tokens=10**6))))
+        running = asyncio.create_task(tokens_of(node.generate("m", request(max_tokens=10**6))))
         await until(lambda: node.model("m").load.running == 1)
         patient = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=60)))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)
@@ -269,12 +270,12 @@ async def test_forced_unload_ends_a_drain_in_progress(tmp_path: Path) -> None:
 async def test_load_during_an_unload_loads_the_model_again(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
-        keep = node.submit("m", request(max_tokens=10**6))
+        keep = node.generate("m", request(max_tokens=10**6))
         unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=0.3)))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)
         assert (await load(node)).state is ModelState.READY
         await unloading
-        assert await tokens_of(node.submit("m", request("again"))) == [1, 2, 3, 4, 5]
+        assert await tokens_of(node.generate("m", request("again"))) == [1, 2, 3, 4, 5]
         keep.cancel()
 
 
@@ -285,7 +286,7 @@ async def test_load_cycles_of_two_models_do_not_leak_memory(tmp_path: Path) -> N
         for _ in range(6):
             for model_id in ("a", "b"):
                 await load(node, model_id)
-                await tokens_of(node.submit(model_id, request()))
+                await tokens_of(node.generate(model_id, request()))
                 await node.unload(UnloadRequest(model_id=model_id))
             sizes.append(worker_bytes(node))
         assert sizes[-1] - sizes[1] < 64 << 20

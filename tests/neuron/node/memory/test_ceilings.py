@@ -11,13 +11,14 @@ import pytest
 from faulty_models import running_node, write_model
 
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.engine.request import EngineInfo
+from cortex.neuron.engine.request import EngineInfo, LoadSpec
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding
 from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.factory import WorkerFactory
+from cortex.neuron.worker.hosts.device import DeviceHost
 from cortex.neuron.worker.model_host import Resident
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import InsufficientCapacity
@@ -115,15 +116,16 @@ async def test_model_does_not_wake_over_the_ceiling() -> None:
     devices = NodeDevices(
         Inventory((card,)), WorkerFactory(), WorkerTimeouts(), lambda _: {}, forecast.reserve, other.configured
     )
-    room = DeviceRoom(devices, forecast, other, lambda _: {})
+    room = DeviceRoom(devices, forecast, lambda _: forecast, other, lambda _: {})
+    host = DeviceHost(devices.supervisors[0], LoadSpec("m"))
 
     def asleep(size_mb: int) -> Resident:
-        return Resident(1, INFO, size_mb * MEBIBYTE, process_bytes=0, host_bytes=MEBIBYTE)
+        return Resident(INFO, size_mb * MEBIBYTE, process_bytes=0, host_bytes=MEBIBYTE)
 
-    async with room.for_wake("m", devices.supervisors[0], asleep(30)):
+    async with room.for_wake("m", host, asleep(30)):
         pass
     with pytest.raises(InsufficientCapacity, match=r"m needs 0\.04 GB on device 0 to wake up, but other models leave"):
-        async with room.for_wake("m", devices.supervisors[0], asleep(40)):
+        async with room.for_wake("m", host, asleep(40)):
             pass
     await devices.close()
 

@@ -72,7 +72,7 @@ def settings(tmp_path: Path, **limits: Any) -> dict[str, Any]:
 
 
 def submit(node: Node, name: str, max_tokens: int = 100_000) -> Generation:
-    return node.submit("m", EngineRequest(id=name, prompt=(PLAIN,), max_tokens=max_tokens))
+    return node.generate("m", EngineRequest(id=name, prompt=(PLAIN,), max_tokens=max_tokens))
 
 
 async def with_two_requests(node: Node) -> list[Generation]:

@@ -8,54 +8,14 @@ from typing import Literal
 
 import pytest
 
-from cortex.neuron.engine.request import EngineInfo, EngineRequest, LoadSpec
 from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.node.replicas.extras import ExtraReplicas
 from cortex.neuron.worker.discovery import DeviceReading
-from cortex.neuron.worker.memory import Reclaimed
-from cortex.neuron.worker.model_host import ModelHost, ModelSink, Resident
-from cortex.neuron.worker.replicas.host import WorkerReplicas
+from cortex.neuron.worker.hosts.any_of import AnyOf
 from cortex.wire.node.protocol import Device
 
+from ...worker.hosts.fake_host import FakeHost
 from ...worker.recording_sink import RecordingSink
-
-INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=10, kv_bytes=5, page_tokens=32, num_pages=7)
-
-
-class Host:
-    """A device whose loads end when they may."""
-
-    freed_at_s = 0.0
-
-    def __init__(self, index: int, *, may_load: bool = True) -> None:
-        self.device_indices = (index,)
-        self.replica_devices = ((index,),)
-        self.may_load = asyncio.Event()
-        if may_load:
-            self.may_load.set()
-        self.has_model = False
-
-    def opened(self) -> ModelHost:
-        return self
-
-    async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident:
-        await self.may_load.wait()
-        self.has_model = True
-        return Resident(1, INFO, measured_bytes=20, process_bytes=20)
-
-    async def unload(self, resident: Resident) -> Reclaimed:
-        self.has_model = False
-        return Reclaimed(20, 20)
-
-    async def sleep(self, resident: Resident) -> Resident:
-        return resident
-
-    async def wake(self, resident: Resident) -> Resident:
-        return resident
-
-    def submit(self, resident: Resident, request: EngineRequest) -> None: ...
-    def cancel(self, resident: Resident, request_id: str) -> None: ...
-    def stop_reloads(self) -> None: ...
 
 
 def extras_on(kind: Literal["cuda", "cpu"], *, node_bytes: int | None = None) -> ExtraReplicas:
@@ -63,9 +23,9 @@ def extras_on(kind: Literal["cuda", "cpu"], *, node_bytes: int | None = None) ->
     return ExtraReplicas(devices, Ceilings(node_bytes))
 
 
-async def replicas_on(index: int) -> WorkerReplicas:
-    replicas = WorkerReplicas([Host(index).opened], lambda _: contextlib.nullcontext())
-    await replicas.load(LoadSpec("m"), RecordingSink())
+async def replicas_on(index: int) -> AnyOf:
+    replicas = AnyOf("m", [FakeHost(index).again], lambda _: contextlib.nullcontext())
+    await replicas.load(RecordingSink())
     return replicas
 
 
@@ -81,13 +41,14 @@ def free(extras: ExtraReplicas, *free_bytes: int) -> list[int]:
 async def test_memory_of_extra_replicas_counts_as_free(kind: Literal["cuda", "cpu"], expected: list[int]) -> None:
     extras, replicas = extras_on(kind), await replicas_on(0)
     for index in (1, 3):
-        assert await extras.add(replicas, Host(index), LoadSpec("m"), 100)
+        assert await extras.add(replicas, FakeHost(index), 100)
     assert free(extras, 50, 50, 50, 90) == expected
 
 
 async def test_memory_that_a_load_of_an_extra_replica_has_taken_counts_as_free() -> None:
-    extras, replicas, host = extras_on("cuda"), await replicas_on(0), Host(1, may_load=False)
-    load = asyncio.create_task(extras.add(replicas, host, LoadSpec("m"), 80))
+    extras, replicas, host = extras_on("cuda"), await replicas_on(0), FakeHost(1)
+    host.may_load.clear()
+    load = asyncio.create_task(extras.add(replicas, host, 80))
     await asyncio.sleep(0)
     assert extras.are_loading((1,))
     assert free(extras, 50, 45, 50, 50) == [50, 80, 50, 50]
@@ -97,13 +58,13 @@ async def test_memory_that_a_load_of_an_extra_replica_has_taken_counts_as_free()
 
 
 async def test_gives_back_what_is_on_the_devices() -> None:
-    extras, replicas, hosts = extras_on("cuda"), await replicas_on(0), [Host(1), Host(2)]
+    extras, replicas, hosts = extras_on("cuda"), await replicas_on(0), [FakeHost(1), FakeHost(2)]
     for host in hosts:
-        await extras.add(replicas, host, LoadSpec("m"), 100)
+        await extras.add(replicas, host, 100)
     await extras.give_back((1,), 0.0, only_loading=True)
-    assert [host.has_model for host in hosts] == [True, True]
+    assert [host.resident is not None for host in hosts] == [True, True]
     await extras.give_back((1,), 0.0)
-    assert [host.has_model for host in hosts] == [False, True]
+    assert [host.resident is not None for host in hosts] == [False, True]
     assert extras.num_bytes((1, 2), {}) == 20
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,23 +73,26 @@ class FakeGroup:
     device_indices = (0,)
 
     def __init__(self) -> None:
+        self.resident: Resident | None = None
         self.load_error: Exception | None = None
         self.sleep_error: Exception | None = None
         self.freed = asyncio.Event()
         self.killed = asyncio.Event()
 
-    async def load(self, spec: LoadSpec, sink: Any) -> Resident:
+    async def load(self, sink: Any) -> Resident:
         if self.load_error is not None:
             raise self.load_error
-        return Resident(1, INFO, measured_bytes=1, process_bytes=1)
+        self.resident = Resident(INFO, measured_bytes=1, process_bytes=1)
+        return self.resident
 
-    async def sleep(self, resident: Resident) -> Resident:
+    async def sleep(self) -> Resident:
         if self.sleep_error is not None:
             raise self.sleep_error
-        return replace(resident, host_bytes=1)
+        raise AssertionError("no test puts it to sleep")
 
-    async def unload(self, resident: Resident) -> Reclaimed:
+    async def unload(self) -> Reclaimed:
         await self.freed.wait()
+        self.resident = None
         return Reclaimed(1, 1)
 
     def kill(self, reason: str) -> None:
@@ -103,11 +105,10 @@ class FakePlace:
 
     def __init__(self, group: FakeGroup) -> None:
         self.library: Any = SimpleNamespace(is_configured=lambda _: True, adopt=lambda _: KnownModel("m", "m"))
-        self.loader: Any = SimpleNamespace(
-            find_local=self._find_local, inspect=self._inspect, spec=lambda *_: LoadSpec("m")
-        )
+        self.loader: Any = SimpleNamespace(find_local=self._find_local)
+        self.harness: Any = SimpleNamespace(inspect=self._inspect, spec=lambda *_: LoadSpec("m"))
         self.room: Any = SimpleNamespace(for_load=self._for_load)
-        self.devices: Any = SimpleNamespace(claims=DeviceClaims(), group=lambda *_: group)
+        self.devices: Any = SimpleNamespace(claims=DeviceClaims(), all_of=lambda *_, **__: group)
         self.sleep_budget: Any = SimpleNamespace(reserve=self._reserve)
         self.find_error: Exception | None = None
 

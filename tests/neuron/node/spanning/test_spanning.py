@@ -309,13 +309,13 @@ async def test_peer_that_shuts_down_lets_requests_end_and_replaces_no_worker(nod
     await load(nodes.first, "two")
     expected = await generate(nodes.first, "two", max_tokens=100)
     process = worker_of(nodes.first)
-    running = nodes.first.submit("two", greedy_request("running", max_tokens=100))
+    running = nodes.first.generate("two", greedy_request("running", max_tokens=100))
     first = await anext(aiter(running))
     ending = asyncio.create_task(nodes.second.close())
 
     async def keep_asking() -> None:
         while True:
-            nodes.first.submit("two", greedy_request("late", max_tokens=1)).cancel()
+            nodes.first.generate("two", greedy_request("late", max_tokens=1)).cancel()
             await asyncio.sleep(0.01)
 
     with pytest.raises(Recovering, match="node second shuts down"):

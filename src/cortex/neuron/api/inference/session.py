@@ -12,7 +12,7 @@ from cortex.neuron.api.backend import Backend, GenerationStream
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Choice, ChoiceContext
 from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, scores_prompt, within_limit
-from cortex.neuron.api.inference.thought_budget import submit
+from cortex.neuron.api.inference.thought_budget import generate_within_budget
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Timing, Usage
@@ -96,7 +96,9 @@ class Session:
         try:
             for choice, job in zip(choices, jobs, strict=True):
                 generations.append(
-                    submit(self._backend, text, request, choice.rendered, job, prepared.response_grammar)
+                    generate_within_budget(
+                        self._backend, text, request, choice.rendered, job, prepared.response_grammar
+                    )
                 )
             async with aclosing(_merged(generations)) as outputs:
                 async for index, batch in outputs:

@@ -18,7 +18,7 @@ from cortex.neuron.text.template.prompt import Rendered
 from cortex.wire.requests import GenerateRequest
 
 
-def submit(
+def generate_within_budget(
     backend: Backend,
     text: TextModel,
     request: GenerateRequest,
@@ -26,9 +26,9 @@ def submit(
     job: EngineRequest,
     response_grammar: str | None,
 ) -> GenerationStream:
-    """Submits `job`, with its reasoning limited if the client set a budget; the output after that has
-    `response_grammar`. Raises what `backend.submit` raises."""
-    begin = partial(backend.submit, request.model)
+    """Starts `job`, with its reasoning limited if the client set a budget; the output after that has
+    `response_grammar`. Raises what `backend.generate` raises."""
+    begin = partial(backend.generate, request.model)
     budget_tokens = text.reasoning_budget(request)
     if budget_tokens is None or budget_tokens >= job.max_tokens or not text.may_reason(request):
         return begin(job)

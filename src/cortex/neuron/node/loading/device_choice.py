@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cortex.neuron.engine.request import StageSpec
-from cortex.neuron.node.loading.forecast import Forecast
+from cortex.neuron.node.harness.estimates import Estimates, FileFacts
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, device_row, gigabytes, usable_now
+from cortex.neuron.node.loading.preflight import choose_devices, device_row, gigabytes, usable_now
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
@@ -29,7 +29,7 @@ class ChosenDevices:
     free_bytes: tuple[int, ...] = ()
     """What each device can give, if the layers are divided among nodes: their lead decides."""
     limits: tuple[int | None, ...] = ()
-    """The operator's ceiling of each device then."""
+    """What other models leave of the operator's ceilings on each device."""
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -65,10 +65,10 @@ class DeviceChoice:
     """What decides which devices a load takes."""
 
     model: KnownModel
-    facts: ModelFacts
+    facts: FileFacts
     devices: Sequence[Device]
     readings: Mapping[int, DeviceReading]
-    forecast: Forecast
+    forecast: Estimates
     excluded: Mapping[int, str] = field(default_factory=dict)
     """Devices that the model cannot use, and why."""
     left: DeviceLimit = lambda _: None
@@ -98,16 +98,15 @@ class DeviceChoice:
             left=self.left,
         )
         chosen = tuple(device for device in self.devices if device.index in indices)
-        if model.pipeline_parallel == 1:
-            return ChosenDevices(chosen)
-        return ChosenDevices(chosen, free_bytes=tuple(map(self._usable, chosen)), limits=tuple(map(self.left, chosen)))
+        free_bytes = tuple(map(self._usable, chosen)) if model.pipeline_parallel > 1 else ()
+        return ChosenDevices(chosen, free_bytes=free_bytes, limits=tuple(map(self.left, chosen)))
 
     def _usable(self, device: Device) -> int:
         return usable_now(self.readings.get(device.index), self.forecast.reserve(device), self.left(device))
 
     def _check_stages(self) -> None:
         """Raises LoadFailed for a model that cannot be divided so, however much memory is free."""
-        model, num_layers = self.model, self.facts.architecture.config.num_layers
+        model, num_layers = self.model, self.facts.num_layers
         if model.pipeline_parallel > num_layers:
             raise LoadFailed(
                 f"{model.id} has {num_layers} layers, too few for pipeline_parallel = {model.pipeline_parallel}; "
@@ -146,11 +145,12 @@ class DeviceChoice:
             limits = [smallest(*(ceilings[index] for index in column)) for column in columns]
             stages = self.forecast.stages(model, self.facts, self.devices[0], capacities, limits)
         if stages is not None:
-            return ChosenDevices(tuple(device for device in allowed if device.index in chosen), stages)
+            devices = tuple(device for device in allowed if device.index in chosen)
+            return ChosenDevices(devices, stages, limits=tuple(ceilings[index] for index in chosen))
         raise self._no_room(chosen)
 
     def _no_room(self, chosen: tuple[int, ...]) -> InsufficientCapacity:
-        model, num_layers = self.model, self.facts.architecture.config.num_layers
+        model, num_layers = self.model, self.facts.num_layers
         least_bytes = self.forecast.least_bytes(model, self.facts, self.devices[0])
         share_bytes = -(-least_bytes // model.pipeline_parallel)
         fits_when_empty = self.forecast.empty_stages(model, self.facts, self.devices) is not None

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
+from cortex.neuron.node.harness.estimates import Estimates, FileFacts
 from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice
-from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.preflight import ModelFacts, usable_now
+from cortex.neuron.node.loading.preflight import usable_now
 from cortex.neuron.node.memory.ceilings import MemoryCeilings
+from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost, Resident
+from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.protocol import Device
 
@@ -37,13 +39,20 @@ class DeviceRoom:
     """
 
     def __init__(
-        self, devices: NodeDevices, forecast: Forecast, ceilings: MemoryCeilings, read_devices: ReadDevices
+        self,
+        devices: NodeDevices,
+        limits: NodeLimits,
+        estimates_of: Callable[[KnownModel], Estimates],
+        ceilings: MemoryCeilings,
+        read_devices: ReadDevices,
     ) -> None:
+        """`estimates_of`: those of the model's harness."""
         self._devices = devices.all
         self._supervisors = devices.supervisors
         self._claims = devices.claims
         self._extras = devices.extras
-        self._forecast = forecast
+        self._limits = limits
+        self._estimates_of = estimates_of
         self._ceilings = ceilings
         self._read_devices = read_devices
         self._device_locks = {device.index: asyncio.Lock() for device in devices.all}
@@ -52,14 +61,14 @@ class DeviceRoom:
         """Devices that a load runs on, or waits for."""
 
     @contextlib.asynccontextmanager
-    async def for_load(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[ChosenDevices]:
+    async def for_load(self, model: KnownModel, facts: FileFacts) -> AsyncIterator[ChosenDevices]:
         """The devices with room for the model, as many as it needs; no other load runs there meanwhile.
         Raises InsufficientCapacity."""
         async with self._alone_under_ceiling(), self._free_devices(model, facts) as chosen:
             yield chosen
 
     @contextlib.asynccontextmanager
-    async def _free_devices(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[ChosenDevices]:
+    async def _free_devices(self, model: KnownModel, facts: FileFacts) -> AsyncIterator[ChosenDevices]:
         without_load = tuple(device for device in self._devices if not self._device_locks[device.index].locked())
         try:
             chosen = await self._choose(model, facts, without_load)
@@ -68,7 +77,8 @@ class DeviceRoom:
         async with self._locked(chosen.indices):
             # The load before this one may have taken the memory.
             chosen = await self._choose(model, facts, chosen.devices)
-            expected = [self._forecast.expected_bytes(model, facts, device) for device in chosen.devices]
+            estimates = self._estimates_of(model)
+            expected = [estimates.expected_bytes(model, facts, device) for device in chosen.devices]
             await self._take_back(model.id, chosen.indices, None if model.is_divided else expected)
             yield chosen
 
@@ -103,16 +113,15 @@ class DeviceRoom:
             device = next(device for device in self._devices if device.index == index)
             left_bytes = self._ceilings.left_bytes(index, len(indices), but=model_id)
             left_bytes = None if left_bytes is None else max(0, left_bytes - held_bytes)
-            has_room &= usable_now(readings.get(index), self._forecast.reserve(device), left_bytes) >= need_bytes
+            has_room &= usable_now(readings.get(index), self._limits.reserve(device), left_bytes) >= need_bytes
         # Two loads at once would both count on what is free.
         await self._extras.give_back(sharing, self._drain_s, only_loading=has_room)
 
     async def for_extra(
-        self, model: KnownModel, facts: ModelFacts, taken: tuple[int, ...]
-    ) -> tuple[Device, int, int | None] | None:
-        """A device with room for an extra replica beside everything else, its free bytes, and what ceilings leave of
-        it; None if there is none. `taken`: see `WorkerReplicas.taken_devices`. The load must start before the loop
-        does anything else."""
+        self, model: KnownModel, facts: FileFacts, taken: tuple[int, ...]
+    ) -> tuple[ChosenDevices, int] | None:
+        """A device with room for an extra replica beside everything else, and its free bytes; None if there is none.
+        `taken`: see `AnyOf.taken_devices`. The load must start before the loop does anything else."""
         readings = await self._read()
         busy = {
             device.index
@@ -127,16 +136,16 @@ class DeviceRoom:
             held_bytes = self._extras.num_bytes(self._extras.sharing((device.index,)), readings)
             return None if left_bytes is None else max(0, left_bytes - held_bytes)
 
-        choice = DeviceChoice(model, facts, self._devices, readings, self._forecast, excluded, left)
+        choice = DeviceChoice(model, facts, self._devices, readings, self._estimates_of(model), excluded, left)
         try:
-            (device,) = choice.choose().devices
+            chosen = choice.choose()
         except InsufficientCapacity:
             return None
-        return device, readings[device.index].free_bytes, left(device)
+        return chosen, readings[chosen.indices[0]].free_bytes
 
     @property
     def _drain_s(self) -> float:
-        return self._forecast.config.drain_s
+        return self._limits.config.drain_s
 
     async def _read(self) -> dict[int, DeviceReading]:
         return await asyncio.to_thread(self._read_devices, self._devices)
@@ -163,7 +172,7 @@ class DeviceRoom:
         self,
         error: InsufficientCapacity | LoadRejected,
         model: KnownModel,
-        facts: ModelFacts,
+        facts: FileFacts,
         host: ModelHost,
         resident: Resident,
     ) -> bool:
@@ -191,7 +200,7 @@ class DeviceRoom:
                     f" models leave {left_bytes / 1e9:.2f} GB of memory_mb; unload something, or raise it"
                 )
 
-    async def _choose(self, model: KnownModel, facts: ModelFacts, candidates: tuple[Device, ...]) -> ChosenDevices:
+    async def _choose(self, model: KnownModel, facts: FileFacts, candidates: tuple[Device, ...]) -> ChosenDevices:
         """Waits a moment for memory that was just freed, then raises InsufficientCapacity."""
         while True:
             readings = self._extras.without(await self._read())
@@ -201,32 +210,31 @@ class DeviceRoom:
                     facts,
                     candidates,
                     readings,
-                    self._forecast,
+                    self._estimates_of(model),
                     excluded=self._claims.conflicts(spans=bool(model.nodes)) if model.is_divided else {},
-                    left=lambda device: self.left_bytes(model, device),
+                    left=lambda device: self._ceilings.left_bytes(device.index, model.num_devices, but=model.id),
                 ).choose()
             except InsufficientCapacity:
                 if not any(map(is_settling, self._supervisors.values())):
                     raise
             await asyncio.sleep(SETTLE_INTERVAL_S)
 
-    def left_bytes(self, model: KnownModel, device: Device) -> int | None:
-        return self._ceilings.left_bytes(device.index, model.num_devices, but=model.id)
 
-
-async def wake_settled(host: ModelHost, resident: Resident) -> Resident:
+async def wake_settled(host: ModelHost) -> None:
     """Wakes a model, after waiting a moment for memory that was just freed. Raises as `ModelHost.wake` does."""
     # Of before: an attempt that fails frees memory itself.
     settled_at_s = host.freed_at_s + _SETTLE_S
     while True:
         try:
-            return await host.wake(resident)
+            await host.wake()
         except LoadRejected as error:
             if error.kind is not FaultKind.OUT_OF_MEMORY or asyncio.get_running_loop().time() > settled_at_s:
                 raise
+        else:
+            return
         await asyncio.sleep(SETTLE_INTERVAL_S)
 
 
-def is_settling(host: ModelHost) -> bool:
+def is_settling(supervisor: WorkerSupervisor) -> bool:
     """Whether memory was freed there just now, so that a reading of it may be too low."""
-    return asyncio.get_running_loop().time() - host.freed_at_s <= _SETTLE_S
+    return asyncio.get_running_loop().time() - supervisor.freed_at_s <= _SETTLE_S

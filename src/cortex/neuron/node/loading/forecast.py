@@ -6,21 +6,21 @@ It runs the engine's own memory plan (`engine/memory/plan.py`) with the sizes fr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.memory.dtypes import dtype_name, likely_cpu_form
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
-from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.memory.stages import MIN_SLOTS, divide_model
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.kernels.peer_buffer import buffer_bytes
-from cortex.neuron.kernels.quantised.recipes import Recipe
+from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.sizes import WeightStorage
+from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
-from cortex.neuron.node.memory.ceilings import Ceilings, smallest
+from cortex.neuron.node.memory.ceilings import smallest
+from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.wire.node.protocol import Device
 
 _MIN_KV_TOKENS = 256
@@ -28,25 +28,9 @@ _MIN_KV_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
-    """The memory of a model on a node, before it is loaded."""
-
-    least_bytes: int
-    """The least memory with which some device accepts it."""
-    expected_bytes: int
-    """What it takes of the largest device, if that is otherwise empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """Forecasts for the models and devices of a node, under its limits. With the facts of one rank of a divided model,
-    they are those of one of its devices."""
-
-    config: NeuronConfig
-
-    def reserve(self, device: Device) -> MemoryReserve:
-        """The memory of the device that a load leaves free."""
-        return MemoryReserve.on(device.kind, device.total_bytes, self.config.limits.min_free_vram_mb << 20)
+class Forecast(NodeLimits):
+    """The engine's `Estimates` for the models and devices of a node, under its limits. With the facts of one rank of a
+    divided model, they are those of one of its devices."""
 
     def least_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
         """The least memory with which the model can respond; a device with less rejects it.
@@ -58,10 +42,6 @@ class Forecast:
         num_pages = max(MIN_PAGES, -(-kv_tokens // PAGE_TOKENS) + 1)
         kept_bytes = self._penalty_bytes(sizes) + _peer_bytes(model, device)
         return sizes.weight_bytes + 2 * sizes.slot_bytes + num_pages * sizes.page_bytes + kept_bytes
-
-    def share_bytes(self, model: KnownModel, device: Device) -> int | None:
-        """What the operator's ceilings let the model take of the device while no other model is loaded."""
-        return Ceilings.of(self.config).share_bytes(device.index, model.num_devices)
 
     def smallest_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
         """Weights and the smallest cache: a lower limit (`memory_mb`) can never be met."""
@@ -177,6 +157,19 @@ class Forecast:
 
     def _storage(self, model: KnownModel, facts: ModelFacts, device: Device) -> WeightStorage:
         return facts.storage(self.matrix_device(device), 1 if model.kv_dtype == "fp8" else None)
+
+    def quantised(self, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]) -> dict[str, Footprint]:
+        """The memory of a model with dense weights if they were quantised at load, by recipe."""
+        if facts.quant is not None:
+            return {}
+        return {
+            name: self.footprint(model, replace(facts, recipe=recipe), devices)
+            for name, recipe in RECIPES.items()
+            if all(self.quantises(device, recipe) for device in devices)
+        }
+
+    def basis(self, device: Device) -> object:
+        return self.matrix_device(device)
 
     def quantises(self, device: Device, recipe: Recipe) -> bool:
         """Whether dense matrices can be quantised as they are loaded on this device."""

@@ -152,7 +152,7 @@ class Library:
         adopted = replace(
             divided,
             source=source,
-            harness=request.harness,
+            harness=request.harness or known.harness,
             quant=request.quant or known.quant,
             devices=request.devices if has_enough else known.devices,
             context_tokens=request.context_tokens or known.context_tokens,

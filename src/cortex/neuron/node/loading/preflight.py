@@ -66,6 +66,10 @@ class ModelFacts:
         return self.architecture.config.context_tokens
 
     @property
+    def num_layers(self) -> int:
+        return self.architecture.config.num_layers
+
+    @property
     def digest(self) -> str:
         """Equal for the same model on different nodes: its configuration and how its tensors are stored."""
         formats = sorted((name, info.dtype) for name, info in self.tensors.items() if info.dtype not in _DENSE_FORMATS)

@@ -6,41 +6,40 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.worker.discovery import DeviceReading
+from cortex.neuron.worker.hosts.any_of import AnyOf
+from cortex.neuron.worker.hosts.replica import HostReplica
 from cortex.neuron.worker.model_host import ModelHost
-from cortex.neuron.worker.replicas.host import WorkerReplicas
-from cortex.neuron.worker.replicas.replica_set import Replica
 from cortex.wire.node.protocol import Device
 
 
 @dataclass(eq=False, slots=True)
 class _Extra:
     device: int
-    replicas: WorkerReplicas
+    replicas: AnyOf
     free_bytes: int
     """Of the device, before its load."""
-    load: asyncio.Task[Replica | None]
+    load: asyncio.Task[HostReplica | None]
 
     @property
     def is_loading(self) -> bool:
         return not self.load.done()
 
     @property
-    def replica(self) -> Replica | None:
+    def replica(self) -> HostReplica | None:
         """None: it is being loaded, its load failed, or it is gone."""
         if self.is_loading or self.load.cancelled() or self.load.exception() is not None:
             return None
         replica = self.load.result()
-        return replica if replica is not None and replica.resident is not None else None
+        return replica if replica is not None and replica.host.resident is not None else None
 
     def num_bytes(self, free_bytes: int) -> int:
         """What it holds of its device, which has `free_bytes` now."""
         if self.is_loading:
             return max(0, self.free_bytes - free_bytes)
-        replica = self.replica
-        return replica.resident.process_bytes if replica is not None and replica.resident is not None else 0
+        resident = self.replica.host.resident if self.replica is not None else None
+        return resident.process_bytes if resident is not None else 0
 
 
 class ExtraReplicas:
@@ -78,10 +77,10 @@ class ExtraReplicas:
         scale = self._num_host_shares if extra.is_loading and self._num_host_shares else 1
         return scale * extra.num_bytes(reading.free_bytes if reading is not None else extra.free_bytes)
 
-    async def add(self, replicas: WorkerReplicas, host: ModelHost, spec: LoadSpec, free_bytes: int) -> bool:
+    async def add(self, replicas: AnyOf, host: ModelHost, free_bytes: int) -> bool:
         """Loads an extra replica on the device of `host`, which has `free_bytes`. False: the load was cancelled,
         because its model goes or another load needs the memory. Raises LoadRejected or WorkerLost."""
-        load = asyncio.create_task(replicas.extras.add(host, spec))
+        load = asyncio.create_task(replicas.extras.add(host))
         self._all = [*self._held(), _Extra(host.device_indices[0], replicas, free_bytes, load)]
         try:
             await asyncio.wait({load})

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
 
-from cortex.neuron.engine.request import EngineStats, LoadSpec, StepOutput
+from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.devices import NodeDevices
+from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import KnownModel, Library
@@ -33,8 +34,8 @@ from cortex.neuron.node.spanning.protocol import (
 )
 from cortex.neuron.worker.device_claims import DeviceClaim
 from cortex.neuron.worker.faults import FaultKind, explain
-from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
-from cortex.neuron.worker.model_host import Damaged, LoadRejected, Resident, SleepRejected
+from cortex.neuron.worker.hosts.rendezvous import Rendezvous
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, RelaySink, Resident, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 from cortex.tasks import run_once
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
@@ -58,16 +59,18 @@ class ShareResources:
     loader: ModelLoader
     room: DeviceRoom
     devices: NodeDevices
+    harness: EngineHarness
     sleep_budget: SleepBudget
 
 
-class HostedShare:
-    """One share, and the sink of its group."""
+class HostedShare(RelaySink):
+    """One share, and the sink of its host: only the leader's rank has outputs."""
 
     def __init__(
         self, order: PrepareShare, connection: Connection, resources: ShareResources, stale: list[HostedShare]
     ) -> None:
         """`stale`: shares that end first."""
+        super().__init__(None)
         self.model_id = order.request.model_id
         self.lead = lead_of(order)
         self._stale = stale
@@ -75,12 +78,11 @@ class HostedShare:
         self._connection = connection
         self._resources = resources
         self._loader = resources.loader
-        self._group: WorkerGroup | None = None
-        self._resident: Resident | None = None
+        self._host: ModelHost | None = None
+        """From its load on."""
         self._stage_layers: tuple[int, ...] = ()
         self._model: tuple[KnownModel, ModelFacts] | None = None
         """Once its files are known."""
-        self._is_lost = False
         self.ended = asyncio.Event()
         """Nothing of it is left."""
         self._given: asyncio.Future[LoadSpec] = asyncio.get_running_loop().create_future()
@@ -96,18 +98,22 @@ class HostedShare:
         return self._ending is not None
 
     def status(self) -> ModelShare:
-        resident = self._resident
+        resident, devices = self._resident, self._host.device_indices if self._host is not None else ()
         return ModelShare(
             model_id=self.model_id,
             lead=self.lead,
             state="loading" if resident is None else "asleep" if resident.host_bytes else "ready",
-            devices=self._group.device_indices if self._group is not None else (),
+            devices=devices,
             num_bytes=_held_bytes(resident) if resident is not None else 0,
-            device_bytes=resident.device_bytes(len(self._group.device_indices)) if resident and self._group else (),
+            device_bytes=resident.device_bytes(len(devices)) if resident is not None else (),
             awake_bytes=resident.measured_bytes if resident is not None else 0,
             stage_layers=self._stage_layers,
             host_bytes=self.host_bytes,
         )
+
+    @property
+    def _resident(self) -> Resident | None:
+        return self._host.resident if self._host is not None else None
 
     @property
     def is_loaded(self) -> bool:
@@ -139,22 +145,22 @@ class HostedShare:
         await asyncio.shield(self._ending)
 
     def kill(self, reason: str) -> None:
-        if self._group is not None and not self._is_lost:
-            self._group.kill(reason)
+        if self._host is not None:
+            self._host.kill(reason)
         else:
             self._work.cancel()
 
     async def _end(self) -> None:
         self._work.cancel()
         await asyncio.wait({self._work})
-        if self._group is None or self._resident is None or self._is_lost:
+        if self._host is None or not self.is_loaded:
             return
-        unload = asyncio.create_task(self._group.unload(self._resident))
+        unload = asyncio.create_task(self._host.unload())
         patience = asyncio.create_task(self._patience())
         await asyncio.wait({unload, patience}, return_when=asyncio.FIRST_COMPLETED)
         patience.cancel()
         if not unload.done():
-            self._group.kill(f"the lead of {self.model_id} is gone, and its part here does not end its step")
+            self._host.kill(f"the lead of {self.model_id} is gone, and its part here does not end its step")
         reclaimed = await unload
         log.info("%s: freed the part that this node held, %s", self.model_id, reclaimed)
 
@@ -178,7 +184,7 @@ class HostedShare:
                 pipeline_parallel=request.pipeline_parallel,
             )
             path = await self._loader.find_local(model) or await self._loader.download(model, lambda *_: None)
-            facts = await self._loader.inspect(model, path)
+            facts = await self._resources.harness.inspect(model, path)
             self._model = model, facts
             async with contextlib.AsyncExitStack() as room:
                 chosen = await self._room_for(model, facts, room)
@@ -187,12 +193,9 @@ class HostedShare:
                 room.callback(self._release_unless_loaded, claim)
                 await self._connection.send(encode(SharePrepared(chosen.free_bytes, chosen.limits)))
                 given = await self._given
-                self._group = self._new_group(chosen, given, claim)
-                first = 0 if given.rank is None else given.rank.rank
-                own_stages = given.stages[first : first + len(chosen.devices)]
-                self._stage_layers = tuple(stage.num_layers for stage in own_stages)
-                self._resident = await self._group.load(self._spec(model, facts, chosen, given), self)
-            reply = ShareLoaded(self._resident.info.notes)
+                self._host = self._new_host(model, facts, chosen, given, claim)
+                resident = await self._host.load(self)
+            reply = ShareLoaded(resident.info.notes)
         except Exception as error:  # noqa: BLE001 - reported
             reply = self._reported(error)
         await self._connection.send(encode(reply))
@@ -220,43 +223,40 @@ class HostedShare:
                 return ShareFailed(error.kind, str(error), error.cancelled)
             case SleepRejected():
                 return ShareFailed(FaultKind.REQUEST, str(error))
-            case WorkerLost():
-                return ShareLost(str(error))
-            case Damaged():
-                self._is_lost = True  # nothing of it is left
+            case WorkerLost() | Damaged():
                 return ShareLost(str(error))
         log.error("%s: the part for %s failed", self.model_id, self.lead, exc_info=error)
         return ShareFailed(FaultKind.REQUEST, explain(error))
 
     async def _fall_asleep(self) -> ShareMessage:
         """Raises SleepRejected or WorkerLost."""
-        group, resident = self._loaded()
+        host, resident = self._loaded()
         need_bytes = resident.info.weight_bytes
         async with self._resources.sleep_budget.reserve(need_bytes) as has_room:
             if not has_room:
                 raise SleepRejected(f"no room in host memory to sleep, {need_bytes >> 20} MiB needed")
-            self._resident = await group.sleep(resident)
+            await host.sleep()
         return ShareSlept()
 
     async def _wake(self) -> ShareMessage:
         """Raises InsufficientCapacity, LoadRejected, Damaged or WorkerLost."""
-        group, resident = self._loaded()
+        host, resident = self._loaded()
         try:
             async with contextlib.AsyncExitStack() as room:
-                await self._entered(self._resources.room.for_wake(self.model_id, group, resident), room)
-                self._resident = await wake_settled(group, resident)
+                await self._entered(self._resources.room.for_wake(self.model_id, host, resident), room)
+                await wake_settled(host)
         except (InsufficientCapacity, LoadRejected) as error:
             assert self._model is not None
-            if await self._resources.room.has_room_elsewhere(error, *self._model, group, resident):
+            if await self._resources.room.has_room_elsewhere(error, *self._model, host, resident):
                 raise RoomElsewhere(str(error)) from error
             raise
         return ShareWoken()
 
-    def _loaded(self) -> tuple[WorkerGroup, Resident]:
+    def _loaded(self) -> tuple[ModelHost, Resident]:
         """Raises WorkerLost."""
-        if self._group is None or self._resident is None or self._is_lost:
+        if self._host is None or self._host.resident is None:
             raise WorkerLost(f"the part of {self.model_id} is gone")
-        return self._group, self._resident
+        return self._host, self._host.resident
 
     async def _entered(self, room: contextlib.AbstractAsyncContextManager[T], stack: contextlib.AsyncExitStack) -> T:
         """Raises InsufficientCapacity."""
@@ -275,47 +275,31 @@ class HostedShare:
         return await self._entered(self._resources.room.for_load(model, facts), room)
 
     def _release_unless_loaded(self, claim: DeviceClaim) -> None:
-        if self._resident is None:
+        if not self.is_loaded:
             claim.release()
 
-    def _new_group(self, chosen: ChosenDevices, given: LoadSpec, claim: DeviceClaim) -> WorkerGroup:
+    def _new_host(
+        self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices, given: LoadSpec, claim: DeviceClaim
+    ) -> ModelHost:
+        """Of what the lead loads, with the files and the memory limits of this node. Raises LoadFailed."""
         rank, kind = given.rank, chosen.devices[0].kind
         if rank is None or rank.meeting is None or (rank.backend == "nccl") != (kind == "cuda"):
             raise LoadFailed(f"{self.model_id} needs devices of one kind on all nodes, and has {kind} ones here")
-        ranks = tuple(range(rank.rank, rank.rank + len(chosen.devices)))
-        meeting = replace(rank.meeting, own_host=self._connection.local_host)
-        return self._resources.devices.group(chosen.indices, claim, RanksOnNode(ranks, rank.size, meeting))
-
-    def _spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices, given: LoadSpec) -> LoadSpec:
-        """What the lead loads, with the files and the memory limits of this node."""
-        own = self._loader.spec(model, facts, chosen)
-        return replace(
+        own_stages = given.stages[rank.rank : rank.rank + len(chosen.devices)]
+        self._stage_layers = tuple(stage.num_layers for stage in own_stages)
+        own = self._resources.harness.spec(model, facts, chosen)
+        spec = replace(
             given,
             path=own.path,
             memory_bytes=own.memory_bytes,
             min_free_bytes=own.min_free_bytes,
             num_host_shares=own.num_host_shares,
         )
-
-    # ModelSink: only the leader's rank has outputs
-
-    def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
-        pass
-
-    def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None:
-        pass
-
-    def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None:
-        pass
-
-    def on_stats(self, stats: EngineStats) -> None:
-        pass
-
-    def on_ending(self, reason: str, then: Callable[[], None]) -> None:
-        pass
+        meeting = replace(rank.meeting, own_host=self._connection.local_host)
+        rendezvous = Rendezvous(rank.size, rank.backend, meeting=meeting)
+        return self._resources.devices.all_of(chosen.indices, spec, claim, rendezvous, first_rank=rank.rank)
 
     def on_lost(self, reason: str) -> None:
-        self._is_lost = True
         log.warning("%s: the part that this node held is lost: %s", self.model_id, reason)
         run_once(self._connection.send(encode(ShareLost(reason))), f"report the loss of {self.model_id}")
 

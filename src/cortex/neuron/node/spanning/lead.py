@@ -1,4 +1,4 @@
-"""The lead of models that span nodes: connects to the peers, and makes the group of their shares and its own ranks."""
+"""The lead of models that span nodes: connects to the peers, and makes the host of their shares and its own ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from cortex.neuron.config import NeuronConfig, PeerEntry
 from cortex.neuron.engine.parallel import ports
-from cortex.neuron.engine.request import Meeting, StageSpec
-from cortex.neuron.node.devices import NodeDevices
+from cortex.neuron.engine.request import LoadSpec, Meeting, StageSpec
+from cortex.neuron.node.devices import NodeDevices, backend_of
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
@@ -21,7 +21,8 @@ from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.spanning.protocol import Connection, PeerRejected, PeerUnreachable, SharePrepared
 from cortex.neuron.node.spanning.remote_share import RemoteShare
 from cortex.neuron.worker.device_claims import DeviceClaim
-from cortex.neuron.worker.group import RanksOnNode, WorkerGroup
+from cortex.neuron.worker.hosts.all_of import AllOf
+from cortex.neuron.worker.hosts.rendezvous import Rendezvous
 from cortex.neuron.worker.process import WorkerLost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.protocol import LoadRequest
@@ -77,9 +78,14 @@ class Lead:
                 )
 
     async def host(
-        self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices, claim: DeviceClaim
-    ) -> tuple[WorkerGroup, ChosenDevices]:
-        """The group of the model, with ranks on the chosen devices and on the peers, and the devices with all stages,
+        self,
+        model: KnownModel,
+        facts: ModelFacts,
+        chosen: ChosenDevices,
+        claim: DeviceClaim,
+        spec_of: Callable[[ChosenDevices], LoadSpec],
+    ) -> tuple[AllOf, ChosenDevices]:
+        """The host of the model, with ranks on the chosen devices and on the peers, and the devices with all stages,
         if the model has any. Raises LoadFailed, InsufficientCapacity, LoadRejected, or WorkerLost if a peer stays
         unreachable."""
         shares: list[RemoteShare] = []
@@ -96,10 +102,12 @@ class Lead:
             for share in shares:
                 await share.close()
             raise
-        size, each = _size(model), len(chosen.devices)
-        ranks = (*range(each), *range(each, size, each))
-        span = RanksOnNode(ranks, size, _meeting(host, *held_ports), tuple(shares), held_ports)
-        return self._devices.group(chosen.indices, claim, span), chosen
+        meeting = _meeting(host, *held_ports)
+        rendezvous = Rendezvous(_size(model), backend_of(chosen.devices), meeting=meeting, held_ports=held_ports)
+        spec = spec_of(chosen)
+        for number, share in enumerate(shares, start=1):
+            share.spec = replace(spec, rank=rendezvous.rank(number * len(chosen.devices)))
+        return self._devices.all_of(chosen.indices, spec, claim, rendezvous, others=shares), chosen
 
     def _stages(
         self, model: KnownModel, facts: ModelFacts, own: ChosenDevices, prepared: Sequence[SharePrepared]
@@ -115,7 +123,7 @@ class Lead:
         if stages is None:
             have = ", ".join(f"{num_bytes / 1e9:.2f} GB" for num_bytes in free_bytes)
             raise InsufficientCapacity(
-                f"the {facts.architecture.config.num_layers} layers of {model.id} do not fit its devices, which can "
+                f"the {facts.num_layers} layers of {model.id} do not fit its devices, which can "
                 f"give {have}; the first of them also holds embedding and head"
             )
         return stages

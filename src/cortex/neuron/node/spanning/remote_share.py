@@ -1,4 +1,4 @@
-"""The part of a model on another node, as the lead sees it: a member of the model's group.
+"""The part of a model on another node, as the lead sees it: a `ModelPart`.
 
 Everything here runs on the daemon's loop.
 """
@@ -50,6 +50,11 @@ class RemoteShare:
 
     def __init__(self, node: str, connection: Connection) -> None:
         self.freed_at_s = -math.inf
+        self.device_indices: tuple[int, ...] = ()
+        """Those of the other node are not ours."""
+        self.resident: Resident | None = None
+        self.spec: LoadSpec
+        """What it loads, with the first of its ranks. Known once all peers are ready."""
         self.local_host = connection.local_host
         self._node = node
         self._connection = connection
@@ -67,47 +72,42 @@ class RemoteShare:
         await self._connection.send(encode(PrepareShare(request, digest)))
         return await asyncio.shield(self._prepared)
 
-    async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident:
-        """`spec.rank`: the first of its ranks. Cancelling this call ends the share. Raises LoadRejected or
-        WorkerLost."""
+    async def load(self, sink: ModelSink) -> Resident:
         self._sink = sink
-        await self._connection.send(encode(LoadShare(spec)))
+        await self._connection.send(encode(LoadShare(self.spec)))
         try:
-            return await asyncio.shield(self._loaded)
+            self.resident = await asyncio.shield(self._loaded)
         except asyncio.CancelledError:
             await self._end()
             raise
         except LoadRejected:
             await self.close()
             raise
+        return self.resident
 
-    async def unload(self, resident: Resident) -> Reclaimed:
-        """Returns when the peer has freed its part, or is gone. Never fails."""
-        del resident
+    async def unload(self) -> Reclaimed:
+        """Returns when the peer has freed its part, or is gone."""
         await self._end()
         return Reclaimed(0, 0)
 
-    async def sleep(self, resident: Resident) -> Resident:
-        """Raises SleepRejected (the part is awake) or WorkerLost."""
+    async def sleep(self) -> Resident:
         try:
-            await self._ask(SleepShare())
+            return await self._ask(SleepShare())
         except LoadRejected as error:
             raise SleepRejected(str(error)) from error
-        return resident
 
-    async def wake(self, resident: Resident) -> Resident:
-        """Raises LoadRejected (the part is asleep as before) or WorkerLost."""
-        await self._ask(WakeShare())
-        return resident
+    async def wake(self) -> Resident:
+        return await self._ask(WakeShare())
 
-    async def _ask(self, order: SleepShare | WakeShare) -> None:
-        if self._ended.is_set():
+    async def _ask(self, order: SleepShare | WakeShare) -> Resident:
+        if self._ended.is_set() or self.resident is None:
             raise WorkerLost(f"the part on node {self._node} is gone")
         self._reply = asyncio.get_running_loop().create_future()
         await self._connection.send(encode(order))
         await asyncio.shield(self._reply)
+        return self.resident
 
-    def kill_worker(self, reason: str) -> None:
+    def kill(self, reason: str) -> None:
         """Has the peer end the workers of its ranks; the sink is notified when it has, or does not respond."""
         run_once(self._kill(reason), f"end the part on {self._node}")
 
@@ -156,7 +156,7 @@ class RemoteShare:
                         self._fail(LoadRejected(failed.kind, text, **flags))
                     case ShareEnding():
                         if self._sink is not None and not self._is_ending:
-                            self._sink.on_ending(f"node {self._node} shuts down", lambda: None)
+                            self._sink.on_ending(f"node {self._node} shuts down")
                     case ShareLost(reason=why):
                         reason = f"on node {self._node}: {why}"
                         break
@@ -169,6 +169,7 @@ class RemoteShare:
 
     def _lost(self, reason: str) -> None:
         self._ended.set()
+        self.resident = None
         was_loaded = self._loaded.done() and self._loaded.exception() is None
         self._fail(WorkerLost(reason))
         if was_loaded and not self._is_ending and self._sink is not None:
@@ -184,4 +185,4 @@ class RemoteShare:
 def _resident(notes: tuple[str, ...]) -> Resident:
     """Nothing of it is in the memory of this node."""
     info = EngineInfo("", "", 0, 0, weight_bytes=0, kv_bytes=0, page_tokens=0, num_pages=0, notes=notes)
-    return Resident(handle=0, info=info, measured_bytes=0, process_bytes=0)
+    return Resident(info, measured_bytes=0, process_bytes=0)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.fleet.prefixes import PrefixRecord, leading_blocks
-from cortex.fleet.routing import Replica, choose, expected_s
+from cortex.routing.choice import Replica, choose, expected_s
+from cortex.routing.prefixes import PrefixRecord, leading_blocks
 
 LONG = bytes(range(256)) * 400
 """25,600 tokens: 6.4 s at the rate that is assumed."""
@@ -35,28 +35,28 @@ def recorded_at(*nodes: str) -> PrefixRecord:
     ],
 )
 def test_weighs_a_cached_prefix_in_seconds(a: dict[str, float], b: dict[str, float], expected: str) -> None:
-    replicas = [msgspec.convert({"node": "a", **a}, Replica), msgspec.convert({"node": "b", **b}, Replica)]
-    assert choose(replicas, LONG + b"more", recorded_at("b")).replica.node == expected
+    replicas = [msgspec.convert({"place": "a", **a}, Replica), msgspec.convert({"place": "b", **b}, Replica)]
+    assert choose(replicas, LONG + b"more", recorded_at("b")).replica.place == expected
 
 
 def test_records_the_chosen_replica_and_expects_less_work_the_next_time() -> None:
     prefixes = PrefixRecord()
-    replicas = [Replica(node="a", running=1), Replica(node="b")]
+    replicas = [Replica(place="a", running=1), Replica(place="b")]
     first = choose(replicas, LONG, prefixes)
-    second = choose([Replica(node="a"), Replica(node="b")], LONG + b"more", prefixes)
-    assert first.replica.node == second.replica.node == "b"
+    second = choose([Replica(place="a"), Replica(place="b")], LONG + b"more", prefixes)
+    assert first.replica.place == second.replica.place == "b"
     assert first.prefill_s == pytest.approx(6.4)
     assert second.prefill_s < 0.2
 
 
 def test_routes_to_the_least_busy_replica_without_a_prefix() -> None:
-    replicas = [Replica(node="a", running=2), Replica(node="b", running=1), Replica(node="c", waiting=2, running=1)]
-    assert choose(replicas, b"hi", PrefixRecord()).replica.node == "b"
+    replicas = [Replica(place="a", running=2), Replica(place="b", running=1), Replica(place="c", waiting=2, running=1)]
+    assert choose(replicas, b"hi", PrefixRecord()).replica.place == "b"
 
 
 replicas = st.builds(
     Replica,
-    node=st.sampled_from("abcdef"),
+    place=st.sampled_from("abcdef"),
     running=st.integers(0, 20),
     waiting=st.integers(0, 5),
     kv_used_fraction=st.floats(0, 1),
@@ -66,11 +66,11 @@ replicas = st.builds(
 )
 
 
-@given(st.lists(replicas, min_size=2, max_size=6, unique_by=lambda replica: replica.node), st.data())
+@given(st.lists(replicas, min_size=2, max_size=6, unique_by=lambda replica: replica.place), st.data())
 def test_affinity_never_overrides_saturation(candidates: list[Replica], data: st.DataObject) -> None:
     prefixes = PrefixRecord()
     for replica in candidates:
-        prefixes.record(leading_blocks(LONG[: data.draw(st.integers(0, len(LONG)))]), replica.node)
+        prefixes.record(leading_blocks(LONG[: data.draw(st.integers(0, len(LONG)))]), replica.place)
     chosen = choose(candidates, LONG, prefixes).replica
     assert not chosen.is_saturated or all(replica.is_saturated for replica in candidates)
 

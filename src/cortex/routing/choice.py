@@ -2,7 +2,7 @@
 
 Everything is weighed in seconds: computing what is not cached of the prompt, the prompts ahead of it, the queue, and
 the requests that share the device. A replica whose KV cache is full comes after every other one whatever it has cached:
-routing by cache alone overloads one node while another is idle.
+routing by cache alone overloads one replica while another is idle.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from .prefixes import BYTES_PER_TOKEN, PrefixRecord, leading_blocks
+from cortex.routing.prefixes import BYTES_PER_TOKEN, PrefixRecord, leading_blocks
 
 PREFILL_TOKENS_PER_S = 4000.0
 REQUEST_S = 5.0
@@ -25,15 +25,16 @@ SATURATED_KV_FRACTION = 0.95
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """A ready model on a node, as a candidate for a request."""
+    """A ready model in one place, as a candidate for a request."""
 
-    node: str
+    place: str
+    """Its node, or within a node its devices."""
     running: int = 0
     waiting: int = 0
-    """Requests in the node's queue."""
+    """Requests in the queue there."""
     kv_used_fraction: float = 0.0
     backlog_s: float = 0.0
-    """Until the prompts that this gateway has sent there are computed."""
+    """Until the prompts that were sent there are computed."""
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
     request_s: float = REQUEST_S
     """How long a request takes there, on average."""
@@ -73,12 +74,12 @@ def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -
     num_prompt_tokens = len(prompt) // BYTES_PER_TOKEN
 
     def rank(replica: Replica) -> tuple[bool, float, str]:
-        num_cached_tokens = prefixes.num_cached_tokens(blocks, replica.node)
-        return replica.is_saturated, expected_s(replica, num_prompt_tokens, num_cached_tokens), replica.node
+        num_cached_tokens = prefixes.num_cached_tokens(blocks, replica.place)
+        return replica.is_saturated, expected_s(replica, num_prompt_tokens, num_cached_tokens), replica.place
 
     best = min(replicas, key=rank)
-    prefill_s = _prefill_s(best, num_prompt_tokens, prefixes.num_cached_tokens(blocks, best.node))
-    prefixes.record(blocks, best.node)
+    prefill_s = _prefill_s(best, num_prompt_tokens, prefixes.num_cached_tokens(blocks, best.place))
+    prefixes.record(blocks, best.place)
     return RoutingChoice(best, prefill_s)
 
 

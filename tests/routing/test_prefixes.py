@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.fleet.prefixes import BYTES_PER_TOKEN, EDGES, MAX_PREFIX_BYTES, PrefixRecord, leading_blocks
+from cortex.routing.prefixes import BYTES_PER_TOKEN, EDGES, MAX_PREFIX_BYTES, PrefixRecord, leading_blocks
 
 LONG = bytes(range(256)) * 400
 
@@ -44,8 +44,8 @@ def test_tells_conversations_behind_one_long_system_prompt_apart(shared: int) ->
     assert prefixes.num_cached_tokens(blocks, "a") - prefixes.num_cached_tokens(blocks, "b") > 500
 
 
-def test_record_is_bounded_for_each_node_and_keeps_recent_prefixes_from_their_start() -> None:
-    prefixes = PrefixRecord(max_blocks_per_node=25)
+def test_record_is_bounded_for_each_place_and_keeps_recent_prefixes_from_their_start() -> None:
+    prefixes = PrefixRecord(max_blocks_per_place=25)
     prompts = [leading_blocks(bytes([number]) * 2560) for number in range(50)]
     for blocks in prompts:
         prefixes.record(blocks, "a")
@@ -56,7 +56,7 @@ def test_record_is_bounded_for_each_node_and_keeps_recent_prefixes_from_their_st
     assert not any(cached[:-3])
 
 
-def test_forgets_one_node_only() -> None:
+def test_forgets_one_place_only() -> None:
     prefixes = PrefixRecord()
     blocks = leading_blocks(LONG)
     prefixes.record(blocks, "a")

@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable
+from typing import Any
 
-from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.model_host import ModelHost, ModelSink, Resident
-from cortex.neuron.worker.process import WorkerLost
-from cortex.neuron.worker.replicas.replica_set import Replica, ReplicaSet
+from cortex.neuron.worker.hosts.replica import HostReplica, ReplicaSet
+from cortex.neuron.worker.model_host import ModelHost, ModelSink
 
 
 class ModelExtras:
@@ -25,7 +24,7 @@ class ModelExtras:
         self,
         replicas: ReplicaSet,
         sink: Callable[[], ModelSink],
-        load: Callable[[Replica, LoadSpec], Awaitable[Resident]],
+        load: Callable[[HostReplica], Awaitable[None]],
         on_none_left: Callable[[str], None],
     ) -> None:
         """`sink`: that of the model, once it is loaded. `load`: raises LoadRejected or WorkerLost. `on_none_left`:
@@ -34,75 +33,64 @@ class ModelExtras:
         self._sink = sink
         self._load = load
         self._on_none_left = on_none_left
-        self._loads: set[asyncio.Task[Replica]] = set()
+        self._loads: set[asyncio.Task[Any]] = set()
         self.may_add = True
         """Not while the model is asleep, and not when the node shuts down."""
         self.changed_at_s = -math.inf
         """When one was last added or removed, on the loop's clock."""
 
-    def idle(self) -> list[tuple[float, Replica]]:
+    def idle(self) -> list[tuple[float, HostReplica]]:
         """Those without requests, and how long they have had none; those idle for longest first."""
         now_s = asyncio.get_running_loop().time()
-        idle = [each for each in self._replicas.extras if not each.live and each.unloading is None]
+        idle = [each for each in self._replicas.extras if not each.live and each.state == "loaded"]
         return sorted(((now_s - each.idle_since_s, each) for each in idle), key=lambda each: -each[0])
 
-    async def add(self, host: ModelHost, spec: LoadSpec) -> Replica | None:
-        """Loads one more replica. None: the model sleeps or is unloaded meanwhile. Cancelling this call cancels the
-        load, and returns when nothing of it is left. Raises LoadRejected or WorkerLost."""
-        if not self.may_add:
+    async def add(self, host: ModelHost) -> HostReplica | None:
+        """Loads one more replica. Runs as a task, which is cancelled when the model sleeps or is unloaded; it ends when
+        nothing of the load is left. None: the model sleeps already. Raises LoadRejected or WorkerLost."""
+        task = asyncio.current_task()
+        if not self.may_add or task is None:
             return None
-        load = asyncio.create_task(self._add(host, spec))
-        self._loads.add(load)
-        load.add_done_callback(self._loads.discard)
+        self._loads.add(task)
         try:
-            await asyncio.wait({load})
-        except asyncio.CancelledError:
-            load.cancel()
-            await asyncio.wait({load})
-            if not load.cancelled() and load.exception() is None:
-                await self.remove(load.result(), 0.0)
-            raise
-        return None if load.cancelled() else load.result()
-
-    async def _add(self, host: ModelHost, spec: LoadSpec) -> Replica:
-        extra = Replica(lambda: host, host, is_extra=True)
+            extra = HostReplica(host)
+            await self._load(extra)
+        finally:
+            self._loads.discard(task)
         extra.empty.set()
-        resident = await self._load(extra, spec)
-        if extra.is_lost:  # after its weights were loaded, and before this task went on
-            raise WorkerLost("the replica was lost as soon as it was loaded")
-        extra.resident = resident
-        self._replicas.extras.append(extra)
         extra.idle_since_s = asyncio.get_running_loop().time()
+        self._replicas.extras.append(extra)
         self._changed()
         return extra
 
-    async def remove(self, extra: Replica, drain_s: float) -> None:
+    async def remove(self, extra: HostReplica, drain_s: float) -> None:
         """Unloads an extra replica; returns when its memory is free. Its requests get `drain_s` to end, then a
         retryable error. Does nothing if it is lost. Cancelling this call does not stop the unload."""
+        if extra.state == "lost":
+            return
         if extra.unloading is None:
+            extra.state = "ending"
             extra.unloading = asyncio.create_task(self._unload(extra, drain_s))
-            if extra in self._replicas.extras and not self._replicas.serving():
+            if not self._replicas.loaded():
                 self._on_none_left("its last replica was unloaded")
         await asyncio.shield(extra.unloading)
 
-    async def _unload(self, extra: Replica, drain_s: float) -> None:
+    async def _unload(self, extra: HostReplica, drain_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 await extra.empty.wait()
         self._fail_requests(extra)
-        if extra.resident is not None:
-            await extra.host.unload(extra.resident)
-            extra.resident = None
+        await extra.host.unload()
         self.forget(extra)
 
-    def _fail_requests(self, extra: Replica) -> None:
+    def _fail_requests(self, extra: HostReplica) -> None:
         for request_id in self._replicas.take_requests(extra):
-            if extra.resident is not None:
-                extra.host.cancel(extra.resident, request_id)
+            extra.host.cancel(request_id)
             self._sink().on_request_failed(request_id, FaultKind.DEVICE, "the replica that served it was unloaded")
 
-    def forget(self, extra: Replica) -> None:
+    def forget(self, extra: HostReplica) -> None:
         """It is lost or unloaded."""
+        extra.state = "lost"
         if extra in self._replicas.extras:
             self._replicas.extras.remove(extra)
             self._replicas.keep_counters(extra)

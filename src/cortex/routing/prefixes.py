@@ -1,4 +1,4 @@
-"""Fingerprints of prompt prefixes, and a bounded record of the nodes that they were sent to."""
+"""Fingerprints of prompt prefixes, and a bounded record of the places that they were sent to."""
 
 from __future__ import annotations
 
@@ -42,31 +42,32 @@ def leading_blocks(prompt: bytes) -> Blocks:
 
 
 class PrefixRecord:
-    """Which nodes were sent which prefixes of one model. Bounded for each node; the least recently used are dropped.
+    """Which prefixes of one model were sent where: to which nodes, or to which replicas in a node. Bounded for each
+    place; the least recently used are dropped.
 
-    Mutable; owned by the gateway's loop. It records where prompts went, not what nodes still cache: a preference, not a
+    Mutable; owned by one loop. It records where prompts went, not what is still cached there: a preference, not a
     guarantee.
     """
 
-    def __init__(self, max_blocks_per_node: int = 65536) -> None:
-        self._max_blocks = max_blocks_per_node
+    def __init__(self, max_blocks_per_place: int = 65536) -> None:
+        self._max_blocks = max_blocks_per_place
         self._blocks: dict[str, OrderedDict[int, None]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._blocks.values()))
 
-    def record(self, blocks: Blocks, node: str) -> None:
-        """`node` is about to compute the prompt that begins with `blocks`."""
-        recent = self._blocks.setdefault(node, OrderedDict())
+    def record(self, blocks: Blocks, place: str) -> None:
+        """`place` is about to compute the prompt that begins with `blocks`."""
+        recent = self._blocks.setdefault(place, OrderedDict())
         for block in reversed(blocks):  # a prefix is dropped from its end: the rest is of use without it
             recent[block] = None
             recent.move_to_end(block)
         while len(recent) > self._max_blocks:
             recent.popitem(last=False)
 
-    def num_cached_tokens(self, blocks: Blocks, node: str) -> int:
-        """About how many leading tokens `node` has computed."""
-        seen = self._blocks.get(node)
+    def num_cached_tokens(self, blocks: Blocks, place: str) -> int:
+        """About how many leading tokens `place` has computed."""
+        seen = self._blocks.get(place)
         if not seen:
             return 0
         count = 0
@@ -76,6 +77,6 @@ class PrefixRecord:
             count += 1
         return EDGES[count] // BYTES_PER_TOKEN
 
-    def forget(self, node: str) -> None:
-        """`node` unloaded the model or restarted: its cache is empty."""
-        self._blocks.pop(node, None)
+    def forget(self, place: str) -> None:
+        """`place` unloaded the model or restarted: its cache is empty."""
+        self._blocks.pop(place, None)

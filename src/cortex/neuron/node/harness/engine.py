@@ -1,0 +1,118 @@
+"""The built-in engine as a harness: models in the workers of the node's devices, and on those of other nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+from cortex.neuron.config import ENGINE_NAMES, NeuronConfig
+from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.recipes import Recipe
+from cortex.neuron.node.devices import NodeDevices
+from cortex.neuron.node.harness.estimates import Footprint
+from cortex.neuron.node.loading.device_choice import ChosenDevices
+from cortex.neuron.node.loading.forecast import Forecast
+from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.loading.preflight import ModelFacts
+from cortex.neuron.node.memory.ceilings import smallest
+from cortex.neuron.node.spanning.lead import Lead
+from cortex.neuron.node.survey_process.client import Surveys
+from cortex.neuron.node.survey_process.protocol import Read
+from cortex.neuron.worker.hosts.any_of import AnyOf, LockDevices
+from cortex.neuron.worker.model_host import ModelHost
+from cortex.wire.errors import LoadFailed
+
+
+class EngineHarness:
+    """Belongs to the daemon's loop."""
+
+    names = ENGINE_NAMES
+
+    def __init__(
+        self, config: NeuronConfig, devices: NodeDevices, forecast: Forecast, surveys: Surveys, lead: Lead
+    ) -> None:
+        self.estimates = forecast
+        self._surveys = surveys
+        self._config = config
+        self._devices = devices
+        self._lead = lead
+
+    def check(self, model: KnownModel) -> None:
+        self._lead.reject_unsupported(model)
+
+    async def read(self, model: KnownModel, path: Path) -> tuple[ModelFacts, dict[str, Footprint]]:
+        """Raises LoadFailed for files that are damaged, of a family that the engine does not have, or not in the
+        quantisation that the model asks for, and for a quantisation at load that the devices do not support."""
+        facts = await self.inspect(model, path)
+        devices = self._devices.all
+        if facts.recipe is not None and not all(self.estimates.quantises(each, facts.recipe) for each in devices):
+            raise _not_quantised(model, facts.recipe)
+        return facts, await asyncio.to_thread(self.estimates.quantised, model, facts, devices)
+
+    async def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
+        """What the config and the headers say. Raises LoadFailed."""
+        return await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
+
+    def spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
+        """What each of the devices loads, of which the one with the least to give decides; a stage has a limit of its
+        own."""
+        ceilings = [self.estimates.ceiling_bytes(model, facts, device) for device in chosen.devices]
+        limits = self._config.limits
+        return LoadSpec(
+            path=str(facts.path),
+            dtype=self._config.harness.torch.dtype,
+            quant=facts.recipe.name if facts.recipe is not None else None,
+            context_tokens=model.context_tokens,
+            kv_dtype=model.kv_dtype,
+            deterministic=model.deterministic,
+            max_num_seqs=limits.max_num_seqs,
+            prefill_chunk_tokens=limits.prefill_chunk_tokens,
+            memory_bytes=smallest(*ceilings, *chosen.limits),
+            min_free_bytes=limits.min_free_vram_mb << 20,
+            num_host_shares=sum(each.kind == "cpu" for each in self._devices.all) or 1,
+            stages=chosen.stages,
+        )
+
+    async def host(
+        self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices, lock_devices: LockDevices
+    ) -> tuple[ModelHost, ChosenDevices]:
+        """One replica on each equal part of the devices, the lowest index first. Those of a model that spans nodes are
+        here and there."""
+        if model.nodes:
+            return await self._spanning(model, facts, chosen)
+        spec, indices = self.spec(model, facts, chosen), sorted(chosen.indices)
+        if model.replicas == 1 and not model.may_grow:
+            return self._devices.host(model.id, indices, spec), chosen
+        size = len(indices) // model.replicas
+        parts = [indices[start : start + size] for start in range(0, len(indices), size)]
+        new_hosts = [partial(self._devices.host, model.id, part, spec) for part in parts]
+        return AnyOf(model.id, new_hosts, lock_devices), chosen
+
+    async def _spanning(
+        self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices
+    ) -> tuple[ModelHost, ChosenDevices]:
+        claim = self._devices.claims.new(model.id, chosen.indices, spans=True)
+        claim.take()  # now: a peer that leads a model itself must not wait here for devices that wait for it
+        try:
+            return await self._lead.host(model, facts, chosen, claim, partial(self.spec, model, facts))
+        except BaseException:
+            claim.release()
+            raise
+
+    def replica(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> ModelHost:
+        return self._devices.host(model.id, chosen.indices, self.spec(model, facts, chosen))
+
+
+def _not_quantised(model: KnownModel, recipe: Recipe) -> LoadFailed:
+    remedy = (
+        f"for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on the hub)"
+        if isinstance(recipe.matrices, Layout)
+        else "choose q8 or q4"  # there are no GGUFs of it
+    )
+    return LoadFailed(
+        f"{model.id} is not quantised as {recipe.name} at load on this node, which takes a GPU and the dtype "
+        "auto or bfloat16, or for the formats of GGUF files a CPU with asimddp, avx2 or avx512f and the dtype "
+        f"auto; {remedy}, or omit `quant`"
+    )

@@ -1,0 +1,89 @@
+"""What placement asks a harness about a model: its files, and the memory that it needs and takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.engine.request import StageSpec
+from cortex.neuron.node.loading.library import KnownModel
+from cortex.wire.node.protocol import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The memory of a model on a node, before it is loaded."""
+
+    least_bytes: int
+    """The least memory with which some device accepts it."""
+    expected_bytes: int
+    """What it takes of the largest device, if that is otherwise empty."""
+
+
+class FileFacts(Protocol):
+    """What a harness has found in a model's files."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def quant(self) -> str | None:
+        """The format of most weights, unless they are dense."""
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of devices that the model is divided among. If it is more than one, these are the facts of one."""
+
+    @property
+    def digest(self) -> str:
+        """Equal for the same model on different nodes."""
+
+
+class Estimates(Protocol):
+    """The memory of a model, in bytes. `facts`: as the same harness has found them. Pure."""
+
+    def reserve(self, device: Device) -> MemoryReserve:
+        """The memory of the device that a load leaves free. See `NodeLimits`."""
+
+    def share_bytes(self, model: KnownModel, device: Device) -> int | None:
+        """What the operator's ceilings let the model take of the device. See `NodeLimits`."""
+
+    def least_bytes(self, model: KnownModel, facts: Any, device: Device) -> int:
+        """The least memory with which the model can respond; a device with less rejects it."""
+
+    def smallest_bytes(self, model: KnownModel, facts: Any, device: Device) -> int:
+        """A lower limit (`memory_mb`) can never be met."""
+
+    def expected_bytes(self, model: KnownModel, facts: Any, device: Device) -> int:
+        """What it will take of the otherwise empty device."""
+
+    def footprint(self, model: KnownModel, facts: Any, devices: Sequence[Device]) -> Footprint:
+        """On those of `devices` that the model may use, all ranks and replicas together."""
+
+    def stages(
+        self,
+        model: KnownModel,
+        facts: Any,
+        device: Device,
+        capacities: Sequence[int],
+        ceilings: Sequence[int | None],
+    ) -> tuple[StageSpec, ...] | None:
+        """The layers for each of several devices like `device`, of which each can give one of `capacities`; None if
+        they cannot hold the model, or it cannot be divided."""
+
+    def empty_stages(self, model: KnownModel, facts: Any, devices: Sequence[Device]) -> tuple[StageSpec, ...] | None:
+        """The layers of each device while all of them are empty."""
+
+    def basis(self, device: Device) -> object:
+        """What the estimates depend on beside their arguments; they are computed again when it changes."""

@@ -1,0 +1,64 @@
+"""The interface of a harness, which runs models, and the harnesses of a node by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from cortex.neuron.node.harness.estimates import Estimates, FileFacts, Footprint
+from cortex.neuron.node.loading.device_choice import ChosenDevices
+from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.worker.hosts.any_of import LockDevices
+from cortex.neuron.worker.model_host import ModelHost
+from cortex.wire.errors import LoadFailed, shorten
+
+
+class Harness(Protocol):
+    """Placement chooses devices by its estimates, and knows nothing else about it. What a loaded model has to tell its
+    users is in the notes of its host's `Resident`."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Under which models ask for it, the present one first."""
+
+    @property
+    def estimates(self) -> Estimates: ...
+
+    def check(self, model: KnownModel) -> None:
+        """Raises LoadFailed for options that it cannot meet, before any file is read."""
+
+    async def read(self, model: KnownModel, path: Path) -> tuple[FileFacts, Mapping[str, Footprint]]:
+        """What the model's files say, and its memory with each quantisation that it could be loaded with instead.
+        Raises LoadFailed for a model that it cannot run."""
+
+    async def host(
+        self, model: KnownModel, facts: Any, chosen: ChosenDevices, lock_devices: LockDevices
+    ) -> tuple[ModelHost, ChosenDevices]:
+        """The host for a load on the chosen devices, where no other load runs, and the devices with the stages of the
+        model. `lock_devices`: for later loads by the host itself. Raises LoadFailed, InsufficientCapacity, LoadRejected
+        or WorkerLost."""
+
+    def replica(self, model: KnownModel, facts: Any, chosen: ChosenDevices) -> ModelHost:
+        """The host of one more replica of a model that may have extra ones."""
+
+
+class Harnesses:
+    """By name."""
+
+    def __init__(self, *harnesses: Harness) -> None:
+        self._by_name = {name: harness for harness in harnesses for name in harness.names}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    def named(self, name: str) -> Harness:
+        """Raises LoadFailed, which lists them."""
+        if (harness := self._by_name.get(name)) is None:
+            raise LoadFailed(f"this node has no harness {shorten(name)!r}; it has {', '.join(self._by_name)}")
+        return harness
+
+    def of(self, model: KnownModel) -> Harness:
+        """Raises LoadFailed."""
+        return self.named(model.harness)

@@ -1,0 +1,180 @@
+"""All of several hosts as one: the ranks of a divided model, each in the worker of its device, or on another node.
+
+The leader, rank 0, takes the requests. A rank that is lost leaves the others in the middle of a step, so the workers of
+all of them are replaced, and the model is lost as a whole. On a node that holds a part of a model for another one, all
+ranks follow. Everything here runs on the daemon's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Literal
+
+from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.worker.device_claims import DeviceClaim
+from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.hosts.several import load_all, uncancelled, unload_all, wake_all
+from cortex.neuron.worker.memory import Reclaimed
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, ModelPart, ModelSink, RelaySink, Resident
+from cortex.tasks import run_once
+
+log = logging.getLogger(__name__)
+
+
+class AllOf:
+    """A `ModelHost`: its parts are loaded all or none, and the loss of one is the loss of all."""
+
+    def __init__(
+        self,
+        leader: ModelHost,
+        followers: Sequence[ModelPart],
+        claim: DeviceClaim,
+        rendezvous: AbstractContextManager[None],
+    ) -> None:
+        """`claim`: on the devices here, held while the model is awake. `rendezvous`: entered for the load; may raise
+        LoadRejected."""
+        self.resident: Resident | None = None
+        self._leader = leader
+        self._parts: tuple[ModelPart, ...] = (leader, *followers)
+        self._claim = claim
+        self._rendezvous = rendezvous
+        self._state: Literal["awake", "asleep", "ended"] = "awake"
+        """`ended`: no part waits for another one any more."""
+        self._lost: set[ModelPart] = set()
+        self._loss_in_load: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._is_closing = False
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        return tuple(index for part in self._parts for index in part.device_indices)
+
+    @property
+    def replica_devices(self) -> tuple[tuple[int, ...], ...]:
+        return (self.device_indices,)
+
+    @property
+    def freed_at_s(self) -> float:
+        return max(part.freed_at_s for part in self._parts)
+
+    async def load(self, sink: ModelSink) -> Resident:
+        parts = [(part, _PartSink(self, part, sink, leads=part is self._leader)) for part in self._parts]
+        try:
+            self._take_devices(FaultKind.REQUEST)  # those of a lost replica may have another model now
+            with self._rendezvous:
+                await load_all(parts, self._loss_in_load, self._end)
+        except BaseException:
+            self._end()
+            await uncancelled(self.unload())
+            raise
+        return self._changed("awake")
+
+    def _take_devices(self, kind: FaultKind) -> None:
+        """Raises LoadRejected if they have a part of another model that spans nodes."""
+        if (conflict := self._claim.conflict()) is not None:
+            raise LoadRejected(kind, conflict)
+        self._claim.take()
+
+    def _end(self) -> None:
+        self._state = "ended"
+
+    def _changed(self, state: Literal["awake", "asleep"]) -> Resident:
+        self._state = state
+        self.resident = Resident.together([part.resident for part in self._parts if part.resident is not None])
+        return self.resident
+
+    async def unload(self) -> Reclaimed:
+        """The leader goes first: it announces no steps any more. Parts that were not asked to load go, too: another
+        node has prepared its part before."""
+        freed = [await unload_all(self._parts[:1])]
+        self._end()
+        freed.append(await unload_all(self._parts[1:]))
+        self._claim.release()
+        self.resident = None
+        return Reclaimed.total(freed)
+
+    async def sleep(self) -> Resident:
+        """The leader goes first: its last self-test needs the others. A sleeping model takes no steps, and claims no
+        devices."""
+        for part in self._parts:
+            await part.sleep()
+        self._claim.release()
+        return self._changed("asleep")
+
+    async def wake(self) -> Resident:
+        """The leader is the last: its self-test needs the others."""
+        self._take_devices(FaultKind.OUT_OF_MEMORY)
+        self._state = "awake"
+        try:
+            await wake_all((*self._parts[1:], self._leader))
+        except LoadRejected:
+            self._state = "asleep"
+            self._claim.release()
+            raise
+        except Damaged:
+            self._end()
+            self._claim.release()
+            self.resident = None
+            raise
+        return self._changed("awake")
+
+    def submit(self, request: EngineRequest) -> None:
+        self._leader.submit(request)
+
+    def cancel(self, request_id: str) -> None:
+        self._leader.cancel(request_id)
+
+    def kill(self, reason: str) -> None:
+        if self._state != "ended":  # the workers may have other models
+            for part in self._parts:
+                part.kill(reason)
+
+    def stop_reloads(self) -> None:
+        self._is_closing = True
+
+    def part_lost(self, part: ModelPart, reason: str, sink: ModelSink) -> None:
+        """Replaces the workers of the other parts. The model is reported as lost when all of them have ended, so that
+        the next load finds new ones."""
+        if self._state == "ended":
+            return  # the other workers may have other models
+        if self._state == "asleep":  # no part waits for another one
+            self._end()
+            run_once(self._free(reason, sink), "free the other ranks of a sleeping model")
+            return
+        rank = self._parts.index(part)
+        if not self._lost and not self._is_closing:
+            log.warning("rank %d of a divided model is lost (%s); replacing the workers of its group", rank, reason)
+        self._lost.add(part)
+        for other in self._parts:
+            if other not in self._lost:
+                other.kill(f"rank {rank} of a model on this device was lost: {reason}")
+        if self.resident is None:
+            if not self._loss_in_load.done():
+                self._loss_in_load.set_result(reason)
+        elif len(self._lost) == len(self._parts):
+            self._end()
+            self._claim.release()
+            self.resident = None
+            sink.on_lost(reason)
+
+    async def _free(self, reason: str, sink: ModelSink) -> None:
+        await self.unload()
+        sink.on_lost(reason)
+
+
+class _PartSink(RelaySink):
+    """Only the leader's events concern the model; a loss of any part does."""
+
+    def __init__(self, host: AllOf, part: ModelPart, model: ModelSink, *, leads: bool) -> None:
+        super().__init__(model if leads else None)
+        self._host = host
+        self._part = part
+        self._whole = model
+
+    def on_lost(self, reason: str) -> None:
+        self._host.part_lost(self._part, reason, self._whole)
+
+    def on_ending(self, reason: str) -> None:
+        self._whole.on_ending(reason)

@@ -1,0 +1,236 @@
+"""Any of several hosts: the replicas of a model on a node, each on devices of its own.
+
+A replica that is lost fails its own requests, and is loaded again while the others serve; of an extra one nothing is
+left. Everything here runs on the daemon's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+
+from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.hosts.extras import ModelExtras
+from cortex.neuron.worker.hosts.replica import HostReplica, ReplicaSet, ReplicaSink
+from cortex.neuron.worker.hosts.several import load_all, uncancelled, unload_all, wake_all
+from cortex.neuron.worker.memory import Reclaimed
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, ModelSink, Resident
+from cortex.neuron.worker.process import WorkerLost
+from cortex.tasks import run_once
+
+log = logging.getLogger(__name__)
+
+LockDevices = Callable[[tuple[int, ...]], AbstractAsyncContextManager[None]]
+
+
+class AnyOf:
+    """A `ModelHost`: each request goes to one of its replicas, and the loss of the last is the loss of the model."""
+
+    def __init__(
+        self,
+        model_id: str,
+        new_hosts: Sequence[Callable[[], ModelHost]],
+        lock_devices: LockDevices,
+        policy: BackoffPolicy | None = None,
+    ) -> None:
+        """`new_hosts`: make the host of each replica, for every load. `lock_devices`: held while one is loaded again,
+        so that no other load runs there."""
+        self.resident: Resident | None = None
+        self._model_id = model_id
+        self._replicas = ReplicaSet(HostReplica(new_host(), new_host) for new_host in new_hosts)
+        self.extras = ModelExtras(self._replicas, lambda: self._sink, self._load_one, self._model_lost)
+        self._lock_devices = lock_devices
+        self._policy = policy or BackoffPolicy()
+        self._reloads: set[asyncio.Task[None]] = set()
+        """Loads of lost replicas."""
+        self._may_reload = True
+        """Not while the model is asleep, and not when the node shuts down."""
+        self._loss_in_load: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """During the load of the model: why a replica was lost that had been loaded."""
+        self._sink: ModelSink
+        """From the load on."""
+        self._is_lost = False
+        """The model was reported as lost."""
+        self.lost_at_s = -math.inf
+        """When a replica was last lost, on the loop's clock."""
+
+    @property
+    def replica_devices(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(replica.host.device_indices for replica in self._replicas if replica.state != "given up")
+
+    @property
+    def taken_devices(self) -> tuple[int, ...]:
+        """Where no further replica belongs: they have one, or one was lost there too often."""
+        return tuple(index for replica in self._replicas for index in replica.host.device_indices)
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        return tuple(index for replica in self._replicas.fixed for index in replica.host.device_indices)
+
+    @property
+    def freed_at_s(self) -> float:
+        return max(replica.host.freed_at_s for replica in self._replicas.fixed)
+
+    async def load(self, sink: ModelSink) -> Resident:
+        self._sink = sink
+        fixed = self._replicas.fixed
+        try:
+            parts = [(each.host, self._sink_of(each, reports_progress=True)) for each in fixed]
+            await load_all(parts, self._loss_in_load, give_up=lambda: None)
+        except BaseException:
+            await uncancelled(unload_all(each.host for each in fixed))
+            raise
+        for replica in fixed:
+            replica.state = "loaded"
+        return self._changed()
+
+    def _sink_of(self, replica: HostReplica, *, reports_progress: bool = False) -> ReplicaSink:
+        return ReplicaSink(self._replicas, replica, self._sink, self._replica_lost, reports_progress=reports_progress)
+
+    async def unload(self) -> Reclaimed:
+        await self._end_single_loads()
+        return await self._unload_fixed()
+
+    async def _unload_fixed(self) -> Reclaimed:
+        freed = await unload_all(each.host for each in self._replicas.fixed)
+        for replica in self._replicas.fixed:
+            replica.state = "lost"
+        self.resident = None
+        return freed
+
+    async def sleep(self) -> Resident:
+        await self._end_single_loads()
+        for replica in self._replicas.loaded():
+            await replica.host.sleep()
+        return self._changed()
+
+    async def wake(self) -> Resident:
+        try:
+            await wake_all([replica.host for replica in self._replicas.loaded()])
+        except (Damaged, WorkerLost):
+            await self._unload_fixed()
+            raise
+        self._may_reload = self.extras.may_add = True
+        for replica in self._replicas.fixed:
+            if replica.state != "loaded":
+                self._start_reload(replica)
+        return self._changed()
+
+    def _changed(self) -> Resident:
+        """The fixed replicas as one model. Raises WorkerLost when none is left."""
+        parts = [each.host.resident for each in self._replicas.loaded() if not each.is_extra]
+        present = [part for part in parts if part is not None]
+        if not present:
+            raise WorkerLost("all replicas of the model were lost")
+        whole = Resident.together(present)
+        context_tokens = min(part.info.context_tokens for part in present)
+        num_pages = sum(part.info.num_pages for part in present)
+        self.resident = replace(whole, info=replace(whole.info, context_tokens=context_tokens, num_pages=num_pages))
+        return self.resident
+
+    def submit(self, request: EngineRequest) -> None:
+        self._replicas.route(request)
+
+    def cancel(self, request_id: str) -> None:
+        self._replicas.cancel(request_id)
+
+    def kill(self, reason: str) -> None:
+        for replica in self._replicas:
+            replica.host.kill(reason)
+
+    # Lost replicas
+
+    def _replica_lost(self, replica: HostReplica, reason: str) -> None:
+        """Fails the replica's requests and loads it again, unless it is an extra one; the last one takes the model with
+        it."""
+        self.lost_at_s = asyncio.get_running_loop().time()
+        if replica.state == "loading":
+            if not self._loss_in_load.done():
+                self._loss_in_load.set_result(reason)
+            return
+        log.warning("%s is lost: %s", self._described(replica), reason)
+        lost = self._replicas.take_requests(replica)
+        if replica.is_extra:
+            self.extras.forget(replica)
+        else:
+            replica.state = "lost"
+            self._replicas.keep_counters(replica)
+        if not self._replicas.loaded():
+            self._model_lost(reason)
+            return
+        for request_id in lost:
+            message = f"the replica that served it was lost: {reason}"
+            self._sink.on_request_failed(request_id, FaultKind.DEVICE, message)
+        if self._may_reload and not replica.is_extra:
+            self._start_reload(replica)  # else when the model wakes
+
+    def _described(self, replica: HostReplica) -> str:
+        return f"the replica of {self._model_id} on device {'+'.join(map(str, replica.host.device_indices))}"
+
+    def _model_lost(self, reason: str) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self.stop_reloads()
+            self._sink.on_lost(reason)
+
+    def _start_reload(self, replica: HostReplica) -> None:
+        replica.state = "lost"
+        task = run_once(self._reload(replica), f"load a lost replica on {replica.host.device_indices}")
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+
+    async def _reload(self, replica: HostReplica) -> None:
+        """Loads a replica again, with a back-off; after too many faults it stays lost."""
+        assert replica.new_host is not None
+        while True:
+            replica.history = replica.history.faulted(asyncio.get_running_loop().time(), self._policy)
+            delay_s = replica.history.delay_s(self._policy)
+            if delay_s is None:
+                log.error("%s is given up: it was lost too often; load the model again", self._described(replica))
+                replica.state = "given up"
+                self._sink.on_stats(self._replicas.total_stats())  # has the model count its slots again
+                return
+            await asyncio.sleep(delay_s)
+            try:
+                async with self._lock_devices(replica.host.device_indices):
+                    replica.host = replica.new_host()
+                    await self._load_one(replica)
+                return
+            except (LoadRejected, WorkerLost) as error:
+                log.warning("%s cannot be loaded again yet: %s", self._described(replica), error)
+
+    async def _load_one(self, replica: HostReplica) -> None:
+        """Loads a replica of a model that serves. Raises LoadRejected (also if it has less context than the model was
+        reported to have) or WorkerLost."""
+        assert self.resident is not None
+        replica.state = "loading"
+        try:
+            resident = await replica.host.load(self._sink_of(replica))
+            num_tokens, expected = resident.info.context_tokens, self.resident.info.context_tokens
+            if num_tokens < expected:
+                await replica.host.unload()
+                message = f"the replica has room for {num_tokens} tokens of context, not {expected}"
+                raise LoadRejected(FaultKind.OUT_OF_MEMORY, message)
+        except BaseException:
+            replica.state = "lost"
+            raise
+        replica.state = "loaded"
+
+    def stop_reloads(self) -> None:
+        self._may_reload = False
+        self.extras.stop_loads()
+        for task in self._reloads:
+            task.cancel()
+
+    async def _end_single_loads(self) -> None:
+        """Ends what is being loaded while the model serves, and unloads the extra replicas."""
+        self.stop_reloads()
+        if self._reloads:
+            await asyncio.wait(self._reloads)
+        await self.extras.end()

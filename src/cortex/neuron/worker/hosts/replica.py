@@ -1,0 +1,172 @@
+"""The replicas of one model: which of them gets a request, which one has it, and what all of them have counted."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal
+
+from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
+from cortex.neuron.worker.backoff import FaultHistory
+from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.model_host import ModelHost, ModelSink, RelaySink
+from cortex.routing.choice import Replica, choose
+from cortex.routing.prefixes import PrefixRecord
+
+_numbers = itertools.count()
+
+
+@dataclass(eq=False, slots=True)
+class HostReplica:
+    """One replica. A lost one is loaded again, unless it is an extra one."""
+
+    host: ModelHost
+    new_host: Callable[[], ModelHost] | None = None
+    """Makes the host of the next load; None: it is an extra replica."""
+    state: Literal["loading", "loaded", "ending", "lost", "given up"] = "loading"
+    """`ending`: an extra one, from its drain on: it gets no new requests. `given up`: it was lost too often, and is not
+    loaded again while the model serves."""
+    live: set[str] = field(default_factory=set)
+    backlog_until_s: float = 0.0
+    """When the prompts that it was sent are expected to be computed, on the loop's clock."""
+    stats: EngineStats = field(default_factory=EngineStats)
+    history: FaultHistory = field(default_factory=FaultHistory)
+    empty: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it has no requests."""
+    idle_since_s: float = 0.0
+    unloading: asyncio.Task[None] | None = None
+    """Of an extra one."""
+    place: str = field(default_factory=lambda: str(next(_numbers)))
+    """Its name for routing."""
+
+    @property
+    def is_extra(self) -> bool:
+        return self.new_host is None
+
+    def as_candidate(self, now_s: float) -> Replica:
+        return Replica(
+            place=self.place,
+            running=len(self.live),
+            kv_used_fraction=self.stats.used_pages / self.stats.num_pages if self.stats.num_pages else 0.0,
+            backlog_s=max(0.0, self.backlog_until_s - now_s),
+        )
+
+
+class ReplicaSet:
+    """Belongs to the daemon's loop."""
+
+    def __init__(self, fixed: Iterable[HostReplica]) -> None:
+        self.fixed = tuple(fixed)
+        self.extras: list[HostReplica] = []
+        """Those that are loaded, or being unloaded."""
+        self._owners: dict[str, HostReplica] = {}
+        """Request id → the replica that has it."""
+        self._prefixes = PrefixRecord()
+        self._lost_stats: list[EngineStats] = []
+        """The counters of lost replicas."""
+
+    def __iter__(self) -> Iterator[HostReplica]:
+        """Extra ones last."""
+        return iter((*self.fixed, *self.extras))
+
+    def loaded(self) -> list[HostReplica]:
+        """Those that serve, or sleep."""
+        return [replica for replica in self if replica.state == "loaded"]
+
+    # Requests
+
+    def route(self, request: EngineRequest) -> None:
+        """Sends a request to the replica where its first token is expected first. There is one, unless the model was
+        reported as lost."""
+        now_s = asyncio.get_running_loop().time()
+        candidates = {replica.place: replica for replica in self.loaded()}
+        if not candidates:
+            return
+        replicas = [replica.as_candidate(now_s) for replica in candidates.values()]
+        chosen = choose(replicas, array("I", request.prompt).tobytes(), self._prefixes)
+        replica = self._owners[request.id] = candidates[chosen.replica.place]
+        replica.backlog_until_s = max(now_s, replica.backlog_until_s) + chosen.prefill_s
+        replica.live.add(request.id)
+        replica.empty.clear()
+        replica.host.submit(request)
+
+    def cancel(self, request_id: str) -> None:
+        if (owner := self._owners.get(request_id)) is not None:
+            owner.host.cancel(request_id)
+
+    def request_ended(self, request_id: str) -> None:
+        """It has its last output or its failure."""
+        if (owner := self._owners.pop(request_id, None)) is not None:
+            owner.live.discard(request_id)
+            if not owner.live:
+                owner.empty.set()
+                owner.backlog_until_s = 0.0
+                owner.idle_since_s = asyncio.get_running_loop().time()
+
+    def take_requests(self, replica: HostReplica) -> set[str]:
+        """The requests of a replica that ends; from now on it has none."""
+        taken, replica.live = replica.live, set()
+        replica.empty.set()
+        replica.backlog_until_s = 0.0
+        for request_id in taken:
+            self._owners.pop(request_id, None)
+        return taken
+
+    # Counters
+
+    def total_stats(self) -> EngineStats:
+        """All replicas together. The counters include those of lost ones, because they only grow."""
+        parts = [*self._lost_stats, *(each.stats for each in self)]
+        names = [each.name for each in fields(EngineStats)]
+        return EngineStats(**{name: sum(getattr(part, name) for part in parts) for name in names})
+
+    def keep_counters(self, replica: HostReplica) -> None:
+        """The replica is lost, or unloaded, and with it what it had cached."""
+        self._prefixes.forget(replica.place)
+        self._lost_stats.append(replace(replica.stats, running=0, waiting=0, used_pages=0, cached_pages=0, num_pages=0))
+        replica.stats = EngineStats()
+
+
+class ReplicaSink(RelaySink):
+    """The `ModelSink` of one replica: passes its events on, and keeps the set up to date."""
+
+    def __init__(
+        self,
+        replicas: ReplicaSet,
+        replica: HostReplica,
+        model: ModelSink,
+        on_lost: Callable[[HostReplica, str], None],
+        *,
+        reports_progress: bool = False,
+    ) -> None:
+        """`reports_progress`: not if it is loaded while the model serves."""
+        super().__init__(model)
+        self._replicas = replicas
+        self._replica = replica
+        self._on_lost = on_lost
+        self._reports_progress = reports_progress
+
+    def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        if self._reports_progress:
+            super().on_progress(stage, done_bytes, total_bytes)
+
+    def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None:
+        self._replica.history = self._replica.history.proved()
+        for output in outputs:
+            if output.finish is not None:
+                self._replicas.request_ended(output.request_id)
+        super().on_outputs(outputs)
+
+    def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None:
+        self._replicas.request_ended(request_id)
+        super().on_request_failed(request_id, kind, message)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        self._replica.stats = stats
+        super().on_stats(self._replicas.total_stats())
+
+    def on_lost(self, reason: str) -> None:
+        self._on_lost(self._replica, reason)

@@ -1,1 +1,0 @@
-"""One model that is loaded several times on a node: `host` → `extras` → `replica_set`."""

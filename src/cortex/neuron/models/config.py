@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +72,26 @@ def count_in(config: Mapping[str, Any], name: str, default: int | None = None) -
     return value
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int, layer_type: str | None = None) -> RopeConfig:
-    """Both spellings: `rope_theta` beside `rope_scaling`, and everything in `rope_parameters`, where each `layer_type`
-    may have its own."""
+def layer_type_in(config: Mapping[str, Any], index: int, allowed: Sequence[str], default: str) -> str:
+    """The type of one layer in `layer_types`, which names one of `allowed` for each; without the list, `default`.
+
+    Raises UnsupportedModel.
+    """
+    types = config.get("layer_types")
+    if not types:
+        return default
+    num_layers = config.get("num_hidden_layers")
+    if len(types) != num_layers or not set(types) <= set(allowed):
+        raise UnsupportedModel(f"layer_types must name {num_layers} layers, {' or '.join(allowed)}: {types}")
+    return str(types[index])
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    """Both spellings: `rope_theta` beside `rope_scaling`, and everything in `rope_parameters`.
+
+    Raises UnsupportedModel.
+    """
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if isinstance(settings, Mapping) and layer_type in settings:
-        settings = settings[layer_type] or {}
     if not isinstance(settings, Mapping):
         raise UnsupportedModel(f"the model's config has {settings!r} for its rope parameters; they are an object")
     scaling = str(settings.get("rope_type") or settings.get("type") or "default")
@@ -90,10 +104,32 @@ def read_rope(config: Mapping[str, Any], head_dim: int, layer_type: str | None =
             )
     theta = settings.get("rope_theta") or config.get("rope_theta") or 10_000.0
     fraction = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    dims = int(head_dim * float(fraction))
+    if dims < 2 or dims % 2 or dims > head_dim:
+        raise UnsupportedModel(f"a rotation of {dims} of the {head_dim} dimensions of a head is not possible")
+    if scaling == "longrope":
+        _check_factors(settings, dims // 2)
     return RopeConfig(
-        dims=int(head_dim * float(fraction)),
+        dims=dims,
         theta=float(theta),
         scaling=scaling,
         settings=settings,
         trained_tokens=int(config.get("max_position_embeddings") or 0),
     )
+
+
+def read_layer_rope(config: Mapping[str, Any], head_dim: int, layer_type: str, theta: float) -> RopeConfig:
+    """The rotation of one type of layers, in configs where types rotate differently: `rope_parameters` has an object
+    for each type. In the older spelling `rope_scaling` is that of full attention. `theta`: if the object has none."""
+    by_type = config.get("rope_parameters") or {"full_attention": config.get("rope_scaling")}
+    if not isinstance(by_type, Mapping):
+        raise UnsupportedModel(f"the model's config has {by_type!r} for its rope parameters; they are an object")
+    own = {"rope_theta": theta, **(by_type.get(layer_type) or {})}
+    return read_rope({**config, "rope_parameters": own}, head_dim)
+
+
+def _check_factors(settings: Mapping[str, Any], count: int) -> None:
+    for name in ("short_factor", "long_factor"):
+        factors = settings.get(name)
+        if not isinstance(factors, Sequence) or len(factors) != count or not all(factor > 0 for factor in factors):
+            raise UnsupportedModel(f"rope scaling 'longrope' needs {count} positive numbers in {name!r}: {factors!r}")

@@ -11,7 +11,11 @@ from ..tiny_models import tiny_sizes
 from .reference_models import randomised
 
 VOCAB = 97
-SIZES: dict[str, Any] = {**tiny_sizes(vocab_size=VOCAB, hidden_size=48, intermediate_size=72), "eos_token_id": None}
+SIZES: dict[str, Any] = {
+    **tiny_sizes(vocab_size=VOCAB, hidden_size=48, intermediate_size=72),
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 FOUR_LAYERS = {"num_hidden_layers": 4}
 WINDOWS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 LOCAL, YARN = (
@@ -69,7 +73,6 @@ def _longrope(original: int) -> dict[str, Any]:
             "original_max_position_embeddings": original,
         },
         "original_max_position_embeddings": original,
-        "pad_token_id": None,
     }
 
 
@@ -111,12 +114,11 @@ TABLE: dict[str, Family] = {
         transformers.SmolLM3Config,
         transformers.SmolLM3ForCausalLM,
         {
-            "plain": FOUR_LAYERS | {"pad_token_id": None},
+            "plain": FOUR_LAYERS | {},
             "windows": {
                 "no_rope_layers": [0, 1],
                 "use_sliding_window": True,
                 "sliding_window": 5,
-                "pad_token_id": None,
             },
         },
     ),
@@ -124,8 +126,8 @@ TABLE: dict[str, Family] = {
         transformers.Phi3Config,
         transformers.Phi3ForCausalLM,
         {
-            "plain": {"pad_token_id": None},
-            "window": {"pad_token_id": None, "sliding_window": 6, "num_key_value_heads": 4},
+            "plain": {},
+            "window": {"sliding_window": 6, "num_key_value_heads": 4},
             "short": _longrope(128),
             "long": _longrope(32),
         },
@@ -191,9 +193,9 @@ TABLE: dict[str, Family] = {
         transformers.Glm4Config,
         transformers.Glm4ForCausalLM,
         {
-            "plain": {"head_dim": 16, "pad_token_id": None},
+            "plain": {"head_dim": 16},
             "every dimension": {
-                **{"attention_bias": False, "pad_token_id": None},
+                **{"attention_bias": False},
                 "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
             },
         },

@@ -113,7 +113,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
         dims=dims,
         theta=float(theta),
         scaling=scaling,
-        settings=settings,
+        settings={} if scaling == "default" else settings,
         trained_tokens=int(config.get("max_position_embeddings") or 0),
     )
 

@@ -47,7 +47,7 @@ class Ministral3(Mistral):
 
     def attention(self, index: int) -> AttentionConfig:
         attention = super().attention(index)
-        settings = attention.rope.settings if attention.rope is not None else {}
+        settings = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
         beta = settings.get("llama_4_scaling_beta")
         if not beta:
             return attention

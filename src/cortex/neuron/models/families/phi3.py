@@ -23,5 +23,5 @@ class Phi3(Mistral):
         settings = dict(self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {})
         if settings.get("rope_type", settings.get("type")) in ("longrope", "su", "yarn"):  # older names of the same
             settings["rope_type"] = "longrope"
-            settings.setdefault("original_max_position_embeddings", self.raw["original_max_position_embeddings"])
+            settings["original_max_position_embeddings"] = self.raw["original_max_position_embeddings"]
         return read_rope({**self.raw, "rope_parameters": settings}, self.config.head_dim)

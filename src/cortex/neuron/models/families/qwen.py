@@ -29,7 +29,11 @@ class Qwen3(Llama):
 
 
 class Qwen2(Qwen3):
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+        "use_sliding_window": False,
+    }
 
     def attention(self, index: int) -> AttentionConfig:
         return replace(super().attention(index), qk_norm=None, bias=True, output_bias=False)

@@ -27,6 +27,7 @@ class Mellum(Qwen3Moe):
         "num_key_value_heads": 4,
         "head_dim": 128,
         "max_position_embeddings": 131_072,
+        "num_local_experts": 64,
         "norm_topk_prob": True,
         "sliding_window": 1024,
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
 from .reference_models import randomised
 
 VOCAB, HIDDEN = 96, 256
+INTERLEAVED = ("granite", "llama", "mistral3", "smollm3")
+"""Architectures whose converters put the two rows of a rotary pair side by side."""
 SIZES: dict[str, Any] = {
     **tiny_sizes(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=2, head_dim=64),
     "rms_norm_eps": 1e-6,
@@ -36,6 +39,14 @@ HYBRID: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
 }
 SHARED = {"shared_expert_intermediate_size": 512}
+UNPADDED = {**SIZES, "pad_token_id": None}
+WINDOWS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
 BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, SIZES),
@@ -52,7 +63,80 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.Qwen3_5MoeForCausalLM,
         SIZES | EXPERTS | SHARED | HYBRID,
     ),
+    "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM, UNPADDED | WINDOWS | {"logit_scale": 0.3}),
+    "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM, UNPADDED),
+    "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM, SIZES | WINDOWS),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
+        UNPADDED | WINDOWS | {"query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0},
+    ),
+    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM, UNPADDED),
+    "granite": (
+        transformers.GraniteConfig,
+        transformers.GraniteForCausalLM,
+        {
+            **SIZES,
+            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "logits_scaling": 4.0},
+            "attention_multiplier": 0.05,
+        },
+    ),
+    "hunyuan-dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM, UNPADDED),
+    "mistral3": (
+        transformers.Ministral3Config,
+        transformers.Ministral3ForCausalLM,
+        UNPADDED | {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
+    ),
+    "olmo2": (
+        transformers.Olmo3Config,
+        transformers.Olmo3ForCausalLM,
+        UNPADDED | WINDOWS | {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
+    ),
+    "phi3": (
+        transformers.Phi3Config,
+        transformers.Phi3ForCausalLM,
+        {
+            **UNPADDED,
+            **{"original_max_position_embeddings": 16, "sliding_window": 20},
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+                **{
+                    "short_factor": [1.0 + number / 16 for number in range(16)],
+                    "original_max_position_embeddings": 128,
+                },
+                "long_factor": [1.5 + number / 4 for number in range(16)],
+            },
+        },
+    ),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, SIZES),
+    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM, UNPADDED | {"attention_out_bias": True}),
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM, UNPADDED | {"num_hidden_layers": 4}),
 }
+VARIANTS: dict[str, tuple[str, tuple[Any, Any, dict[str, Any]]]] = {
+    "mistral": (
+        "llama",
+        (transformers.MistralConfig, transformers.MistralForCausalLM, SIZES | {"sliding_window": None}),
+    ),
+    "mistral small": (
+        "mistral3",
+        (transformers.MistralConfig, transformers.MistralForCausalLM, SIZES | {"sliding_window": None}),
+    ),
+    "olmo2": ("olmo2", (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, UNPADDED)),
+    "phi4": ("phi3", (transformers.Phi3Config, transformers.Phi3ForCausalLM, UNPADDED)),
+    "exaone4 without windows": (
+        "exaone4",
+        (
+            transformers.Exaone4Config,
+            transformers.Exaone4ForCausalLM,
+            SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        ),
+    ),
+    "glm4 without biases": (
+        "glm4",
+        (transformers.Glm4Config, transformers.Glm4ForCausalLM, UNPADDED | {"attention_bias": False}),
+    ),
+}
+"""Other models of the same architectures: name → architecture, build."""
 MIXED = (
     "Q4_K",
     "Q6_K",
@@ -82,7 +166,11 @@ _SCALE_BYTES = {
 
 
 def reference_of(architecture: str, **changes: Any) -> Any:
-    config_class, model_class, sizes = BUILDS[architecture]
+    return build(BUILDS[architecture], **changes)
+
+
+def build(parts: tuple[Any, Any, dict[str, Any]], **changes: Any) -> Any:
+    config_class, model_class, sizes = parts
     config = config_class(**(sizes | changes), attn_implementation="eager")
     return randomised(lambda: model_class(config), std=0.06, vector_std=0.3)
 
@@ -177,7 +265,9 @@ def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer
         yield f"blk.{layer}.ffn_up_exps.weight", up
     elif "experts.down_proj" in source:
         yield f"blk.{layer}.ffn_down_exps.weight", tensor
-    elif architecture == "llama" and (".q_proj." in source or ".k_proj." in source):
+    elif architecture == "gemma3" and source.endswith("norm.weight"):
+        yield name_of(source), tensor + 1
+    elif architecture in INTERLEAVED and (".q_proj." in source or ".k_proj." in source):
         heads = config.num_attention_heads if ".q_proj." in source else config.num_key_value_heads
         yield name_of(source), tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
     elif "shared_expert_gate" in source:
@@ -236,8 +326,13 @@ def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10_000.0)
+    if architecture == "cohere2":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    ropes = config.rope_parameters
+    writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
+    _add_options(writer, config, architecture)
     if architecture not in ("qwen3next", "qwen35moe"):
         writer.add_feed_forward_length(config.intermediate_size)
     if architecture in ("qwen3moe", "qwen3next", "qwen35moe"):
@@ -254,3 +349,43 @@ def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
         writer.add_full_attention_interval(HYBRID["full_attention_interval"])
         writer.add_rope_dimension_count(config.head_dim // 4)
+
+
+def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
+    """What some architectures have, under the keys of their converters."""
+    ropes = config.rope_parameters
+    scaling = ropes.get("full_attention", ropes)
+    if scaling["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    window = getattr(config, "sliding_window", None)
+    if architecture in ("cohere2", "exaone4", "gemma3", "olmo2", "phi3") and window is not None:
+        writer.add_sliding_window(window)
+        if architecture in ("exaone4", "olmo2"):
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if architecture == "cohere2":
+        writer.add_logit_scale(config.logit_scale)
+    elif architecture == "gemma3":
+        writer.add_sliding_window_pattern(4)
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    elif architecture == "glm4":
+        writer.add_rope_dimension_count(config.head_dim // 2)
+    elif architecture == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    elif architecture == "mistral3" and config.model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(scaling["mscale_all_dim"])
+        writer.add_attn_temperature_scale(scaling["llama_4_scaling_beta"])
+    elif architecture == "phi3" and scaling["rope_type"] == "longrope":
+        writer.add_rope_dimension_count(config.head_dim // 2)
+        original = scaling["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        scale = math.sqrt(1 + math.log(config.max_position_embeddings / original) / math.log(original))
+        writer.add_rope_scaling_attn_factors(scale)
+        for name in ("long", "short"):
+            factors = np.array(scaling[f"{name}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors, raw_dtype=gguf.GGMLQuantizationType.F32)

@@ -1,7 +1,7 @@
 """Command R7B and Command A: attention and feed-forward block side by side behind one layer norm.
 
 Every fourth layer has neither a window nor a rotation. In the others pairs of adjacent dimensions rotate: the
-checkpoint puts them apart (`weights/safetensors/arranged.py`).
+checkpoint puts them apart (`weights/family_tensors.py`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """ERNIE 4.5, dense: Llama's shape. Pairs of adjacent dimensions rotate: the checkpoint puts them apart
-(`weights/safetensors/arranged.py`)."""
+(`weights/family_tensors.py`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """GLM-4: norms around every block. Half of each head rotates, in pairs of adjacent dimensions: the checkpoint puts them
-apart (`weights/safetensors/arranged.py`)."""
+apart (`weights/family_tensors.py`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Phi-3 and Phi-4: Llama's shape; part of each head may rotate, with other frequencies in long contexts. Their files
-have one matrix for queries, keys and values, and one for gate and up (`weights/safetensors/arranged.py`)."""
+have one matrix for queries, keys and values, and one for gate and up (`weights/family_tensors.py`)."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cortex.neuron.weights.directory import model_file, read_json, read_optional_json
 from cortex.neuron.weights.errors import FilesMissing, Malformed, TensorMissing
+from cortex.neuron.weights.family_tensors import arranged
 from cortex.neuron.weights.mapping import MappedFile
-from cortex.neuron.weights.safetensors.arranged import arranged, stacked_expert
+from cortex.neuron.weights.safetensors.arranged import stacked_expert
 from cortex.neuron.weights.safetensors.header import parse_header
 from cortex.neuron.weights.safetensors.published import assemble
 from cortex.neuron.weights.stored import StoredTensor, TensorInfo

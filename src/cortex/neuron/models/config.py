@@ -86,14 +86,20 @@ def layer_type_in(config: Mapping[str, Any], index: int, allowed: Sequence[str],
     return str(types[index])
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
+def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Both spellings: `rope_theta` beside `rope_scaling`, and everything in `rope_parameters`.
 
     Raises UnsupportedModel.
     """
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(settings, Mapping):
         raise UnsupportedModel(f"the model's config has {settings!r} for its rope parameters; they are an object")
+    return settings
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int, settings: Mapping[str, Any] | None = None) -> RopeConfig:
+    """`settings`: in place of the config's `rope_settings`. Raises UnsupportedModel."""
+    settings = rope_settings(config) if settings is None else settings
     scaling = str(settings.get("rope_type") or settings.get("type") or "default")
     if scaling not in SCALINGS:
         raise UnsupportedModel(f"rope scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}")
@@ -121,11 +127,9 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
 def read_layer_rope(config: Mapping[str, Any], head_dim: int, layer_type: str, theta: float) -> RopeConfig:
     """The rotation of one type of layers, in configs where types rotate differently: `rope_parameters` has an object
     for each type. In the older spelling `rope_scaling` is that of full attention. `theta`: if the object has none."""
-    by_type = config.get("rope_parameters") or {"full_attention": config.get("rope_scaling")}
-    if not isinstance(by_type, Mapping):
-        raise UnsupportedModel(f"the model's config has {by_type!r} for its rope parameters; they are an object")
-    own = {"rope_theta": theta, **(by_type.get(layer_type) or {})}
-    return read_rope({**config, "rope_parameters": own}, head_dim)
+    by_type = rope_settings({"rope_parameters": config.get("rope_parameters")})
+    scaling = rope_settings({"rope_scaling": config.get("rope_scaling")}) if layer_type == "full_attention" else {}
+    return read_rope(config, head_dim, {"rope_theta": theta, **(by_type.get(layer_type) or {}), **scaling})
 
 
 def _check_factors(settings: Mapping[str, Any], count: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig, QueryGrowth
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.config import count_in
+from cortex.neuron.models.config import count_in, rope_settings
 from cortex.neuron.models.families.llama import Llama
 from cortex.neuron.models.text_part import TextPart
 
@@ -47,7 +47,7 @@ class Ministral3(Mistral):
 
     def attention(self, index: int) -> AttentionConfig:
         attention = super().attention(index)
-        settings = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        settings = rope_settings(self.raw)
         beta = settings.get("llama_4_scaling_beta")
         if not beta:
             return attention

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import RopeConfig
-from cortex.neuron.models.config import read_rope
+from cortex.neuron.models.config import read_rope, rope_settings
 from cortex.neuron.models.families.mistral import Mistral
 
 
@@ -20,8 +20,8 @@ class Phi3(Mistral):
 
     def rope(self, index: int) -> RopeConfig | None:
         del index
-        settings = dict(self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {})
+        settings = dict(rope_settings(self.raw))
         if settings.get("rope_type", settings.get("type")) in ("longrope", "su", "yarn"):  # older names of the same
             settings["rope_type"] = "longrope"
             settings["original_max_position_embeddings"] = self.raw["original_max_position_embeddings"]
-        return read_rope({**self.raw, "rope_parameters": settings}, self.config.head_dim)
+        return read_rope(self.raw, self.config.head_dim, settings)

@@ -52,8 +52,8 @@ def _mistral3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     if not keys.has("attention.temperature_scale"):
         return {"sliding_window": None}
     growth = {"llama_4_scaling_beta": keys.number("attention.temperature_scale")}
-    scaling = {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {})}
-    return {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], "rope_parameters": scaling | growth}
+    scaling = {**(config["rope_scaling"] or {}), **growth}
+    return {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], "rope_scaling": scaling}
 
 
 def _olmo2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,128 +15,12 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
-from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
-from .reference_models import randomised
+from .gguf_builds import HYBRID
 
-VOCAB, HIDDEN = 96, 256
 INTERLEAVED = ("granite", "llama", "mistral3", "smollm3")
 """Architectures whose converters put the two rows of a rotary pair side by side."""
-SIZES: dict[str, Any] = {
-    **tiny_sizes(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=2, head_dim=64),
-    "rms_norm_eps": 1e-6,
-}
-EXPERTS: dict[str, Any] = {
-    **tiny_experts(num_experts=5, moe_intermediate_size=256),
-    "decoder_sparse_step": 1,
-}
-HYBRID: dict[str, Any] = {
-    **tiny_delta(linear_num_value_heads=6, linear_key_head_dim=32, linear_value_head_dim=128),
-    "full_attention_interval": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
-}
-SHARED = {"shared_expert_intermediate_size": 512}
-UNPADDED = {**SIZES, "pad_token_id": None}
-WINDOWS: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "sliding_window": 9,
-    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
-}
-PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-
-BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, SIZES),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, SIZES),
-    "qwen3moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, SIZES | EXPERTS),
-    "qwen3next": (
-        transformers.Qwen3NextConfig,
-        transformers.Qwen3NextForCausalLM,
-        SIZES | EXPERTS | SHARED | HYBRID,
-    ),
-    "qwen35": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, SIZES | HYBRID),
-    "qwen35moe": (
-        transformers.Qwen3_5MoeTextConfig,
-        transformers.Qwen3_5MoeForCausalLM,
-        SIZES | EXPERTS | SHARED | HYBRID,
-    ),
-    "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM, UNPADDED | WINDOWS | {"logit_scale": 0.3}),
-    "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM, UNPADDED),
-    "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM, SIZES | WINDOWS),
-    "gemma3": (
-        transformers.Gemma3TextConfig,
-        transformers.Gemma3ForCausalLM,
-        UNPADDED | WINDOWS | {"query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0},
-    ),
-    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM, UNPADDED),
-    "granite": (
-        transformers.GraniteConfig,
-        transformers.GraniteForCausalLM,
-        {
-            **SIZES,
-            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "logits_scaling": 4.0},
-            "attention_multiplier": 0.05,
-        },
-    ),
-    "hunyuan-dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM, UNPADDED),
-    "mistral3": (
-        transformers.Ministral3Config,
-        transformers.Ministral3ForCausalLM,
-        UNPADDED | {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
-    ),
-    "olmo2": (
-        transformers.Olmo3Config,
-        transformers.Olmo3ForCausalLM,
-        UNPADDED | WINDOWS | {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
-    ),
-    "phi3": (
-        transformers.Phi3Config,
-        transformers.Phi3ForCausalLM,
-        {
-            **UNPADDED,
-            **{"original_max_position_embeddings": 16, "sliding_window": 20},
-            "rope_parameters": {
-                **{"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
-                **{
-                    "short_factor": [1.0 + number / 16 for number in range(16)],
-                    "original_max_position_embeddings": 128,
-                },
-                "long_factor": [1.5 + number / 4 for number in range(16)],
-            },
-        },
-    ),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, SIZES),
-    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM, UNPADDED | {"attention_out_bias": True}),
-    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM, UNPADDED | {"num_hidden_layers": 4}),
-}
-VARIANTS: dict[str, tuple[str, tuple[Any, Any, dict[str, Any]]]] = {
-    "mistral": (
-        "llama",
-        (transformers.MistralConfig, transformers.MistralForCausalLM, SIZES | {"sliding_window": None}),
-    ),
-    "mistral small": (
-        "mistral3",
-        (transformers.MistralConfig, transformers.MistralForCausalLM, SIZES | {"sliding_window": None}),
-    ),
-    "olmo2": ("olmo2", (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, UNPADDED)),
-    "phi4": ("phi3", (transformers.Phi3Config, transformers.Phi3ForCausalLM, UNPADDED)),
-    "exaone4 without windows": (
-        "exaone4",
-        (
-            transformers.Exaone4Config,
-            transformers.Exaone4ForCausalLM,
-            SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
-        ),
-    ),
-    "glm4 without biases": (
-        "glm4",
-        (transformers.Glm4Config, transformers.Glm4ForCausalLM, UNPADDED | {"attention_bias": False}),
-    ),
-}
-"""Other models of the same architectures: name → architecture, build."""
 MIXED = (
     "Q4_K",
     "Q6_K",
@@ -163,16 +47,6 @@ _SCALE_BYTES = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
 }
-
-
-def reference_of(architecture: str, **changes: Any) -> Any:
-    return build(BUILDS[architecture], **changes)
-
-
-def build(parts: tuple[Any, Any, dict[str, Any]], **changes: Any) -> Any:
-    config_class, model_class, sizes = parts
-    config = config_class(**(sizes | changes), attn_implementation="eager")
-    return randomised(lambda: model_class(config), std=0.06, vector_std=0.3)
 
 
 Override = Callable[[str, Tensor, str], list[tuple[str, Tensor]] | None]
@@ -207,10 +81,11 @@ def write_gguf(
 
     turns = itertools.cycle(formats)
     with torch.no_grad():
-        for source, parameter in reference.named_parameters():
+        biases = [(name, buffer) for name, buffer in reference.named_buffers() if name.endswith("correction_bias")]
+        for source, parameter in (*reference.named_parameters(), *biases):
             if source == "lm_head.weight" and config.tie_word_embeddings:
                 continue
-            if "norm" in source or parameter.dim() == 1 or "conv1d" in source:
+            if "norm" in source or source.endswith("_bias") or parameter.dim() == 1 or "conv1d" in source:
                 for name, tensor in tensors_of(source, parameter.float()):
                     writer.add_tensor(name, tensor.numpy(), raw_dtype=gguf.GGMLQuantizationType.F32)
                 continue
@@ -249,6 +124,8 @@ def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer
         tensor = _tiled(source, tensor, config)
     if source.endswith("A_log"):
         yield f"blk.{layer}.ssm_a", -torch.exp(tensor)
+    elif source.endswith("e_score_correction_bias"):
+        yield f"blk.{layer}.exp_probs_b.bias", tensor.flatten()
     elif source.endswith("dt_bias"):
         yield f"blk.{layer}.ssm_dt.bias", tensor
     elif "conv1d" in source:
@@ -259,11 +136,11 @@ def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer
         parts = _by_part(tensor, config)
         yield f"blk.{layer}.attn_qkv.weight", torch.cat(parts[:3])
         yield f"blk.{layer}.attn_gate.weight", parts[3]
-    elif "experts.gate_up_proj" in source:
+    elif ".experts.gate_up_proj" in source:
         gate, up = tensor.chunk(2, dim=1)
         yield f"blk.{layer}.ffn_gate_exps.weight", gate
         yield f"blk.{layer}.ffn_up_exps.weight", up
-    elif "experts.down_proj" in source:
+    elif ".experts.down_proj" in source:
         yield f"blk.{layer}.ffn_down_exps.weight", tensor
     elif architecture == "gemma3" and source.endswith("norm.weight"):
         yield name_of(source), tensor + 1
@@ -370,6 +247,8 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_sliding_window_pattern(4)
         writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    elif architecture in ("ernie4_5-moe", "glm4moe", "minimax-m2"):
+        _add_experts(writer, config, architecture)
     elif architecture == "glm4":
         writer.add_rope_dimension_count(config.head_dim // 2)
     elif architecture == "granite":
@@ -389,3 +268,25 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         for name in ("long", "short"):
             factors = np.array(scaling[f"{name}_factor"], dtype=np.float32)
             writer.add_tensor(f"rope_factors_{name}.weight", factors, raw_dtype=gguf.GGMLQuantizationType.F32)
+
+
+def _add_experts(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture == "ernie4_5-moe":
+        writer.add_expert_count(config.moe_num_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        return
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_rope_dimension_count(config.head_dim // 2)
+    if architecture == "minimax-m2":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        return
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.neuron.models.gguf_models import BUILDS, MIXED, VARIANTS, VOCAB, build, reference_of, write_gguf
+from tests.neuron.models.gguf_builds import BUILDS, VARIANTS, VOCAB, build, reference_of
+from tests.neuron.models.gguf_models import MIXED, write_gguf
 from tests.neuron.models.test_qwen3_next import logits_of
 
 from cortex.neuron.engine.loading import load_model

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.neuron.models.gguf_models import BUILDS, VOCAB, reference_of, write_gguf
+from tests.neuron.models.gguf_builds import BUILDS, VOCAB, reference_of
+from tests.neuron.models.gguf_models import write_gguf
 from tests.neuron.models.test_qwen3_next import logits_of
 
 from cortex.neuron.engine.loading import LoadedModel, build_model
@@ -44,6 +46,16 @@ def load(checkpoint: Checkpoint, packing: PackingOffer) -> LoadedModel:
     return build_model(checkpoint.config, spec, CPU, fill, packing=packing)
 
 
+def as_in_files(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+    """Queries or keys with the rotated rows of each head in the order of the family's files."""
+    if config["model_type"] not in ("cohere2", "ernie4_5", "ernie4_5_moe", "glm4"):
+        return tensor
+    rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
+    heads = tensor.unflatten(0, (-1, config["head_dim"])).clone()
+    heads[:, :rotated] = heads[:, :rotated].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return heads.flatten(0, 1)
+
+
 def rounded(checkpoint: Checkpoint, layouts: Mapping[str, DeviceLayout], path: Path) -> Checkpoint:
     """The checkpoint in dense form with the numbers that packed matrices have."""
     tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
@@ -53,6 +65,10 @@ def rounded(checkpoint: Checkpoint, layouts: Mapping[str, DeviceLayout], path: P
         placement = PackedPlacement(name, matrix, 0, matrix.outputs)
         load_into(checkpoint, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
         tensors[name] = numbers_of(matrix)
+    for name in [
+        name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"))
+    ]:
+        tensors[name] = as_in_files(tensors[name], checkpoint.config)
     stacks = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     path.mkdir()
     save_file({name: tensors[name].contiguous() for name in tensors if name not in stacks}, path / "model.safetensors")

@@ -16,12 +16,15 @@ from cortex.neuron.weights.gguf.rope import rope_scaling
 _FAMILIES: Final = {
     "cohere2": ("cohere2", "Cohere2ForCausalLM"),
     "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),
+    "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
     "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
+    "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "mistral3": ("mistral", "MistralForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
@@ -36,10 +39,10 @@ _FAMILIES: Final = {
 }
 INTERLEAVED: Final = frozenset({"granite", "llama", "mistral3", "smollm3"})
 """Architectures whose converters interleave the rotary halves of queries and keys."""
-_MIXTURES: Final = frozenset({"qwen3moe", "qwen3next", "qwen35moe"})
+_MIXTURES: Final = frozenset({"ernie4_5-moe", "glm4moe", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"})
 _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""
-_PARTIAL: Final = frozenset({"glm4", "phi3"}) | _HYBRIDS
+_PARTIAL: Final = frozenset({"glm4", "glm4moe", "minimax-m2", "phi3"}) | _HYBRIDS
 """Architectures that rotate a part of each head."""
 PLUS_ONE_NORMS: Final = frozenset({"gemma3"}) | _HYBRIDS
 """Architectures whose converters add one to the weights of norms."""

@@ -9,6 +9,8 @@ from cortex.neuron.weights.gguf.keys import Keys
 
 _GEMMA3_27B_LAYERS: Final = 62
 """The one Gemma 3 whose attention scale does not follow from the width of its heads, and files do not name it."""
+SOFTMAX, SIGMOID = 1, 2
+"""Values of `expert_gating_func`."""
 
 
 def _cohere2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -16,6 +18,17 @@ def _cohere2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
         **keys.windows(config["num_hidden_layers"], 4),
         "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "logit_scale": keys.number("logit_scale"),
+    }
+
+
+def _ernie4_5_moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    _check_scoring(keys, SOFTMAX)
+    return {
+        "moe_num_experts": config["num_experts"],
+        "moe_k": config["num_experts_per_tok"],
+        "moe_num_shared_experts": keys.count("expert_shared_count") if keys.has("expert_shared_count") else 0,
+        "moe_layer_start_index": _num_dense(keys),
+        "moe_layer_interval": keys.count("interleave_moe_layer_step", 1),
     }
 
 
@@ -36,6 +49,18 @@ def _gemma3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _glm4moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    _check_scoring(keys, SIGMOID)
+    return {
+        "n_routed_experts": config["num_experts"],
+        "n_shared_experts": keys.count("expert_shared_count") if keys.has("expert_shared_count") else 0,
+        "first_k_dense_replace": _num_dense(keys),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.flag("expert_weights_norm", default=True),
+        "use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight"),
+    }
+
+
 def _granite(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     if not keys.flag("rope.scaling.finetuned", default=True):
         raise keys.unsupported("rope.scaling.finetuned", "Granite models without positions are not supported")
@@ -45,6 +70,11 @@ def _granite(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_multiplier": keys.number("attention.scale", config["head_dim"] ** -0.5),
         "logits_scaling": keys.number("logit_scale"),
     }
+
+
+def _minimax_m2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    _check_scoring(keys, SIGMOID)
+    return {"num_local_experts": config["num_experts"], "intermediate_size": config["moe_intermediate_size"]}
 
 
 def _mistral3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,6 +109,16 @@ def _seed_oss(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_out_bias": keys.has_tensor("blk.0.attn_output.bias")}
 
 
+def _num_dense(keys: Keys) -> int:
+    return keys.count("leading_dense_block_count") if keys.has("leading_dense_block_count") else 0
+
+
+def _check_scoring(keys: Keys, known: int) -> None:
+    """Rejects a router that turns scores into weights in another way than the family's."""
+    if keys.has("expert_gating_func") and keys.count("expert_gating_func") != known:
+        raise keys.unsupported("expert_gating_func", f"of this family only {known} is supported")
+
+
 def _by_type(config: Mapping[str, Any], windowed_theta: float) -> dict[str, Any]:
     """Layers with a window rotate by a theta of their own, without a scaling."""
     return {
@@ -89,9 +129,12 @@ def _by_type(config: Mapping[str, Any], windowed_theta: float) -> dict[str, Any]
 
 OPTIONS: Final[Mapping[str, Callable[[Keys, Mapping[str, Any]], dict[str, Any]]]] = {
     "cohere2": _cohere2,
+    "ernie4_5-moe": _ernie4_5_moe,
     "exaone4": _exaone4,
     "gemma3": _gemma3,
+    "glm4moe": _glm4moe,
     "granite": _granite,
+    "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,
     "olmo2": _olmo2,
     "phi3": _phi3,

@@ -31,12 +31,15 @@ _PER_LAYER: Final = {
     "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-_HYBRID: Final = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+_SHARED: Final = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_HYBRID: Final = {
+    **_SHARED,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 """In models with gated delta nets, whose own tensors `delta.py` names."""
 _AFTER_BLOCKS: Final = {
@@ -45,6 +48,7 @@ _AFTER_BLOCKS: Final = {
 }
 _FUSED: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "ernie4_5-moe": _SHARED,
     "exaone4": _AFTER_BLOCKS,
     "gemma3": {**_AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"},
     "glm4": {
@@ -53,6 +57,7 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
+    "glm4moe": {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
     "olmo2": _AFTER_BLOCKS,
     "phi3": _FUSED,
     "qwen3next": _HYBRID,
@@ -85,6 +90,8 @@ def hub_name(name: str, architecture: str = "llama") -> str:
     """
     if match := _LAYER.fullmatch(name):
         layer, part, kind = match.groups()
+        if part == "exp_probs_b" and kind == "bias":
+            return f"model.layers.{int(layer)}.mlp.gate.e_score_correction_bias"
         own = _OWN_NAMES.get(architecture, {}).get(part) or _PER_LAYER.get(part)
         if own is not None:
             return f"model.layers.{int(layer)}.{own}.{kind}"

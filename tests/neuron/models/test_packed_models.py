@@ -50,7 +50,8 @@ def as_in_files(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor
     """Queries or keys with the rotated rows of each head in the order of the family's files."""
     if config["model_type"] not in ("cohere2", "ernie4_5", "ernie4_5_moe", "glm4"):
         return tensor
-    rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
+    fraction = {**config, **(config.get("rope_parameters") or {})}.get("partial_rotary_factor", 1.0)
+    rotated = int(config["head_dim"] * fraction)
     heads = tensor.unflatten(0, (-1, config["head_dim"])).clone()
     heads[:, :rotated] = heads[:, :rotated].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
     return heads.flatten(0, 1)
@@ -135,7 +136,7 @@ def test_dense_gguf_is_quantised_at_load(architecture: str, tmp_path: Path) -> N
     assert_packed_computes_as_dense(tmp_path / "m.gguf", tmp_path / "dense", RECIPES["q4_k"])
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen3next", "qwen35", "qwen35moe"])
+@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen3next", "qwen35", "qwen35moe", "glm4", "glm4moe", "gemma3"])
 @torch.inference_mode()
 def test_safetensors_of_every_family_are_quantised_at_load(architecture: str, tmp_path: Path) -> None:
     reference_of(architecture).save_pretrained(tmp_path)
@@ -158,3 +159,11 @@ def test_experts_of_a_published_fp8_checkpoint_stay_as_they_are(
     write_float8(tmp_path, "qwen3moe", size)
     packed = assert_packed_computes_as_dense(tmp_path, tmp_path / "dense")
     assert expert_layouts(packed) == {layout}
+
+
+@pytest.mark.parametrize("size", [128, 0])
+@torch.inference_mode()
+def test_joint_and_interleaved_rows_of_a_published_fp8_checkpoint_compute_as_dense(size: int, tmp_path: Path) -> None:
+    """Where a block of scales is cut by the new order, the rows are rounded again."""
+    write_float8(tmp_path, "glm4", size)
+    assert_packed_computes_as_dense(tmp_path, tmp_path / "dense")

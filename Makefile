@@ -3,9 +3,10 @@
 #   make up      a real model that responds on http://127.0.0.1:31313
 #   make test    everything that must hold before a change goes in
 
-PYTHON ?= python3
-TORCH  ?= $(shell grep -o '^torch==[0-9.]*' packaging/requirements-neuron.lock)
-ARGS   ?=
+PYTHON  ?= python3
+TORCH   ?= $(shell grep -o '^torch==[0-9.]*' packaging/requirements-neuron.lock)
+ARGS    ?=
+MINUTES ?= 30
 
 BIN      := .venv/bin
 RUNNABLE := .venv/.runnable
@@ -18,7 +19,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint types suite kernels hostile clients distribution format bench docs locks clean
+.PHONY: help setup up test lint types suite kernels fuzz hostile clients distribution format bench docs locks clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
@@ -43,6 +44,10 @@ suite: $(TESTABLE) ## Run the tests (ARGS="tests/wire -k stream" for a part)
 
 kernels: $(TESTABLE) ## Run the GPU kernels' tests on the CPU, under Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --processes auto tests/neuron/kernels
+
+fuzz: $(TESTABLE) ## Run the property tests with random examples until one fails (MINUTES=30 ARGS="tests/wire")
+	@end=$$(($$(date +%s) + 60 * $(MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
+	  $(BIN)/python -m pytest --processes auto -m hypothesis --hypothesis-profile fuzz $(ARGS) || exit 1; done
 
 hostile: $(TESTABLE) ## Attack running programs with full counts; `make test` does it with small ones
 	HOSTILE=full $(BIN)/python -m pytest $(ATTACKS) $(ARGS)

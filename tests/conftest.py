@@ -35,12 +35,13 @@ NEURON = "tests/neuron/"
 KERNELS = NEURON + "kernels/"
 """Tests of these files share nothing."""
 
-hypothesis.settings.register_profile(
-    "no deadline",
+_PROPERTIES = hypothesis.settings(
     deadline=None,  # examples are slow on a busy machine
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
-hypothesis.settings.load_profile("no deadline")
+hypothesis.settings.register_profile("suite", _PROPERTIES, derandomize=True)  # the same examples in every run
+hypothesis.settings.register_profile("fuzz", _PROPERTIES, derandomize=False, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile("suite")  # `make fuzz` names the other one
 
 for name, value in (("GOMP_SPINCOUNT", "1000"), ("ONEDNN_JIT_PROFILE", "0")):
     os.environ.setdefault(name, value)  # as the workers have them; torch reads them when it is imported

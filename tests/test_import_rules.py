@@ -20,14 +20,14 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 
 ENGINE_LIBRARIES = frozenset({"torch", "triton", "numpy", "safetensors", "tokenizers"})
-KERNELS = {"neuron.kernels", "neuron.delta_sizes"}
+KERNELS = {"neuron.kernels", "neuron.delta_sizes", "quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", *MODELS}
 WORKER = {"neuron.worker", "ipc", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights"}
-NODE = {"neuron.node", "neuron.config", "quant_names", *TOKENIZER, *WORKER}
-API = {"neuron.api", "build", "parsing", "http", "settings", "tls", *NODE}
+NODE = {"neuron.node", "neuron.config", "quant_names", "settings", *TOKENIZER, *WORKER}
+API = {"neuron.api", "build", "open_files", "parsing", "http", "tls", *NODE}
 NEURON = {"neuron", "exits", *API}
 LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "tasks", "wire", "settings"}
 DISPATCH = {
@@ -37,6 +37,7 @@ DISPATCH = {
     "gateway.metrics",
     "fleet",
     "http",
+    "open_files",
     "tasks",
     "tls",
     "wire",
@@ -62,13 +63,14 @@ RULES: dict[str, Rule] = {
     "": Rule(set(), frozenset()),
     "build": Rule({"cortex"}, frozenset()),
     "exits": Rule(set(), frozenset()),
+    "open_files": Rule(set(), frozenset()),
     "quant_names": Rule(set(), frozenset()),
     "tasks": Rule(set(), frozenset()),
     "tls": Rule({"settings"}, frozenset()),
     "settings": Rule({"settings"}, frozenset({"msgspec"})),
     "telemetry": Rule({"telemetry", "settings", "cortex"}),
-    "wire": Rule({"wire"}, frozenset({"msgspec"})),
-    "fleet": Rule({"fleet", "wire", "settings"}, frozenset({"msgspec"})),
+    "wire": Rule({"wire", "settings"}, frozenset({"msgspec"})),
+    "fleet": Rule({"fleet", "quant_names", "wire", "settings"}, frozenset({"msgspec"})),
     "http": Rule({"http", "wire"}, frozenset({"httptools"})),
     "ipc": Rule({"ipc", "telemetry"}, frozenset({"msgspec"})),
     "parsing": Rule({"parsing", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),

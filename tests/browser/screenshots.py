@@ -23,6 +23,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
+from cortex.settings import SamplingDefaults
 from cortex.wire.events import Usage
 from cortex.wire.node.protocol import (
     DiskUse,
@@ -31,7 +32,6 @@ from cortex.wire.node.protocol import (
     ModelLoad,
     ModelState,
     Progress,
-    SamplingDefaults,
 )
 
 from ..gateway.fake_neuron import GB

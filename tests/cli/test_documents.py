@@ -111,9 +111,16 @@ def test_every_command_in_the_readme_exists() -> None:
 
 
 def test_links_in_the_documents_exist() -> None:
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def test_the_map_of_the_architecture_stays_a_map() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 250
+    pages = {page.name for page in (ROOT / "docs" / "architecture").iterdir()}
+    assert pages == set(re.findall(r"\]\(architecture/([\w-]+\.md)\)", text))
 
 
 def test_paths_in_the_documents_exist() -> None:
@@ -123,7 +130,7 @@ def test_paths_in_the_documents_exist() -> None:
     known = [f"/{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}" for path in paths]
     known += [f"/{path.name}{'/' * path.is_dir()}" for path in ROOT.iterdir()]
     to_be_written = {"src/cortex/neuron/models/families/cwm.py"}
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         named = set(re.findall(r"(?<![\w/.~])((?:[\w-]+/)*[\w-]+\.py)(?!\w)|`((?:[a-z_]+/)+)`", text))
         for path in {file or folder for file, folder in named} - to_be_written:

@@ -34,7 +34,7 @@ Run = Callable[[str], Results]
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a gateway whose only model is the scripted one."""
     folder = tmp_path_factory.mktemp("clients")
-    texts = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
+    texts = [page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))]
     model = write_scripted_model(folder / "scripted", texts)
     ports = _free_ports(3)
     command = [sys.executable, "-m", "cortex.cli.cortex", "up", str(model)]

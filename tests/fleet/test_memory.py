@@ -92,6 +92,9 @@ def test_reservation_before_the_unload_ends_makes_the_balance_negative(model: Ma
         ("UD-Q4_K_XL", "q4_k", None, True),
         ("bf16", None, None, True),
         ("FP16", None, None, True),
+        ("fp8", "q8_0", None, False),
+        ("fp8", "fp8", None, True),
+        ("8bit", "q8_0", "8bit", True),
     ],
 )
 def test_estimate_of_another_quantisation_is_not_taken_for_the_wanted_one(
@@ -116,7 +119,17 @@ def test_estimate_of_another_quantisation_is_not_taken_for_the_wanted_one(
 
 @pytest.mark.parametrize(
     ("wanted", "expected"),
-    [(None, 16), ("q4", 5), ("Q4_K_M", 5), ("int4", 5), ("8bit", 9), ("q8_0", 9), ("fp8", 8), ("q6k", None)],
+    [
+        (None, 16),
+        ("q4", 5),
+        ("Q4_K_M", 5),
+        ("int4", 5),
+        ("8bit", 9),
+        ("q8_0", 9),
+        ("fp8", 8),
+        ("UD-Q4_K_XL", 5),
+        ("q6k", None),
+    ],
 )
 def test_dense_weights_that_will_be_quantised_are_sized_as_that(
     model: Make, node: Make, fleet: Make, spec: Make, wanted: str | None, expected: int | None

@@ -108,7 +108,11 @@ async def spawn(tmp_path: Path) -> AsyncIterator[SpawnGateway]:
     started: list[asyncio.subprocess.Process] = []
 
     async def start(
-        node: FakeNeuron | None = None, extra: str = "", listen_host: str = "127.0.0.1", port: int | None = None
+        node: FakeNeuron | None = None,
+        extra: str = "",
+        listen_host: str = "127.0.0.1",
+        port: int | None = None,
+        num_files: int | None = None,
     ) -> Process:
         port, metrics_port = port or free_port(), free_port()
         config = tmp_path / "cortex.toml"
@@ -118,7 +122,10 @@ async def spawn(tmp_path: Path) -> AsyncIterator[SpawnGateway]:
         config.write_text(text)
         log = tmp_path / "log"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=log.open("w"), env=os.environ
+            *(() if num_files is None else ("sh", "-c", f'ulimit -n {num_files} && exec "$0" "$@"')),
+            *(sys.executable, "-m", "cortex.gateway", "--config", str(config)),
+            stderr=log.open("w"),
+            env=os.environ,
         )
         started.append(process)
         running = Process(process, port, metrics_port, log)

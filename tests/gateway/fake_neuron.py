@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import msgspec
 from aiohttp import web
 
+from cortex.settings import SamplingDefaults
 from cortex.wire.events import Usage
 from cortex.wire.node import usage_report
 from cortex.wire.node.headers import PRINCIPAL
@@ -32,7 +33,6 @@ from cortex.wire.node.protocol import (
     ModelStatus,
     Progress,
     PullStatus,
-    SamplingDefaults,
     UnloadRequest,
 )
 

@@ -82,4 +82,4 @@ class Process:
 StartGateway = Callable[..., Awaitable[Client]]
 """`(*nodes, **settings)`: starts a gateway over fake nodes in this process."""
 SpawnGateway = Callable[..., Awaitable[Process]]
-"""`(node, extra, listen_host, port)`: starts a gateway as a program."""
+"""`(node, extra, listen_host, port, num_files)`: starts a gateway as a program."""

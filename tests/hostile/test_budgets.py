@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,8 +14,11 @@ import pytest
 from aiohttp import ClientResponse, ClientSession, web
 
 from cortex.gateway.config import Config
-from cortex.gateway.ledger.keys import as_toml, generate
+from cortex.gateway.ledger.keys import NewKey, as_toml, generate
 from cortex.gateway.ledger.store import open_store
+from cortex.wire.events import Usage
+from cortex.wire.node import usage_report
+from cortex.wire.node.headers import BUDGET, PROMPT_TOKENS, TOKEN_LIMIT
 from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB, REPORTED, FakeNeuron, begin_stream, chunk
@@ -22,7 +26,7 @@ from ..gateway.started_gateway import Process, until
 
 if TYPE_CHECKING:
     from ..gateway.fake_neuron import FakeNeuron, StartNeuron
-    from ..gateway.started_gateway import SpawnGateway, StartGateway
+    from ..gateway.started_gateway import Client, SpawnGateway, StartGateway
 
 
 READY = ModelState.READY
@@ -32,6 +36,8 @@ LIMITS = {
     "/v1/responses": ("max_output_tokens",),
     "/v1/messages": ("max_tokens",),
 }
+USED = REPORTED.prompt_tokens + REPORTED.completion_tokens
+"""By each request that a node serves."""
 EVERY_LIMIT = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 PATHS = list(LIMITS)
 
@@ -59,8 +65,9 @@ async def keyed(neurons: StartNeuron, start_gateway: StartGateway) -> StartKeyed
     return start
 
 
-def code_of(response: Any) -> str:
-    return str(response["error"].get("code") or response["error"]["type"])
+def limit_of(node: FakeNeuron) -> int:
+    """The tokens that the latest request at `node` may use."""
+    return int(node.seen[-1].headers[TOKEN_LIMIT])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -80,23 +87,132 @@ async def test_limit_of_another_dialect_does_not_lower_the_reservation(keyed: St
     beast, ask = await keyed(balance_tokens=300)
     foreign = {field: -1_000_000 for field in EVERY_LIMIT if field not in LIMITS[path]}
     foreign_low = dict.fromkeys(foreign, 1)
-    for fields in (foreign, foreign_low):
-        status, response = await ask(path, **fields, **{LIMITS[path][0]: 1000})
-        assert (status, code_of(response)) in ((429, "insufficient_quota"), (429, "rate_limit_error"))
-    assert not beast.seen
+    for number, fields in enumerate((foreign, foreign_low)):
+        assert (await ask(path, **fields, **{LIMITS[path][0]: 1000}))[0] == 200
+        assert limit_of(beast) == 300 - number * USED, "all that was left"
 
 
-@pytest.mark.parametrize("path", PATHS[:2])
-@pytest.mark.parametrize("choices", [{"n": 32}, {"best_of": 32}, {"n": 1, "best_of": 32}])
-@pytest.mark.parametrize("limit", [{"max_tokens": 96}, {}])
-async def test_charges_every_choice(
-    keyed: StartKeyed, path: str, choices: dict[str, Any], limit: dict[str, Any]
+def spent_by(client: Client, key: str) -> float:
+    """Prompt and completion tokens that were counted for a key."""
+    found = re.findall(r'cortex_(?:prompt|completion)_tokens_total{key="(\w+)",model="a"} (\S+)', client.metrics())
+    return sum(float(value) for name, value in found if name == key)
+
+
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    *((path, {}) for path in PATHS),
+    *((path, {LIMITS[path][0]: 10**6}) for path in PATHS),
+    *((path, {"stream": True}) for path in PATHS),
+    *((path, {"n": 8}) for path in PATHS[:2]),
+    *((path, {"n": 2, "best_of": 8}) for path in PATHS[:2]),
+    ("/v1/chat/completions", {"max_completion_tokens": 10**6, "max_tokens": 1}),
+    ("/v1/chat/completions", {"max_tokens": 1, "n_predict": 10**6}),
+    ("/v1/chat/completions", {"min_tokens": 10**6}),
+    ("/v1/completions", {"prompt": ["a"] * 10}),
+    ("/v1/completions", {"prompt": ["a"] * 4, "n": 4, "max_tokens": 10**6}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 0}),
+    ("/v1/messages", {"max_tokens": 10**6, "thinking": {"type": "enabled", "budget_tokens": 5000}}),
+    ("/v1/responses", {"input": "a", "background": True}),
+]
+
+
+async def greedy(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Generates as long as the gateway lets it, after a prompt of twice as many tokens as its size suggests."""
+    prompt_tokens = int(request.headers["content-length"]) // 2
+    left = int(request.headers[TOKEN_LIMIT]) - prompt_tokens
+    if left < 1:
+        error = {"message": "The prompt is over the budget.", "code": "insufficient_quota"}
+        headers = {PROMPT_TOKENS: str(prompt_tokens)}
+        return web.json_response({"error": error}, status=429, headers=headers)
+    usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=left)
+    if not body.get("stream"):
+        return web.json_response({}, headers={usage_report.HEADER: usage_report.header_value(usage)})
+    response = await begin_stream(request)
+    await response.write(b"data: {}\n\n" + usage_report.comment(usage))
+    return response
+
+
+async def greedy_foreign(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """A server of another kind, which reads the limits of its own dialect."""
+    assert TOKEN_LIMIT not in request.headers
+    limit = body.get("n_predict") or body.get("max_completion_tokens") or body["max_tokens"]
+    prompts = body.get("prompt")
+    num_choices = max(body.get("n", 1), body.get("best_of", 1)) * (len(prompts) if isinstance(prompts, list) else 1)
+    usage = {"prompt_tokens": int(request.headers["content-length"]) // 2, "completion_tokens": limit * num_choices}
+    if not body.get("stream"):
+        choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "length"}
+        return web.json_response({"model": "a", "created": 1, "id": "1", "choices": [choice], "usage": usage})
+    response = await begin_stream(request)
+    await response.write(chunk("a", {"content": "x"}, "length"))
+    last = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "a", "choices": [], "usage": usage}
+    await response.write(b"data: " + msgspec.json.encode(last) + b"\n\ndata: [DONE]\n\n")
+    return response
+
+
+@pytest.mark.parametrize("is_foreign", [False, True], ids=["own", "foreign"])
+async def test_no_request_spends_more_than_its_key_has(
+    neurons: StartNeuron, start_gateway: StartGateway, is_foreign: bool
 ) -> None:
-    beast, ask = await keyed(balance_tokens=300)
-    status, response = await ask(path, **limit, **choices)
-    assert (status, code_of(response)) == (429, "insufficient_quota")
-    assert not beast.seen
-    assert (await ask(path, max_tokens=96, n=2))[0] == 200
+    """Requests of every shape, several of each at once, until the key has nothing left."""
+    keys = [generate(f"key{number}", balance_tokens=700, window_tokens=600) for number in range(len(SHAPES))]
+    respond = greedy_foreign if is_foreign else greedy
+    node = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=respond)
+    sections = tuple(key.section for key in keys)
+    client = await start_gateway(*(() if is_foreign else (node,)), foreign=(node,) if is_foreign else (), keys=sections)
+
+    async def send(key: NewKey, path: str, fields: dict[str, Any]) -> int:
+        body = {"model": "a", "messages": [{"role": "user", "content": "hi"}], **fields}
+        headers = {"authorization": f"Bearer {key.text}"}
+        async with client.session.post(client.url + path, json=body, headers=headers) as response:
+            await response.read()
+            return response.status
+
+    async def exhaust(key: NewKey, path: str, fields: dict[str, Any]) -> list[int]:
+        rounds = [await asyncio.gather(*(send(key, path, fields) for _ in range(4))) for _ in range(3)]
+        return [status for statuses in rounds for status in statuses]
+
+    found = await asyncio.gather(*(exhaust(key, *shape) for key, shape in zip(keys, SHAPES, strict=True)))
+    await until(lambda: all(seen.ended for seen in node.seen))
+    await client.gateway.close()
+    for key, statuses, shape in zip(keys, found, SHAPES, strict=True):
+        spent = spent_by(client, key.section.name)
+        assert set(statuses) <= {200, 400, 429}, shape
+        assert spent <= 600, shape
+        assert is_foreign or spent > 500, f"served as long as it could be: {shape}"
+    served = [shape for statuses, shape in zip(found, SHAPES, strict=True) if 200 in statuses]
+    assert len(served) >= len(SHAPES) - (4 if is_foreign else 0), "foreign servers speak only OpenAI chat"
+
+
+async def test_small_window_serves_the_next_chat_without_a_limit(keyed: StartKeyed) -> None:
+    beast, ask = await keyed(window_tokens=1000)
+    for used in range(0, 50, USED):
+        assert (await ask("/v1/chat/completions"))[0] == 200
+        assert limit_of(beast) == 1000 - used
+
+
+async def test_client_learns_that_its_budget_may_end_the_response(
+    neurons: StartNeuron, start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "cortex.gateway.proxy.accounting")
+    key = generate("alice", balance_tokens=9000, operator=True)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=greedy)
+    client = await start_gateway(beast, keys=(key.section,))
+
+    async def budget_of(**fields: Any) -> str | None:
+        body = {"model": "a", "messages": [], **fields}
+        headers = {"authorization": f"Bearer {key.text}"}
+        async with client.session.post(client.url + PATHS[0], json=body, headers=headers) as response:
+            return response.headers.get(BUDGET)
+
+    def logged() -> list[str]:
+        return [message for message in caplog.messages if "budget" in message]
+
+    assert await budget_of(max_tokens=10) is None
+    assert not logged()
+    left = 9000 - limit_of(beast)
+    assert await budget_of() == f"{left // 2} tokens"
+    assert logged() == [f"response ended at its budget: {left // 2} tokens"]
+    _, page = await client.get("/fleet/activity", Authorization=f"Bearer {key.text}")
+    assert "ended at" in str(page)
 
 
 async def test_rejects_too_many_choices(keyed: StartKeyed) -> None:
@@ -105,13 +221,6 @@ async def test_rejects_too_many_choices(keyed: StartKeyed) -> None:
         for value in (-32, 0, 129, 10**25):
             status, response = await ask("/v1/chat/completions", max_tokens=1, **{field: value})
             assert (status, response["error"]["param"]) == (400, field)
-    assert not beast.seen
-
-
-async def test_charges_every_prompt_of_a_list(keyed: StartKeyed) -> None:
-    beast, ask = await keyed(balance_tokens=500)
-    status, response = await ask("/v1/completions", prompt=["a"] * 10, max_tokens=96)
-    assert (status, code_of(response)) == (429, "insufficient_quota")
     assert not beast.seen
 
 
@@ -160,7 +269,7 @@ async def test_requests_of_a_killed_gateway_stay_charged(
     settings = f"{as_toml(key.section)}[ledger]\nflush_s = 0.05\n"
     gateway = await spawn(beast, settings)
     headers = {"authorization": f"Bearer {key.text}"}
-    body = {"model": "a", "messages": [], "stream": True, "max_tokens": 900}
+    body = {"model": "a", "messages": [], "stream": True, "max_tokens": 600}
 
     async def ask(session: ClientSession, gateway: Process, **fields: Any) -> ClientResponse:
         url = f"http://127.0.0.1:{gateway.port}/v1/chat/completions"
@@ -177,8 +286,7 @@ async def test_requests_of_a_killed_gateway_stay_charged(
         running.close()
         beast.respond = None
         again = await spawn(beast, settings)
-        rejected = await ask(session, again, max_tokens=200)
-        assert rejected.status == 429, await rejected.text()
-        assert (await rejected.json())["error"]["code"] == "insufficient_quota"
-        assert (await ask(session, again, max_tokens=10)).status == 200
+        reserved = limit_of(beast)
+        assert (await ask(session, again, max_tokens=600)).status == 200
+        assert limit_of(beast) == 1000 - reserved
     await until(lambda: all(seen.ended for seen in beast.seen))

@@ -51,6 +51,25 @@ async def test_silent_and_dripping_connections_delay_nobody(keyed: Keyed, scaled
         await target.health_s()
 
 
+async def test_connections_of_one_address_leave_descriptors_for_others(
+    neurons: StartNeuron, spawn: SpawnGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
+    started = await spawn(beast, num_files=256)
+    target = Target(started.port, started.process.pid, started.log_file)
+    body = b'{"model": "a", "messages": [{"role": "user", "content": "x"}]}'
+    request = CHAT_HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    async with target.connections(300), asyncio.timeout(WAIT_S):
+        for sent in (b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", request):
+            reader, writer = await asyncio.open_connection("127.0.0.1", target.port, local_addr=("127.0.0.2", 0))
+            writer.write(sent)
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+    log = target.log.read_text()
+    assert "the limit of 256 open files permits 96 client connections" in log
+    assert log.count("from 127.0.0.1 rejected: 24 connections are open from your address") == 1
+
+
 async def test_bodies_of_strangers_are_not_buffered(keyed: Keyed, scaled: Callable[[int, int], int]) -> None:
     target, _ = keyed
     head = CHAT_HEAD + b"Authorization: Bearer ck-wrongkey-x\r\nContent-Length: 60000000\r\n\r\n"

@@ -188,7 +188,6 @@ async def test_finished_exchanges_are_not_kept_in_memory(harness: Harness) -> No
 
 async def test_nothing_leaks_when_a_third_of_200_streams_disconnect(harness: Harness) -> None:
     rng = random.Random(7)
-    num_tasks = len(asyncio.all_tasks())
 
     async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -204,6 +203,7 @@ async def test_nothing_leaks_when_a_third_of_200_streams_disconnect(harness: Har
     node = await harness.node(stream)
     pool = harness.pool(node.origin)
     server, port = await harness.relaying(pool, keepalive_s=0.05)
+    num_tasks = len(asyncio.all_tasks())
     expected = b"".join(b"data: %d\n\n" % number for number in range(20))
 
     async def visit(disconnects: bool) -> bool:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cortex.parsing import envelope
 from cortex.parsing.envelope import Facts
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
-from cortex.wire.fields.raw_fields import replace_model
+from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.fields.sampling import DEFAULT_COMPLETION_TOKENS
 from cortex.wire.node.protocol import Dialect
 
@@ -141,11 +141,11 @@ values = st.recursive(
 @given(st.dictionaries(st.text(min_size=1, max_size=8), values, max_size=5), st.text(max_size=12))
 def test_replacing_the_model_changes_nothing_else(fields: Any, model: Any) -> None:
     body = msgspec.json.encode(fields | {"model": "before"})
-    assert msgspec.json.decode(replace_model(body, model)) == fields | {"model": model}
+    assert msgspec.json.decode(replace_fields(body, {"model": model})) == fields | {"model": model}
 
 
 def test_replacing_the_model_keeps_the_bytes_of_other_values() -> None:
-    assert b"[1 ,2.50, 1e3]" in replace_model(b'{"model":"a","x": [1 ,2.50, 1e3]}', "b")
+    assert b"[1 ,2.50, 1e3]" in replace_fields(b'{"model":"a","x": [1 ,2.50, 1e3]}', {"model": "b"})
 
 
 def test_turns_of_a_conversation_share_all_prompt_bytes_of_the_earlier_one() -> None:

@@ -27,7 +27,7 @@ from cortex.wire.errors import (
     PreparationLimitExceeded,
     RateLimitExceeded,
 )
-from cortex.wire.fields.raw_fields import replace_model
+from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest, unpack
 
@@ -62,7 +62,7 @@ async def test_request_is_parsed_packed_and_translated(parser: BodyParser, text:
         head, translated = await parser.translate(dialect, body(text), "m", CLIENT)
         assert head == packed.head
         assert translated == openai_chat.build(expected)
-    assert await parser.rename(body(text), "other", CLIENT) == replace_model(body(text), "other")
+    assert await parser.edit(body(text), {"model": "other"}, CLIENT) == replace_fields(body(text), {"model": "other"})
     tokens = await parser.parse_tokenize(json.dumps({"model": "m", "prompt": text}).encode(), CLIENT)
     assert tokens == ParsedText("m", text)
     assert isinstance(await parser.parse_tokenize(body(text), CLIENT), PackedRequest)

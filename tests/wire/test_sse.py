@@ -32,7 +32,8 @@ def test_rejects_an_endless_line() -> None:
         list(map(parser.feed, [b"data: " + b"x" * 100] * 20))
 
 
-def test_rejects_an_endless_frame_of_short_lines() -> None:
+@pytest.mark.parametrize("line", [b"data: " + b"x" * 100 + b"\n", b"data\n" * 20, b"data:\n" * 20])
+def test_rejects_an_endless_frame_of_short_lines(line: bytes) -> None:
     parser = Parser(max_frame_bytes=1000)
     with pytest.raises(UpstreamInterrupted):
-        list(map(parser.feed, [b"data: " + b"x" * 100 + b"\n"] * 20))
+        list(map(parser.feed, [line] * 20))

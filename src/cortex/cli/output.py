@@ -20,7 +20,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PADDING = re.compile(r" +\n")
 _PIPE_WIDTH = 10_000
-"""Of lines that are not for a terminal: nothing is wrapped or cut. Its spaces are removed."""
+"""The width of lines that are not for a terminal: nothing is wrapped or cut. Trailing spaces are removed."""
 
 STATE_STYLES = {
     "ready": "green",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 120.0
 LAYERS = 64
 SUM_BYTES = 8 << 10
-"""The size that is nearest to a token's hidden state: 5,120 numbers of two bytes in a model of 27 B parameters."""
+"""The size that is nearest to a token's hidden state: 5,120 values of two bytes in a model of 27 B parameters."""
 ENOUGH_S = 0.010
 """A model of that size in four bits takes about twice as long per token on one consumer card that can hold it."""
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cortex.settings import SamplingSection, Section
+from cortex.settings import SamplingDefaults, Section
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.protocol import KVDtype
@@ -83,12 +83,12 @@ class ModelSpec(Section, frozen=True):
     """`fp8`: the KV cache takes one byte a number, for about twice the context in the same memory. As the node is
     configured when absent."""
     deterministic: bool = False
-    """A request with a seed, or at temperature 0, gets the same tokens alone and beside others, whatever is cached and
+    """A request with a seed, or at temperature 0, gets the same tokens whatever else is in the batch or cached, and
     however its prompt is divided into steps. Slower; not for models that are divided among devices."""
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does; from
     the next load on. By default they are only text, so that clients cannot forge turns."""
-    sampling: SamplingSection = SamplingSection()
+    sampling: SamplingDefaults = SamplingDefaults()
     """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; from the next load on. As its files
     recommend where absent."""
     cost: Cost = Cost()
@@ -138,7 +138,7 @@ class Alias(Section, frozen=True):
     model: Annotated[str, msgspec.Meta(min_length=1)]
     """The id it stands for."""
     background: bool = False
-    """For secondary requests of an agent, beside its main model: they never evict anything."""
+    """For secondary requests of an agent, besides its main model: they never evict anything."""
 
 
 class Resolution(msgspec.Struct, frozen=True, kw_only=True):

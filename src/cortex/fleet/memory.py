@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Literal
 
 import msgspec
 
+from cortex.quant_names import at_load, is_same_quant
 from cortex.wire.node.protocol import ModelStatus
 
 from .catalogue import ModelSpec
 from .topology import ON_DEVICE, DeviceState, Fleet, Node
 
 Basis = Literal["measured", "estimated", "reserved"]
-_DENSE_BITS = ("16", "32")
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,23 +188,16 @@ def sized_for(spec: ModelSpec, status: ModelStatus) -> ModelStatus | None:
     """
     if spec.quant is None or status.measured_bytes is not None or _is_as_wanted(spec.quant, status):
         return status
-    same = [size for size in status.quantised if _bits(size.quant) == _bits(spec.quant)]
-    if not same:
+    name = at_load(spec.quant)
+    size = next((each for each in status.quantised if each.quant == name), None)
+    if size is None:
         return None
-    size = next((each for each in same if each.quant == spec.quant.lower()), same[0])
     sizes = {"estimate_bytes": size.estimate_bytes, "least_bytes": size.least_bytes}
     return msgspec.structs.replace(status, quant=size.quant, quantised=(), **sizes)
 
 
 def _is_as_wanted(quant: str, status: ModelStatus) -> bool:
-    if status.quant is None:
-        return status.requested_quant == quant or _bits(quant) in _DENSE_BITS
-    return status.requested_quant == quant or _bits(quant) == _bits(status.quant)
-
-
-def _bits(quant: str) -> str:
-    """The bits that any spelling names: `q4`, `UD-Q4_K_XL`, `int4`. They decide the size, whatever the mixture."""
-    return next(iter(re.findall(r"\d+", quant)), "")
+    return is_same_quant(quant, status.requested_quant, status.quant)
 
 
 def _estimate_elsewhere(spec: ModelSpec, fleet: Fleet) -> int | None:

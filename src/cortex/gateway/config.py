@@ -113,11 +113,12 @@ class LimitsSection(Section, frozen=True):
     """Limits on clients, for each gateway. Changes need a restart."""
 
     max_connections: Count = 8192
-    """Client connections open at once; a further one is rejected with 503. Each stream also takes one to its node:
-    allow twice as many open files."""
-    max_connections_per_client: Count = 1024
-    """Of them from one address (IPv6: one /64 network); a further one is rejected with 429. Raise it to
-    `max_connections` behind a reverse proxy, whose clients all have its address."""
+    """Client connections open at once; a further one is rejected with 503. Each stream also takes one to its node, and
+    a quarter of the open files that the system permits stays in reserve: where these are too few, so are the
+    connections, and a warning at the start says so. The soft limit of open files is raised to the hard one."""
+    max_connections_per_client: Count | None = None
+    """Of them from one address (IPv6: one /64 network); a further one is rejected with 429. Absent: a quarter of them.
+    Set it to `max_connections` behind a reverse proxy, whose clients all have its address."""
     max_buffered_mb: Count = 1024
     """Request bodies in memory, of all connections together, until their responses end. A request that would exceed it
     is rejected with 503."""
@@ -224,7 +225,7 @@ class NeuronSection(Section, frozen=True):
 
 
 class DiscoverySection(Section, frozen=True):
-    """Nodes that are found by DNS, beside `[[neurons]]`."""
+    """Nodes that are found by DNS, in addition to `[[neurons]]`."""
 
     dns: Annotated[str, Meta(min_length=1)] | None = None
     """A name such as `neurons.cortex.svc`: every address that it resolves to is a neuron, called like its address.

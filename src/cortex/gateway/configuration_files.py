@@ -1,4 +1,4 @@
-"""The files of a gateway's configuration: `cortex.toml`, and the catalogue beside it."""
+"""The files of a gateway's configuration: `cortex.toml`, and the catalogue in the same folder."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def authority_stamps(config: Config, directory: Path) -> dict[str, Stamp]:
 
 
 def load_catalogue(config: Config, path: Path | None) -> Catalogue:
-    """`models.toml` beside the configuration; an empty catalogue when there is none. Raises SettingsError, also when
-    the configuration names another file that does not exist."""
+    """`models.toml` in the folder of the configuration; an empty catalogue when there is none. Raises SettingsError,
+    also when the configuration names another file that does not exist."""
     catalogue = catalogue_path(config, path)
     if not catalogue.exists() and config.gateway.models == GatewaySection().models:
         return Catalogue()

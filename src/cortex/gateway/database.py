@@ -26,7 +26,7 @@ class StoreError(Exception):
     """The database cannot be used; the message says which and why."""
 
     exit_code = ExitCode.UNREACHABLE
-    """Of a program that ends for it."""
+    """The exit code of a program that ends because of it."""
 
 
 class StoreSettingError(StoreError):

@@ -1,6 +1,6 @@
 """The gateway's metrics. Their names are fixed, because dashboards depend on them.
 
-Numbers that every request updates are kept as plain Python numbers, per model on a node and per model and key. They
+Values that every request updates are kept as plain Python numbers, per model on a node and per model and key. They
 become counters and histograms only at a scrape. The gauges of nodes, devices and models are read from the fleet then.
 """
 
@@ -170,7 +170,7 @@ class KeyTokens:
 
 
 class _RequestMetrics(Collector):
-    """The numbers that every request updates, converted to metrics at a scrape."""
+    """The values that every request updates, converted to metrics at a scrape."""
 
     def __init__(self) -> None:
         self.overhead = Distribution(OVERHEAD_BUCKETS)

@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from cortex import open_files
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles, load_catalogue
 from cortex.gateway.server import Gateway
@@ -28,6 +29,7 @@ async def serve(config: Config, path: Path | None = None) -> None:
     Raises SettingsError, CannotListen or StoreError.
     """
     logs.configure(config.gateway.log_format, config.gateway.log_level)
+    open_files.raise_limit()
     files = ConfigurationFiles(path, os.environ)
     gateway = Gateway(config, load_catalogue(config, path), files.directory, files)
     loop = asyncio.get_running_loop()

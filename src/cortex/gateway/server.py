@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from cortex import open_files
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.api.activity import ActivityRoutes
 from cortex.gateway.api.control import Control
@@ -64,6 +65,8 @@ from cortex.wire.errors import Family, RouteNotFound
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
+MAX_SCRAPERS = 32
+"""Connections to the metrics."""
 FIRST_POLL_S = 2.5
 """How long the start waits for the first polls."""
 
@@ -112,6 +115,7 @@ class Gateway:
         self._operator_state = OperatorState(self.dispatcher, config.database(directory))
         self._tracer = open_tracer(config.telemetry, "cortex")
         self._admission = AdmissionController(self.dispatcher, self._metering.meter)
+        limits = client_limits(config, open_files.limit())
         self._services = Services(
             config=config.gateway,
             admission=self._admission,
@@ -123,7 +127,7 @@ class Gateway:
             disconnected_usage=DisconnectedUsage(),
             activity=ActivityLog(config.activity),
             parser=BodyParser(),
-            buffered=Buffered(client_limits(config).buffered_bytes),
+            buffered=Buffered(limits.buffered_bytes),
         )
         self._inference = Inference(self._services)
         self._responses = ResponsesService(config, directory, self._inference, self.tasks)
@@ -162,9 +166,15 @@ class Gateway:
             self._ticker,
             self.metrics,
             self._admission.authenticate,
+            limits,
             self._services.buffered,
         )
-        limits = dataclasses.replace(self.server.limits, body_bytes=CONTROL_BODY_BYTES)
+        limits = dataclasses.replace(
+            limits,
+            body_bytes=CONTROL_BODY_BYTES,
+            num_connections=min(limits.num_connections, MAX_SCRAPERS),
+            num_connections_per_client=min(limits.num_connections_per_client, MAX_SCRAPERS // 2),
+        )
         self._metrics_server = Server(self._handle_metrics, rejection_response, self._ticker, limits)
 
     async def start(self) -> tuple[str, int]:

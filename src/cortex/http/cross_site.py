@@ -24,8 +24,8 @@ class CrossSiteCheck:
     """Which hosts and origins a program accepts. Belongs to one event loop."""
 
     def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
-        """`hosts`: names under which the program is reachable, beside those that nobody else can own. `origins`: web
-        origins whose scripts may use it; `*` accepts all."""
+        """`hosts`: names under which the program is reachable, in addition to those that nobody else can own.
+        `origins`: web origins whose scripts may use it; `*` accepts all."""
         self._hosts = frozenset(name.lower().rstrip(".") for name in (*hosts, socket.gethostname()))
         self._origins = frozenset(origins)
         self._accepted_hosts: set[str] = set()

@@ -37,7 +37,7 @@ class _Mode(Enum):
 _WAITING, _PLAIN, _EVENTS, _LATE = _Mode
 _COMPLETE = Outcome.COMPLETE
 _NO_BODY = ResponseBody()
-"""Of a relay that has sent nothing yet. Nothing is pushed to it."""
+"""The body of a relay that has sent nothing yet. Nothing is pushed to it."""
 
 
 class Relay:
@@ -241,8 +241,10 @@ class Relay:
             if data:
                 self._begin(data)
         elif mode is _LATE:
-            if len(self._late_body) < _LATE_RESPONSE_BYTES:
-                self._late_body += data
+            self._late_body += data[: _LATE_RESPONSE_BYTES - len(self._late_body)]
+            if len(self._late_body) >= _LATE_RESPONSE_BYTES and self._call is not None:
+                self._call.abort()  # the reason of an error is in its beginning
+                self.on_end()
         else:
             self._has_written = True
             if self._capture is not None:

@@ -19,7 +19,7 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 """Far above any valid frame: a longer one means that the stream is corrupt."""
 
 LENGTH = struct.Struct("<I")
-"""Of a frame without itself."""
+"""The length prefix of a frame; it counts the bytes after the prefix."""
 ENCODER = msgspec.msgpack.Encoder()
 
 T = TypeVar("T")

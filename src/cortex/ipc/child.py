@@ -1,6 +1,6 @@
 """Child processes that end with their parent.
 
-`start_child` runs a module of this package beside its parent; the module's `main` calls `attach_to_parent` first. The
+`start_child` runs a module of this package as a child process; the module's `main` calls `attach_to_parent` first. The
 child's side is here, without asyncio, which most children do not need.
 A program that knows nothing of its parent calls `die_with_parent` between fork and exec.
 """

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from cortex import settings
-from cortex.settings import Listen, SamplingSection, Section
+from cortex.settings import Listen, SamplingDefaults, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
 from cortex.wire.node.protocol import KVDtype
@@ -63,10 +63,12 @@ class Limits(Section, frozen=True):
     renamed: ClassVar = {"parked_mb": "sleep_mb"}
 
     max_connections: Count = 4096
-    """Client connections open at once; a further one is rejected with 503. Each request of a gateway takes one."""
-    max_connections_per_client: Count = 2048
+    """Client connections open at once; a further one is rejected with 503. Each request of a gateway takes one. A
+    quarter of the open files that the system permits stays in reserve: where these are too few, so are the connections,
+    and a warning at the start says so. The soft limit of open files is raised to the hard one."""
+    max_connections_per_client: Count | None = None
     """Of them from one address (IPv6: one /64 network); a further one is rejected with 429. It also bounds the
-    requests of one gateway."""
+    requests of one gateway. Absent: half of them."""
     head_timeout_s: Seconds = 10.0
     """A request head must arrive within this time, or is rejected with 408; so must a TLS handshake."""
     prefill_chunk_tokens: Count | None = None
@@ -135,7 +137,7 @@ class ModelOptions(Section, frozen=True):
     """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
     an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
     deterministic: bool = False
-    """A request with a seed, or at temperature 0, gets the same tokens alone and beside others, whatever is cached and
+    """A request with a seed, or at temperature 0, gets the same tokens whatever else is in the batch or cached, and
     however its prompt is divided into steps. Slower; not for models that are divided among devices."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
@@ -158,7 +160,7 @@ class ModelOptions(Section, frozen=True):
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
     default they are only text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always have them."""
-    sampling: SamplingSection = SamplingSection()
+    sampling: SamplingDefaults = SamplingDefaults()
     """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; as its files recommend where
     absent."""
 
@@ -203,7 +205,8 @@ class DeviceEntry(Section, frozen=True):
 
     index: Annotated[int, Meta(ge=0)]
     memory_mb: Count
-    """The most memory that models may take there, however much is free; beside `limits.memory_mb` for all devices."""
+    """The most memory that models may take there, however much is free. `limits.memory_mb` bounds all devices
+    together."""
 
 
 class NeuronConfig(Section, frozen=True):

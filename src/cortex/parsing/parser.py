@@ -58,16 +58,21 @@ class BodyParser:
         job = protocol.ParseRequest(dialect, strip_billing, body)
         return _packed(await self._run(job, client, is_parsed_elsewhere(body)))
 
-    async def translate(self, dialect: Dialect, body: bytes, model: str, client: str) -> tuple[GenerateRequest, bytes]:
-        """The head of an inference request, and the request for `model` in OpenAI chat."""
-        job = protocol.TranslateRequest(dialect, model, body)
+    async def translate(
+        self, dialect: Dialect, body: bytes, model: str, client: str, *, max_tokens: int | None = None
+    ) -> tuple[GenerateRequest, bytes]:
+        """The head of an inference request, and the request for `model` in OpenAI chat, with `max_tokens` as the limit
+        of its choices if that is given."""
+        job = protocol.TranslateRequest(dialect, model, max_tokens, body)
         translated = _packed(await self._run(job, client, is_parsed_elsewhere(body)))
         return translated.head, translated.whole
 
-    async def rename(self, body: bytes, model: str, client: str) -> bytes:
-        """`body`, which must be a JSON object, with another model name."""
-        reply = await self._run(protocol.RenameModel(model, body), client, is_edited_elsewhere(body))
-        assert isinstance(reply, protocol.Renamed)
+    async def edit(
+        self, body: bytes, values: dict[str, str | int], client: str, *, without: tuple[str, ...] = ()
+    ) -> bytes:
+        """`body`, which must be a JSON object, with other values for some fields and without others."""
+        reply = await self._run(protocol.EditFields(values, without, body), client, is_edited_elsewhere(body))
+        assert isinstance(reply, protocol.Edited)
         return reply.body
 
     async def read_relayed(

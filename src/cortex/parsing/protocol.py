@@ -13,7 +13,7 @@ from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import strip_billing_header
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.fields.body import parse
-from cortex.wire.fields.raw_fields import replace_model
+from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import encode_head
 from cortex.wire.rejection import Rejected
@@ -34,13 +34,16 @@ class TranslateRequest(ChannelMessage, frozen=True):
 
     dialect: Dialect
     model: str
+    max_tokens: int | None
+    """The most tokens of one choice, beyond the limit of the client; None: no further limit."""
     body: bytes
 
 
-class RenameModel(ChannelMessage, frozen=True):
-    """A body in which `model` takes the place of the model's name; all else stays as it is."""
+class EditFields(ChannelMessage, frozen=True):
+    """A body that gets other values for some fields, and loses others; all else stays as it is."""
 
-    model: str
+    values: dict[str, str | int]
+    without: tuple[str, ...]
     body: bytes
 
 
@@ -94,7 +97,7 @@ class Parsed(ChannelMessage, frozen=True):
     """The whole request, packed or translated."""
 
 
-class Renamed(ChannelMessage, frozen=True):
+class Edited(ChannelMessage, frozen=True):
     body: bytes
 
 
@@ -132,7 +135,7 @@ class ListedItems(ChannelMessage, frozen=True):
 Job = (
     ParseRequest
     | TranslateRequest
-    | RenameModel
+    | EditFields
     | ReadRelayed
     | ParseTokenize
     | FindReferences
@@ -140,8 +143,15 @@ Job = (
     | ListItems
 )
 """The body is the last field of each, so that it can be sent without being copied."""
-Result = Parsed | ParsedText | Renamed | ReadRelayedBody | FoundReferences | CompletedBody | ListedItems
+Result = Parsed | ParsedText | Edited | ReadRelayedBody | FoundReferences | CompletedBody | ListedItems
 Reply = Result | Rejected
+
+
+def translated(request: GenerateRequest, model: str, max_tokens: int | None) -> bytes:
+    """`request` for `model` in OpenAI chat, with its limit of tokens lowered to `max_tokens`."""
+    limits = [limit for limit in (request.sampling.max_tokens, max_tokens) if limit is not None]
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=min(limits, default=None))
+    return openai_chat.build(msgspec.structs.replace(request, model=model, sampling=sampling))
 
 
 def run(job: Job) -> Result:
@@ -151,12 +161,11 @@ def run(job: Job) -> Result:
             if strip_billing and dialect == "anthropic_messages":
                 body = strip_billing_header(body)
             return _packed(DIALECTS[dialect].parse(body))
-        case TranslateRequest(dialect, model, body):
+        case TranslateRequest(dialect, model, max_tokens, body):
             request = DIALECTS[dialect].parse(body)
-            translated = openai_chat.build(msgspec.structs.replace(request, model=model))
-            return Parsed(encode_head(request), translated)
-        case RenameModel(model, body):
-            return Renamed(replace_model(body, model))
+            return Parsed(encode_head(request), translated(request, model, max_tokens))
+        case EditFields(values, without, body):
+            return Edited(replace_fields(body, values, without=without))
         case ReadRelayed(dialect, generates, strip_billing, body):
             found = relayed.read(body, dialect, generates=generates, strip_billing=strip_billing)
             changed = found.body if found.body is not body else None

@@ -9,13 +9,13 @@ from .environment import check_key_variables, check_variables, is_one_key
 from .listen import Listen
 from .loading import load, loads
 from .reference import reference
-from .sampling import SamplingSection
+from .sampling import SamplingDefaults
 from .section import Section, SettingsError
 from .stamps import Stamp, stamp
 
 __all__ = [
     "Listen",
-    "SamplingSection",
+    "SamplingDefaults",
     "Section",
     "SettingsError",
     "Stamp",

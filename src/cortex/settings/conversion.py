@@ -1,6 +1,6 @@
 """Parsed TOML to typed values.
 
-The conversion walks the data beside the types, so that every error has its key path and its expected type as values.
+The conversion walks data and types together, so that every error has its key path and its expected type as values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The table `sampling` of a model: how it samples where a request says nothing. Both programs have it."""
+"""How a model samples where a request says nothing: the table `sampling` of a model in both programs' files, the value
+that gateway and node exchange, and what a model's own files recommend."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from msgspec import Meta
 from .section import Section
 
 
-class SamplingSection(Section, frozen=True):
+class SamplingDefaults(Section, frozen=True, forbid_unknown_fields=False):
     """How the model samples where a request says nothing. What is absent here comes from the model's own files
     (`generation_config.json`, or the metadata of a GGUF file)."""
+
+    # A gateway and a node of other versions may know other keys; unknown ones in a file are rejected by its reader.
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     """0 always takes the most likely token."""
@@ -27,5 +30,9 @@ class SamplingSection(Section, frozen=True):
 
     @property
     def given(self) -> dict[str, float]:
-        """The keys that the file has."""
+        """The keys that have a value."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def over(self, other: SamplingDefaults) -> SamplingDefaults:
+        """These values, and those of `other` where there are none."""
+        return msgspec.structs.replace(other, **self.given)

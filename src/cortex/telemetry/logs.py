@@ -26,7 +26,7 @@ def _encodable(text: str) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line, with the `extra=` fields beside the message."""
+    """One JSON object per line, with the message and the `extra=` fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {

@@ -33,7 +33,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     """What it adds to the text; nothing for a control token before a prompt's text."""
     top: tuple[TokenLogprob, ...] = ()
     rank: int | None = None
-    """For a token of the prompt: 1 if it is the likeliest one."""
+    """For a token of the prompt: 1 if it is the top token."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

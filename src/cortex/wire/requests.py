@@ -98,6 +98,8 @@ class OutputFormat(Value, frozen=True):
     schema: dict[str, Any] | None = None
     text: str | None = None
     choices: tuple[str, ...] = ()
+    param: str = "response_format"
+    """The field of the client that it is from, for errors."""
 
 
 EFFORT_TOKENS = {"minimal": 512, "low": 1024, "medium": 8192}
@@ -152,7 +154,7 @@ class Sampling(Value, frozen=True):
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
-    """Log-probabilities of the prompt's tokens with this many of the likeliest ones; None: not of the prompt."""
+    """Log-probabilities of the prompt's tokens with this many top tokens; None: not of the prompt."""
 
 
 class GenerateRequest(Value, frozen=True):

@@ -11,7 +11,7 @@ CONTENT_TYPE = "text/event-stream; charset=utf-8"
 COMMENT = b": keepalive\n\n"
 """A frame that SSE clients ignore; it keeps the connection alive."""
 
-MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_FRAME_BYTES = 16 * 1024 * 1024
 """Longer frames are rejected: the peer does not send SSE."""
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
@@ -88,6 +88,6 @@ class Parser:
         value = value.removeprefix(" ")
         if field == "data":
             self._data.append(value)
-            self._data_bytes += len(value)
+            self._data_bytes += len(line)  # with the field's name: a line without a value takes memory too
         elif field == "event":
             self._event = value

@@ -352,7 +352,7 @@ async def test_only_operator_keys_may_order_loads(neurons: StartNeuron, start_ga
 
 
 async def test_exhausted_budget_responds_429(neurons: StartNeuron, start_gateway: StartGateway) -> None:
-    key = generate("bob", balance_tokens=15)
+    key = generate("bob", balance_tokens=10)
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast, keys=(key.section,))
     headers = {"Authorization": f"Bearer {key.text}"}

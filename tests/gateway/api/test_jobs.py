@@ -11,8 +11,8 @@ import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
-from cortex.settings import SamplingSection
-from cortex.wire.node.protocol import HubRepository, HubVariant, ModelState, PullStatus, SamplingDefaults
+from cortex.settings import SamplingDefaults
+from cortex.wire.node.protocol import HubRepository, HubVariant, ModelState, PullStatus
 
 from ..fake_neuron import GB
 from ..started_gateway import Client, until
@@ -183,7 +183,7 @@ async def test_sampling_of_the_catalogue_reaches_the_node_and_is_shown(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
     beast = await neurons("beast", sizes={"a": GB})
-    catalogue = Catalogue(models=(ModelSpec(id="a", sampling=SamplingSection(temperature=0.2)),))
+    catalogue = Catalogue(models=(ModelSpec(id="a", sampling=SamplingDefaults(temperature=0.2)),))
     client = await start_gateway(beast, catalogue=catalogue)
     assert (await client.get("/v1/models/a"))[1]["sampling"] == {"temperature": 0.2}
     await client.post("/fleet/models/a/load")

@@ -36,7 +36,8 @@ def bearer(key: NewKey) -> Request:
 
 
 def admit(meter: Meter, key: NewKey, *, limit: int | None = 100) -> Reservation:
-    return meter.admit(meter.key(bearer(key)), 400, Limits(limit))
+    """A request with a prompt of about 100 tokens, whose response ends at `limit` or, without one, at its budget."""
+    return meter.admit(meter.key(bearer(key)), 400, Limits(limit), lambda: None if limit is None else 100 + limit)
 
 
 def settle(reservation: Reservation, prompt: int, completion: int) -> None:

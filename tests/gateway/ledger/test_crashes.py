@@ -8,7 +8,7 @@ from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.ledger import LEASE_S, Ledger
 from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.usage_report import usage
-from cortex.wire.errors import InsufficientQuota
+from cortex.wire.errors import RateLimitExceeded
 
 from .metered_requests import NOW, Clock, admit, opened, settle
 
@@ -24,8 +24,9 @@ async def test_reservations_of_a_killed_gateway_stay_charged(database: str) -> N
     admit(meter, key, limit=300)
     await crash(dead)
     ledger, meter = await opened(database, key)
-    with pytest.raises(InsufficientQuota, match="has 100 of 500"):
-        admit(meter, key, limit=1)
+    assert admit(meter, key, limit=300).token_limit == 100
+    with pytest.raises(RateLimitExceeded, match="has 0 of 500 tokens left, because its running requests hold 500"):
+        admit(meter, key)
     await ledger.close()
 
 
@@ -37,7 +38,7 @@ async def test_usage_settled_before_a_crash_is_charged_as_used(database: str) ->
     settle(reservation, 10, 10)
     await crash(dead)
     ledger, meter = await opened(database, key)
-    admit(meter, key, limit=380)
+    assert admit(meter, key, limit=380).token_limit == 480
     await ledger.close()
 
 
@@ -55,8 +56,9 @@ async def test_reservations_of_a_dead_gateway_become_usage_after_its_lease(datab
     await ledger.flush()
     assert ledger.account(key.section).total_spent() == 400
     assert ledger.account(key.section).window_spent(clock.now) == 400
-    with pytest.raises(InsufficientQuota, match="has 100 of 500"):
-        admit(meter, key, limit=1)
+    reservation = admit(meter, key, limit=300)
+    assert reservation.token_limit == 100
+    reservation.cancel()
     await ledger.close()
     store = open_store(database)
     (row,) = usage(store, since=NOW - 60, until=NOW + 60)

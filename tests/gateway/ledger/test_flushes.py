@@ -16,7 +16,6 @@ from cortex.gateway.ledger.meter import KeyedMeter, Meter
 from cortex.gateway.ledger.store import Store, open_store
 from cortex.gateway.ledger.tables import Claim, Counts, Slot
 from cortex.tasks import Supervisor
-from cortex.wire.errors import InsufficientQuota
 
 from .metered_requests import NOW, Clock, admit, opened, settle
 
@@ -72,8 +71,9 @@ async def test_loses_nothing_while_the_database_is_unavailable(database: str, ca
         clock.now += 1
         await ledger.flush()
     assert ledger.account(key.section).total_spent() == 300
-    with pytest.raises(InsufficientQuota):
-        admit(meter, key, limit=200)
+    reservation = admit(meter, key, limit=200)
+    assert reservation.token_limit == 200
+    reservation.cancel()
     store.is_away = False
     settle(admit(meter, key), 50, 50)
     await ledger.flush()

@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cortex.gateway.ledger.estimate import Estimate
 from cortex.gateway.ledger.keys import generate
-from cortex.gateway.ledger.limits import Account, Estimate, RateBucket, RollingSum, Spent
+from cortex.gateway.ledger.limits import Account, RateBucket, RollingSum, Spent
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 
 NOW = 1_000_000.0
 
 
-def tokens(completion: int) -> Estimate:
-    return Estimate(0, completion)
+def tokens(num_tokens: int) -> Estimate:
+    """A request that needs exactly this many tokens."""
+    return Estimate(num_tokens, 0, prompt_tokens=num_tokens)
 
 
 def account(recorded: Spent | None = None, **limits: Any) -> Account:
@@ -62,43 +64,74 @@ def test_clock_step_back_adds_no_requests() -> None:
 
 def test_reservation_lasts_until_it_is_settled() -> None:
     limited = account(balance_tokens=100)
-    first = limited.reserve(tokens(60), NOW)
-    with pytest.raises(InsufficientQuota, match="has 40 of 100 tokens left and this request may take 60"):
+    first = limited.reserve(tokens(99), NOW)
+    with pytest.raises(RateLimitExceeded, match="has 1 of 100 tokens left, because its running requests hold 99"):
         limited.reserve(tokens(60), NOW)
     limited.settle(first, 10, NOW)
     assert (limited.reserved_tokens, limited.total_spent()) == (0, 10)
-    limited.reserve(tokens(60), NOW)
+    assert limited.reserve(tokens(60), NOW) == 60
 
 
 @pytest.mark.parametrize(
     "limited", [account(balance_tokens=100), account(window_tokens=100)], ids=["balance_tokens", "window_tokens"]
 )
-def test_rejects_a_request_over_the_whole_budget_without_retry(limited: Account) -> None:
-    with pytest.raises(InsufficientQuota, match="may take 101"):
-        limited.reserve(tokens(101), NOW)
-    assert limited.reserve(tokens(100), NOW) == 100
+def test_rejects_only_what_the_whole_budget_cannot_serve(limited: Account) -> None:
+    with pytest.raises(InsufficientQuota, match="needs at least 101"):
+        limited.reserve(Estimate(400, 50, prompt_tokens=100), NOW)
+    assert limited.reserve(Estimate(396, 50, prompt_tokens=99), NOW) == 100
 
 
-def test_reserves_every_choice_and_the_prompt_once() -> None:
-    limited = account(balance_tokens=300)
-    with pytest.raises(InsufficientQuota, match="may take 3082"):
-        limited.reserve(Estimate(40, 96, 32), NOW)
-    assert limited.reserve(Estimate(40, 96, 3), NOW) == 298
+def test_client_limit_is_reserved_for_every_choice_and_capped_by_what_is_left() -> None:
+    assert account(balance_tokens=1000).reserve(Estimate(40, 96, 3, prompt_tokens=10), NOW) == 298
+    assert account(balance_tokens=300).reserve(Estimate(40, 96, 32), NOW) == 300
+    with pytest.raises(InsufficientQuota, match="needs at least 33"):
+        account(balance_tokens=32).reserve(Estimate(40, 96, 32), NOW)
 
 
-def test_request_without_a_limit_reserves_a_default_within_a_small_budget() -> None:
+def test_request_without_a_limit_is_served_with_what_a_small_window_has_left() -> None:
+    limited = account(window_tokens=1000)
+    limited.settle(limited.reserve(Estimate(80, None), NOW), 45, NOW)
+    assert limited.reserve(Estimate(80, None), NOW) == 955
+
+
+def test_request_without_a_budget_reserves_what_is_likely() -> None:
     assert account().reserve(Estimate(41, None, 2), NOW) == 11 + 2 * 1024
-    limited = account(balance_tokens=100)
-    assert limited.reserve(Estimate(40, None), NOW) == 100
+
+
+def test_request_without_a_limit_leaves_half_of_a_large_budget_to_others() -> None:
+    limited = account(balance_tokens=1_000_000)
+    reserved = [limited.reserve(Estimate(40, None), NOW) for _ in range(3)]
+    assert reserved == [500_000, 250_000, 125_000]
+
+
+def test_reserves_no_more_than_the_context_of_every_choice() -> None:
+    limited = account(balance_tokens=1_000_000)
+    assert limited.reserve(Estimate(40, None, context_tokens=4096), NOW) == 4096
+    assert limited.reserve(Estimate(40, 10**9, 2, context_tokens=4096), NOW) == 8192
+
+
+def test_request_that_uses_no_tokens_needs_none_left() -> None:
+    assert account(Spent(total=100), balance_tokens=100).reserve(Estimate(0, 0), NOW) == 0
+
+
+def test_extended_reservation_takes_what_a_counted_prompt_needs() -> None:
+    limited = account(balance_tokens=10_000)
+    limited.reserve(tokens(1000), NOW)
+    reserved = limited.reserve(Estimate(4000, 10), NOW)
+    assert reserved == 4500
+    dense_prompt = Estimate(4000, 10, prompt_tokens=8000)
+    reserved = limited.extend(reserved, dense_prompt, NOW)
+    assert (reserved, limited.reserved_tokens) == (8010, 9010)
     with pytest.raises(InsufficientQuota):
-        limited.reserve(Estimate(4, None), NOW)
-    with pytest.raises(InsufficientQuota):
-        account(balance_tokens=300).reserve(Estimate(40, None, 32), NOW)
+        limited.extend(reserved, dense_prompt._replace(prompt_tokens=10_000), NOW)
+    assert limited.reserved_tokens == 9010
+    limited.settle(reserved, 8001, NOW)
+    assert limited.reserved_tokens == 1000
 
 
 def test_reservations_of_other_gateways_count_against_the_budget() -> None:
     limited = account(Spent(total=20, reserved_elsewhere=50), balance_tokens=100)
-    with pytest.raises(InsufficientQuota, match="has 30 of 100"):
+    with pytest.raises(RateLimitExceeded, match="has 30 of 100"):
         limited.reserve(tokens(31), NOW)
     limited.synchronise(Spent(total=60), {})
     limited.reserve(tokens(40), NOW)
@@ -156,32 +189,55 @@ def test_changed_limits_keep_what_was_spent() -> None:
     limited = account(balance_tokens=100)
     limited.settle(limited.reserve(tokens(100), NOW), 100, NOW)
     limited.change(generate("alice", balance_tokens=150, requests_per_min=5).section, NOW)
-    limited.reserve(tokens(50), NOW)
+    limited.settle(limited.reserve(tokens(50), NOW), 50, NOW)
     with pytest.raises(InsufficientQuota):
         limited.reserve(tokens(1), NOW)
 
 
-@given(
-    st.integers(0, 500),
-    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200), st.booleans(), st.integers(0, 120)), max_size=40),
+requests = st.builds(
+    Estimate,
+    prompt_bytes=st.integers(1, 2000),
+    completion_limit=st.none() | st.integers(0, 400),
+    num_choices=st.integers(1, 4),
+    context_tokens=st.none() | st.integers(1, 500),
 )
-def test_admitted_requests_never_reserve_more_than_the_budget(
-    budget: int, steps: list[tuple[int, int, bool, int]]
+steps = st.lists(
+    st.tuples(requests, st.integers(0, 600), st.integers(0, 2000), st.booleans(), st.integers(0, 120)), max_size=20
+)
+
+
+@given(st.none() | st.integers(0, 1500), st.none() | st.integers(0, 500), steps)
+def test_keys_never_spend_more_than_their_budgets(
+    balance: int | None, window: int | None, steps: list[tuple[Estimate, int, int, bool, int]]
 ) -> None:
-    limited = account(window_tokens=budget, window_s=600)
-    now, held = NOW, []
-    for asked, used, ends, gap in steps:
+    """Concurrent requests of any shape, with prompts that have fewer or more tokens than their sizes suggest."""
+    limited = account(balance_tokens=balance, window_tokens=window, window_s=600)
+    now, running = NOW, list[tuple[int, int]]()
+    for estimate, prompt_tokens, wanted_tokens, ends, gap in steps:
         now += gap
+        before = limited.reserved_tokens
         try:
-            held.append(limited.reserve(tokens(asked), now))
+            reserved = limited.reserve(estimate, now)
+            try:
+                if reserved < (counted := estimate._replace(prompt_tokens=prompt_tokens)).least_tokens:
+                    reserved = limited.extend(reserved, counted, now)
+            except (RateLimitExceeded, InsufficientQuota):
+                limited.settle(reserved, 0, now)
+                raise
         except (RateLimitExceeded, InsufficientQuota):
-            assert limited.window_spent(now) + limited.reserved_tokens + asked > budget or budget == 0
+            unspent = [] if balance is None else [balance - limited.total_spent()]
+            unspent += [] if window is None else [window - limited.window_spent(now)]
+            least = max(estimate.least_tokens, estimate._replace(prompt_tokens=prompt_tokens).least_tokens)
+            assert min(unspent) - before < least or 0 in (balance, window), "it could have been served"
+            assert limited.reserved_tokens == before
         else:
-            assert limited.window_spent(now) + limited.reserved_tokens <= budget
-        if ends and held:
-            reserved = held.pop()
-            limited.settle(reserved, min(used, reserved), now)
-    assert limited.reserved_tokens == sum(held)
+            used = prompt_tokens + wanted_tokens
+            running.append((reserved, used if balance is window is None else min(used, reserved)))
+        assert balance is None or limited.total_spent() + limited.reserved_tokens <= balance
+        assert window is None or limited.window_spent(now) + limited.reserved_tokens <= window
+        if ends and running:
+            limited.settle(*running.pop(0), now)
+    assert limited.reserved_tokens == sum(reserved for reserved, _ in running)
 
 
 @given(

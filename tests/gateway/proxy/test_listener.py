@@ -104,7 +104,8 @@ def test_configured_limits_reach_the_data_path() -> None:
         Config(
             gateway=GatewaySection(max_body_mb=2),
             limits=LimitsSection(max_buffered_mb=3, max_head_kb=4, min_body_kb_per_s=5, max_connections=6),
-        )
+        ),
+        1024,
     )
     assert limits.body_bytes == 2 << 20
     assert limits.buffered_bytes == 3 << 20

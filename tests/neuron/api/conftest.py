@@ -22,7 +22,7 @@ from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
-from cortex.settings import Listen
+from cortex.settings import Listen, SamplingDefaults
 from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound
 from cortex.wire.node.protocol import (
     DeletedFiles,
@@ -38,7 +38,6 @@ from cortex.wire.node.protocol import (
     ModelStatus,
     NodeEvent,
     PullStatus,
-    SamplingDefaults,
     UnloadRequest,
 )
 from cortex.wire.packed_request import PackedRequest, unpack

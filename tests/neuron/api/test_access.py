@@ -181,7 +181,10 @@ async def test_speaks_https_with_a_certificate(node: Any, authority: Any) -> Non
 
 @pytest.mark.parametrize(
     ("limits", "status"),
-    [(Limits(max_connections=3), b" 503 "), (Limits(max_connections_per_client=3), b" 429 ")],
+    [
+        (Limits(max_connections=3, max_connections_per_client=3), b" 503 "),
+        (Limits(max_connections_per_client=3), b" 429 "),
+    ],
     ids=["in all", "per address"],
 )
 async def test_connections_over_a_limit_are_rejected_until_others_close(
@@ -219,7 +222,7 @@ async def test_connections_that_do_not_end_their_handshake_count(node: Any, auth
     front = Front(config, None, insecure=False)
     runner = web.AppRunner(app.build(node, DrainGate(), access=front.access), access_log=None)
     await runner.setup()
-    limits = Limits(max_connections=2)
+    limits = Limits(max_connections=2, max_connections_per_client=2)
     accepting = server.accept(runner, server.bind(config.address), front.certificate, limits)
     address = accepting.socket.getsockname()
     silent = [await asyncio.open_connection(*address) for _ in range(2)]

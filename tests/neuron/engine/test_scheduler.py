@@ -9,7 +9,7 @@ from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.step_plan import RowPlan, StepPlan
+from cortex.neuron.engine.step_plan import DRAW_ONE, LATEST_TOKEN, NO_OUTPUT, RowInputs, RowOutputs, RowPlan, StepPlan
 
 PAGE = 4
 
@@ -49,11 +49,10 @@ def collect(scheduler: Scheduler, plan: StepPlan, token: int = 7) -> None:
     """The host reads a step in which every row drew `token`; complete sequences end."""
     by_row = {sequence.row: sequence for sequence in scheduler.running}
     for row in plan.rows:
-        if row.draws:
-            sequence = by_row[row.row]
-            scheduler.token_drawn(sequence, token)
-            if len(sequence.tokens) - len(sequence.request.prompt) == sequence.request.max_tokens:
-                end(scheduler, sequence)
+        sequence = by_row[row.row]
+        scheduler.row_read(sequence, row, (token,) * row.outputs.draws)
+        if len(sequence.tokens) - len(sequence.request.prompt) == sequence.request.max_tokens:
+            end(scheduler, sequence)
     scheduler.check_integrity()
 
 
@@ -127,8 +126,8 @@ def test_prompt_longer_than_the_budget_is_prefilled_in_chunks_and_draws_once() -
     scheduler.submit(request("r", 25, max_tokens=1))
     plans = run_to_the_end(scheduler)
     assert [spans(plan) for plan in plans] == [[(0, 10)], [(10, 10)], [(20, 5)]]
-    assert [plan.rows[0].draws for plan in plans] == [False, False, True]
-    assert plans[1].rows[0].tokens == tuple(range(10, 20))
+    assert [plan.rows[0].outputs for plan in plans] == [NO_OUTPUT, NO_OUTPUT, DRAW_ONE]
+    assert plans[1].rows[0].inputs.tokens == tuple(range(10, 20))
 
 
 def test_decode_rows_come_first_and_prefill_beside_them_is_capped() -> None:
@@ -137,7 +136,7 @@ def test_decode_rows_come_first_and_prefill_beside_them_is_capped() -> None:
     collect(scheduler, planned(scheduler))
     scheduler.submit(other("new", 20, 100))
     plan = planned(scheduler)
-    assert plan.rows[0] == RowPlan(0, 4, 1, None, draws=True)
+    assert plan.rows[0] == RowPlan(0, 4, LATEST_TOKEN, DRAW_ONE)
     assert spans(plan) == [(4, 1), (0, 6)]
     assert plan.num_singles == 1
     assert plan.num_tokens == 7
@@ -159,7 +158,46 @@ def test_step_is_planned_before_the_last_one_is_read() -> None:
     assert spans(planned(scheduler)) == [(4, 1)]
     assert spans(planned(scheduler)) == [(5, 1)]
     assert scheduler.plan() is None, "three draws are on their way: it wants no more"
-    assert sequence.in_flight == 3
+    assert (sequence.in_flight, sequence.planned, sequence.computed) == (3, 6, 0)
+
+
+def test_positions_count_as_computed_once_their_step_is_read() -> None:
+    scheduler = scheduler_of(step_tokens=10)
+    sequence = scheduler.submit(request("r", 12))
+    first, second = planned(scheduler), planned(scheduler)
+    assert (sequence.computed, sequence.scheduled) == (0, 12)
+    collect(scheduler, first)
+    assert (sequence.computed, sequence.scheduled) == (10, 12)
+    collect(scheduler, second)
+    assert (sequence.computed, sequence.scheduled) == (12, 12)
+
+
+@pytest.mark.parametrize(("accepted", "computed"), [((7,), 5), ((7, 8), 6), ((7, 8, 9, 5), 8)])
+def test_row_that_draws_after_guesses_advances_by_its_accepted_tokens(accepted: tuple[int, ...], computed: int) -> None:
+    """As a step of several tokens does: the KV of wrong guesses lies after `computed` and is overwritten."""
+    scheduler = scheduler_of()
+    sequence = scheduler.submit(request("r", 4, max_tokens=20))
+    collect(scheduler, planned(scheduler))
+    row = RowPlan(sequence.row, 4, RowInputs(4, (7, 7, 8, 9)), RowOutputs(draws=4))
+    sequence.pages += scheduler.pool.allocate(1) or ()
+    sequence.planned, sequence.in_flight = row.count, row.outputs.draws
+    scheduler.row_read(sequence, row, accepted)
+    scheduler.check_integrity()
+    assert (sequence.computed, sequence.planned, sequence.in_flight) == (computed, 0, 0)
+    assert sequence.tokens == [0, 1, 2, 3, 7, *accepted]
+    assert spans(planned(scheduler)) == [(computed, 1)]
+
+
+def test_preempted_chunk_is_not_computed_again_before_its_step_is_read() -> None:
+    scheduler = scheduler_of(step_tokens=4)
+    sequence = scheduler.submit(request("r", 12, max_tokens=1))
+    first = planned(scheduler)
+    scheduler.retract(planned(scheduler))
+    assert scheduler.plan() is None
+    scheduler.row_read(sequence, first.rows[0], ())
+    assert (sequence.computed, sequence.planned) == (0, 0)
+    run_to_the_end(scheduler)
+    assert len(sequence.tokens) == 13
 
 
 def test_requests_with_the_same_prompt_compute_it_once() -> None:
@@ -179,8 +217,8 @@ def test_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
     run_to_the_end(scheduler)
     sequences = [scheduler.submit(request(name, 2 * PAGE, max_tokens=1)) for name in ("second", "third")]
     plan = planned(scheduler)
-    row = RowPlan(0, 2 * PAGE - 1, 1, (2 * PAGE - 1,), draws=True, writes=False)
-    assert [*plan.rows] == [row, RowPlan(1, *(row.start, row.count, row.tokens), draws=True, writes=False)]
+    last = RowInputs(1, (2 * PAGE - 1,))
+    assert [*plan.rows] == [RowPlan(row, 2 * PAGE - 1, last, DRAW_ONE, writes=False) for row in (0, 1)]
     assert [sequence.cached for sequence in sequences] == [2 * PAGE - 1] * 2
     assert scheduler.pool.num_held == 2, "both hold the same pages"
 
@@ -231,7 +269,7 @@ def test_preempted_sequence_reuses_its_own_pages() -> None:
     young = scheduler.submit(other("young", 2 * PAGE, 100, max_tokens=8))
     computed = 0
     while (plan := scheduler.plan()) is not None:
-        computed += sum(row.count for row in plan.rows if young.row == row.row and row.tokens is not None)
+        computed += sum(row.count for row in plan.rows if young.row == row.row and row.inputs.tokens is not None)
         collect(scheduler, plan)
     assert scheduler.preemptions == 1
     assert computed < 2 * (2 * PAGE), "not everything was computed twice"

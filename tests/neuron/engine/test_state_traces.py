@@ -14,7 +14,7 @@ from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 VOCAB = 3
 Tokens = tuple[int, ...]
@@ -32,7 +32,8 @@ class FoldingDevice:
         self.slots: dict[int, Tokens] = {}
         self.last_tokens: dict[int, int] = {}
 
-    def launch(self, plan: StepPlan) -> list[int]:
+    def launch(self, plan: StepPlan) -> list[tuple[int, ...]]:
+        """The tokens that each row drew."""
         for saved, restored in plan.restores:
             self.slots[restored] = self.slots[saved]
         drawn = []
@@ -40,11 +41,10 @@ class FoldingDevice:
             past = self.slots[row.row] if row.start else ()
             assert len(past) == row.start, "a row goes on from the state of another position"
             assert row.writes, "a state cannot take in a token twice"
-            tokens = (self.last_tokens[row.row],) if row.tokens is None else row.tokens
+            tokens = (self.last_tokens[row.row],) if row.inputs.tokens is None else row.inputs.tokens
             past = self.slots[row.row] = past + tokens
-            if row.draws:
-                self.last_tokens[row.row] = next_token(past)
-                drawn.append(self.last_tokens[row.row])
+            self.last_tokens[row.row] = next_token(past)
+            drawn.append((self.last_tokens[row.row],) * row.outputs.draws)
         for source, slot in plan.saves:
             self.slots[slot] = self.slots[source]
         return drawn
@@ -81,7 +81,7 @@ class Trace(RuleBasedStateMachine):
         self.device = FoldingDevice()
         self.late = late
         self.live: dict[str, Sequence] = {}
-        self.in_flight: deque[tuple[list[Sequence], list[int]]] = deque()
+        self.in_flight: deque[list[tuple[Sequence, RowPlan, tuple[int, ...]]]] = deque()
         self.conversations: list[Tokens] = [()]
         self.num_submitted = 0
 
@@ -105,8 +105,8 @@ class Trace(RuleBasedStateMachine):
         if plan is not None:
             assert plan.num_tokens <= self.limits.step_tokens
             by_row = {sequence.row: sequence for sequence in self.scheduler.running}
-            drawing = [by_row[row.row] for row in plan.rows if row.draws]
-            self.in_flight.append((drawing, self.device.launch(plan)))
+            drawn = zip(plan.rows, self.device.launch(plan), strict=True)
+            self.in_flight.append([(by_row[row.row], row, tokens) for row, tokens in drawn])
         if self.in_flight and (not self.late or plan is None or len(self.in_flight) > 1):
             self._collect()
 
@@ -131,11 +131,12 @@ class Trace(RuleBasedStateMachine):
         self._end(sequence)
 
     def _collect(self) -> None:
-        for sequence, token in zip(*self.in_flight.popleft(), strict=True):
+        for sequence, row, tokens in self.in_flight.popleft():
             if sequence.finished:
                 continue
-            assert token == next_token(tuple(sequence.tokens)), "a token was drawn from another history"
-            self.scheduler.token_drawn(sequence, token)
+            for token in tokens:
+                assert token == next_token(tuple(sequence.tokens)), "a token was drawn from another history"
+            self.scheduler.row_read(sequence, row, tokens)
             if len(sequence.tokens) == len(sequence.request.prompt) + sequence.request.max_tokens:
                 self.conversations.append(tuple(sequence.tokens))
                 self._end(sequence)
@@ -169,8 +170,8 @@ def run(scheduler: Scheduler, device: FoldingDevice, request: EngineRequest) -> 
         plan = scheduler.plan()
         assert plan is not None
         plans.append(plan)
-        for token in device.launch(plan):
-            scheduler.token_drawn(sequence, token)
+        for row, tokens in zip(plan.rows, device.launch(plan), strict=True):
+            scheduler.row_read(sequence, row, tokens)
     sequence.finished = True
     scheduler.drop(sequence)
     scheduler.check_integrity()
@@ -186,7 +187,7 @@ def test_next_turn_continues_from_the_end_of_the_last_response() -> None:
     scheduler, device = conversation()
     first, plans = run(scheduler, device, EngineRequest("1", (1,) * 21, max_tokens=12))
     assert first.cached == 0
-    assert [row.count for plan in plans for row in plan.rows if row.tokens is not None] == [20, 1]
+    assert [row.count for plan in plans for row in plan.rows if row.inputs.tokens is not None] == [20, 1]
     second, _ = run(scheduler, device, EngineRequest("2", (*first.tokens, 2, 2), max_tokens=3))
     assert second.cached == 32  # the last token drawn is not computed: 21 + 12 − 1 positions, whole pages
 
@@ -194,7 +195,7 @@ def test_next_turn_continues_from_the_end_of_the_last_response() -> None:
 def test_next_turn_that_rewrites_the_last_one_continues_from_the_turn_before() -> None:
     scheduler, device = conversation()
     first, plans = run(scheduler, device, EngineRequest("1", (1,) * 41, max_tokens=2, checkpoint_at=(9, 30)))
-    assert [row.count for plan in plans for row in plan.rows if row.tokens is not None] == [8, 20, 12, 1]
+    assert [row.count for plan in plans for row in plan.rows if row.inputs.tokens is not None] == [8, 20, 12, 1]
     again, _ = run(scheduler, device, EngineRequest("2", (*first.tokens[:31], 2, 2, 2), max_tokens=1))
     assert again.cached == 28
     other, _ = run(scheduler, device, EngineRequest("3", (*first.tokens[:15], 0, 0, 0), max_tokens=1))

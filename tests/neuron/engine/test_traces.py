@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cortex.neuron.engine.pages import PADDING_PAGE, PagePool
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
-from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 VOCAB = 3
@@ -59,8 +59,8 @@ class Device:
         self._tokens: dict[int, list[int]] = {}
         """Of each row: every token it was given or drew, by position."""
 
-    def launch(self, plan: StepPlan, truth: dict[int, list[int]]) -> list[int]:
-        """The tokens drawn. `truth`: of each row in the plan, its tokens so far."""
+    def launch(self, plan: StepPlan, truth: dict[int, list[int]]) -> list[tuple[int, ...]]:
+        """The tokens that each row drew. `truth`: of each row in the plan, its tokens so far."""
         self._extend_tables(plan)
         written: dict[tuple[int, int], int] = {}
         for row in plan.rows:
@@ -75,9 +75,8 @@ class Device:
             for position in range(row.start, row.start + row.count):
                 if row.writes:
                     self._slots[self._slot(row.row, position)] = past[position]
-            if row.draws:
-                self._last_tokens[row.row] = next_token(past[row.start + row.count - 1])
-                drawn.append(self._last_tokens[row.row])
+            self._last_tokens[row.row] = next_token(past[row.start + row.count - 1])
+            drawn.append((self._last_tokens[row.row],) * row.outputs.draws)
         return drawn
 
     def fail(self, plan: StepPlan) -> None:
@@ -91,9 +90,9 @@ class Device:
     def _compute(self, row: RowPlan, truth: list[int], written: dict[tuple[int, int], int]) -> list[History]:
         past = histories(truth)
         own = range(row.start, row.start + row.count)
-        tokens = [self._last_tokens[row.row]] if row.tokens is None else list(row.tokens)
+        tokens = [self._last_tokens[row.row]] if row.inputs.tokens is None else list(row.inputs.tokens)
         assert tokens == truth[row.start : row.start + row.count], "a row computes tokens that are not its own"
-        assert row.draws == (own.stop == len(truth)), "a row draws if and only if it has computed all its tokens"
+        assert row.outputs.draws == (own.stop == len(truth)), "a row draws if and only if it computes its last token"
         for position in range(own.stop if not row.writes else row.start):
             slot = self._slot(row.row, position)
             assert slot not in written, "a row reads what another writes in the same step"
@@ -142,7 +141,7 @@ class Trace(RuleBasedStateMachine):
         """Steps are collected after the next one is launched, as on a GPU."""
         self.live: dict[str, Sequence] = {}
         self.truth: dict[str, list[int]] = {}
-        self.in_flight: deque[tuple[list[Sequence], list[int]]] = deque()
+        self.in_flight: deque[list[tuple[Sequence, RowPlan, tuple[int, ...]]]] = deque()
         self.num_submitted = 0
 
     @rule(
@@ -203,6 +202,11 @@ class Trace(RuleBasedStateMachine):
     def state_is_consistent(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
+            for sequence in self.live.values():
+                rows = [row for step in self.in_flight for owner, row, _ in step if owner is sequence]
+                assert sequence.planned == sum(row.count for row in rows), "positions in flight are miscounted"
+                assert sequence.in_flight == sum(row.outputs.draws for row in rows)
+                assert sequence.row != NO_ROW or sequence.computed == 0
             assert len(self.scheduler.running) + len(self.scheduler.waiting) == len(self.live)
 
     def teardown(self) -> None:
@@ -228,7 +232,7 @@ class Trace(RuleBasedStateMachine):
             return None
         assert plan.rows
         assert plan.num_tokens <= self.limits.step_tokens, "over the step's budget"
-        prefill = sum(row.count for row in plan.rows if row.tokens is not None)
+        prefill = sum(row.count for row in plan.rows if row.inputs.tokens is not None)
         num_decodes = plan.num_tokens - prefill
         allowed = self.limits.prefill_tokens(num_decodes, num_sequences - num_decodes)
         assert prefill <= allowed, "prefill holds up the running streams"
@@ -239,25 +243,24 @@ class Trace(RuleBasedStateMachine):
 
     def _launch(self, plan: StepPlan) -> None:
         by_row = {sequence.row: sequence for sequence in self.scheduler.running}
-        drawing = [by_row[row.row] for row in plan.rows if row.draws]
         truth = {row.row: self.truth[by_row[row.row].request.id] for row in plan.rows}
-        for row, request, drawn in plan.new_rows:
-            assert by_row[row].request is request
+        for new, request, drawn in plan.new_rows:
+            assert by_row[new].request is request
             assert [*request.prompt, *drawn] == self.truth[request.id], "a row starts without its own past"
-        tokens = self.device.launch(plan, truth)
-        for sequence, token in zip(drawing, tokens, strict=True):
-            self.truth[sequence.request.id].append(token)
-        self.in_flight.append((drawing, tokens))
+        step = []
+        for row, tokens in zip(plan.rows, self.device.launch(plan, truth), strict=True):
+            truth[row.row] += tokens
+            step.append((by_row[row.row], row, tokens))
+        self.in_flight.append(step)
 
     def _collect(self) -> None:
-        drawing, tokens = self.in_flight.popleft()
-        for sequence, token in zip(drawing, tokens, strict=True):
+        for sequence, row, tokens in self.in_flight.popleft():
             if sequence.finished:
                 continue
-            self.scheduler.token_drawn(sequence, token)
+            self.scheduler.row_read(sequence, row, tokens)
             request = sequence.request
             drawn = sequence.tokens[len(request.prompt) :]
-            if token in request.stop_token_ids or len(drawn) == request.max_tokens:
+            if not set(tokens).isdisjoint(request.stop_token_ids) or len(drawn) == request.max_tokens:
                 assert drawn == continuation(request), "scheduling changed what a request gets"
                 self._end(sequence)
 

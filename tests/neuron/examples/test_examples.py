@@ -187,7 +187,7 @@ def test_recorded_sizes_are_those_of_the_architectures() -> None:
 
 
 def documented() -> set[str]:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "packaging").rglob("*.*aml")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "packaging").rglob("*.*aml")]
     pages += [*EXAMPLES.glob("*.toml"), *(ROOT / "src" / "cortex" / "cli").rglob("*.py")]
     return {found for page in pages for found in _HUB_ID.findall(page.read_text())}
 

@@ -16,9 +16,9 @@ from lasting_workers import lasting_workers
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.node import Node, Parts
-from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.settings import SamplingDefaults
 from cortex.wire.node.protocol import Capabilities
 
 CONFIG = {
@@ -76,7 +76,7 @@ class PlainText:
 
 
 def survey_text(path: Path) -> TextSurvey:
-    return TextSurvey(Capabilities(tools=True, notes=("from the template",)), GenerationDefaults(top_k=40))
+    return TextSurvey(Capabilities(tools=True, notes=("from the template",)), SamplingDefaults(top_k=40))
 
 
 def parts(**changes: Any) -> Parts:

@@ -14,7 +14,7 @@ from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.uniform import batches, cut
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
-from cortex.neuron.engine.step_plan import RowPlan, StepPlan
+from cortex.neuron.engine.step_plan import RowInputs, RowPlan, StepPlan
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import read_architecture
@@ -70,7 +70,7 @@ class Model:
     def step(self, *spans: tuple[int, int, int]) -> dict[int, Tensor]:
         """(row, start, end) each → by row, the residual stream after the last layer of its tokens in this step."""
         texts = {0: SEQUENCE, **OTHERS}
-        rows = tuple(RowPlan(row, start, end - start, texts[row][start:end], False) for row, start, end in spans)
+        rows = tuple(RowPlan(row, start, RowInputs(end - start, texts[row][start:end])) for row, start, end in spans)
         inputs = StepInputs.of(StepPlan(rows, 0, (), ()), self._pages, PAGE_TOKENS)
         tokens, table = self._upload(inputs.tokens), self._upload(self._pages)
         blocks = batches(rows, BLOCK, inputs, tokens, table, self._upload)
@@ -112,5 +112,5 @@ def test_sequence_gives_the_same_bits_alone_in_company_and_in_chunks(
     ],
 )
 def test_step_is_cut_into_blocks(counts: Sequence[int], size: int, expected: list[list[tuple[int, ...]]]) -> None:
-    rows = [RowPlan(number, 0, count, None, False) for number, count in enumerate(counts)]
+    rows = [RowPlan(number, 0, RowInputs(count, None)) for number, count in enumerate(counts)]
     assert cut(rows, size) == expected

@@ -33,7 +33,7 @@ NUM_TOKENS = 20
 def load(checkpoint: Checkpoint, packing: PackingOffer) -> LoadedModel:
     def fill(parameters: Parameters) -> None:
         placements = [
-            Placement(binding.source, binding.destination, transform=binding.transform)
+            Placement(binding.source, binding.destination, transform=binding.transform, shape=binding.shape)
             for binding in parameters.bindings_from(checkpoint.tensors)
         ]
         packed = [
@@ -52,9 +52,9 @@ def as_in_files(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor
         return tensor
     fraction = {**config, **(config.get("rope_parameters") or {})}.get("partial_rotary_factor", 1.0)
     rotated = int(config["head_dim"] * fraction)
-    heads = tensor.unflatten(0, (-1, config["head_dim"])).clone()
+    heads = tensor.view(-1, config["head_dim"], *tensor.shape[1:]).clone()
     heads[:, :rotated] = heads[:, :rotated].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-    return heads.flatten(0, 1)
+    return heads.view_as(tensor)
 
 
 def rounded(checkpoint: Checkpoint, layouts: Mapping[str, DeviceLayout], path: Path) -> Checkpoint:

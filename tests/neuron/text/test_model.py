@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from cortex.neuron.text.defaults import GenerationDefaults, as_sampling
 from cortex.neuron.text.model import TextModel, survey_text
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.text.tokenizer.local import text_of_gguf
 from cortex.neuron.weights.errors import CheckpointError
+from cortex.settings import SamplingDefaults
 from cortex.wire.errors import ContextLengthExceeded, InvalidValue
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallStart
-from cortex.wire.node.protocol import SamplingDefaults
 from cortex.wire.requests import (
     GenerateRequest,
     Message,
@@ -203,16 +202,21 @@ def test_reasoning_opened_by_the_template_streams_as_reasoning(make_model: Any) 
 def test_sampling_defaults_come_from_the_model(
     backend: Tokenizer, tmp_path: Path, gguf_metadata: dict[str, Any]
 ) -> None:
-    stated = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": "bad", "max_new_tokens": 99}
+    stated = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": "bad",
+        "repetition_penalty": -1,
+    }
     model = load_text(write_model(tmp_path, backend, "chatml", generation_config=stated))
-    assert model.generation == GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20, max_tokens=99)
+    assert model.generation == SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20)
     assert survey_text(tmp_path).generation == model.generation
-    assert as_sampling(model.generation) == SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20)
-    assert as_sampling(GenerationDefaults(temperature=-1.0)) == SamplingDefaults()
     greedy = load_text(write_model(tmp_path, backend, "chatml", generation_config={"do_sample": False}))
-    assert greedy.generation == GenerationDefaults(temperature=0.0)
+    assert greedy.generation == SamplingDefaults(temperature=0.0)
     sampled = TextModel.of(*text_of_gguf({**gguf_metadata, "general.sampling.temp": 0.5, "general.sampling.top_k": 40}))
-    assert sampled.generation == GenerationDefaults(temperature=0.5, top_k=40)
+    assert sampled.generation == SamplingDefaults(temperature=0.5, top_k=40)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "hermes", "chatml", None])
@@ -312,6 +316,6 @@ def test_effort_budget_and_switch_stand_for_each_other(
     request = GenerateRequest(model="m", messages=said, thinking=thinking)
     assert make_model("qwen3").reasoning_budget(request) == budget
     knows = ChatTemplate("{{ enable_thinking }}|{{ reasoning_effort }}|{{ thinking_budget }}")
-    model = TextModel(make_model("chatml").tokenizer, knows, knows, GenerationDefaults())
+    model = TextModel(make_model("chatml").tokenizer, knows, knows, SamplingDefaults())
     assert model.render(request).text == variables
     assert model.reasoning_budget(request) == thinking.budget_tokens

@@ -291,6 +291,39 @@ async def test_errors_of_a_request_keep_their_code_and_details(tokenizer: Tokeni
     assert too_large.value.param == "response_format"
 
 
+CHAIN = 20_000
+"""References that follow one another. The grammar library recurses along them until the stack overflows."""
+CHAINS = (
+    OutputFormat(
+        kind="grammar",
+        text="".join(f't{i} ::= "a" t{i + 1}\n' for i in range(CHAIN)) + f"t{CHAIN} ::= root\nroot ::= t0",
+    ),
+    OutputFormat(
+        kind="grammar", text="start: T0\n" + "".join(f"T{i}: T{i + 1}\n" for i in range(CHAIN)) + f'T{CHAIN}: "a"'
+    ),
+    OutputFormat(
+        kind="json_schema",
+        schema={
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(CHAIN)} | {str(CHAIN): {}},
+        },
+    ),
+)
+
+
+@pytest.mark.parametrize("output", CHAINS, ids=["gbnf", "lark", "schema"])
+async def test_grammar_that_overflows_the_stack_is_rejected_alone(
+    tokenizer: TokenizerClient, output: OutputFormat
+) -> None:
+    asked = GenerateRequest(model="m", prompt="x", output=output)
+    await tokenizer.read()
+    process_id = process_of(tokenizer)
+    with pytest.raises(PreparationLimitExceeded, match="chains of references"):
+        await tokenizer.prepare(pack(asked).whole, NO_RULES, is_long=True)
+    assert await encode(tokenizer, "a")
+    assert process_of(tokenizer) == process_id
+
+
 DAEMON = """
     import asyncio, pathlib, sys
     from cortex.neuron.tokenizer_process.client import TokenizerClient

@@ -108,11 +108,21 @@ def test_transform_receives_the_whole_selection_on_the_destination_device(
 
     fill(
         open_checkpoint(model_directory(source)),
-        Placement("w", place, (slice(5, 35),), turn),
-        Placement("scale", scale, transform=lambda whole: whole.view(1)),
+        Placement("w", place, (slice(5, 35),), turn, shape=(30, 1, 6)),
+        Placement("scale", scale, transform=lambda whole: whole.view(1), shape=()),
     )
     assert torch.equal(place.cpu(), source["w"][5:35].squeeze(1).T)
     assert scale.item() == 2
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (6, 3), (5, 3, 1)])
+def test_a_transform_never_sees_another_shape_than_the_declared_one(
+    model_directory: Directory, shape: tuple[int, ...]
+) -> None:
+    checkpoint = open_checkpoint(model_directory({"w": torch.randn(shape)}))
+    cut = Placement("w", torch.empty(2, 3), transform=lambda whole: whole.narrow(0, 3, 2), shape=(5, 3))
+    with pytest.raises(TensorMissing, match=r"the model needs \(5, 3\)"):
+        fill(checkpoint, cut)
 
 
 def test_rejects_a_transform_that_returns_another_shape(model_directory: Directory) -> None:

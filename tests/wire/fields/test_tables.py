@@ -53,8 +53,8 @@ def example(one: BodyField, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("dialect", "one"), entries(Treatment.HONOURED))
 def test_honoured_field_changes_the_request(dialect: str, one: BodyField) -> None:
-    without = parse(dialect, dict(one.beside))
-    given = parse(dialect, dict(one.beside), example(one, one.example))
+    without = parse(dialect, dict(one.context))
+    given = parse(dialect, dict(one.context), example(one, one.example))
     assert given != without
     assert given.ignored_fields == given.dropped_tools == ()
 

@@ -1,4 +1,4 @@
-"""`cortex explain`: the placement decision for a model, with the numbers behind it."""
+"""`cortex explain`: the placement decision for a model, with the bytes behind it."""
 
 from __future__ import annotations
 

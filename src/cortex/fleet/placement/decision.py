@@ -71,7 +71,7 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Assessment(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's verdict with its numbers."""
+    """One node's verdict with the bytes behind it."""
 
     node: str
     verdict: Verdict
@@ -100,7 +100,7 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     load: float = 0.0
     """How busy the model is there, where it is resident."""
     parts: tuple[Assessment, ...] = ()
-    """Of a model that spans nodes: the assessments of the nodes that share it with this one."""
+    """The assessments of the other nodes of a model that spans nodes."""
 
     @property
     def evictions(self) -> tuple[ModelOnNode, ...]:

@@ -54,7 +54,7 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     protection: Protection | None = None
     """`None`: it may be evicted."""
     reason: str | None = None
-    """The protection in words, with its numbers."""
+    """The protection in words, with its values."""
     lead: str | None = None
     """The node that serves it, if this one has only a part of it: it is unloaded there."""
     ranks: frozenset[int] = frozenset()

@@ -19,7 +19,7 @@ _WORST_FIRST = {verdict: -rank for rank, verdict in enumerate(Verdict)}
 
 _Fit = Callable[[Fitting], Assessment | None]
 _Found = list[Assessment]
-"""Of the lead, then of the other nodes."""
+"""The assessment of the lead, then those of the other nodes."""
 
 
 def fit_over_nodes(

@@ -1,4 +1,4 @@
-"""The routes beside inference: models, status, explanations and events; parts of the API serve the others."""
+"""The routes other than inference: models, status, explanations and events; parts of the API serve the others."""
 
 from __future__ import annotations
 

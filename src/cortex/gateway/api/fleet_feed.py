@@ -50,7 +50,7 @@ class FleetFeed:
         self._dispatcher = dispatcher
         self._readers: dict[Exchange, _Reader] = {}
         self._seen: dict[str, bytes] = {}
-        """Of each node, what decides whether it has changed."""
+        """For each node, the content that decides whether it has changed."""
         self._waiting: dict[str, int] = {}
 
     def follow(self, exchange: Exchange, *, for_operator: bool) -> Callable[[], None]:

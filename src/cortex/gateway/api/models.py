@@ -119,7 +119,7 @@ def _location(node: Node, residency: Residency, for_operator: bool) -> dict[str,
 
 
 def _limits(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> tuple[int | None, int | None, int | None]:
-    """Of context, prompt and response, the smallest of the ready replicas; where there are none, of all nodes that
+    """The smallest limits of context, prompt and response among the ready replicas; without any, among all nodes that
     list the model."""
     ready = [residency.status for _, residency in held if residency.state is ModelState.READY]
     statuses = ready or [residency.status for _, residency in held]

@@ -150,7 +150,7 @@ class OrderRoutes:
             self._dispatcher.change_pins(removed=targets)
 
     def _stage(self, targets: Sequence[ModelOnNode]) -> tuple[str, Progress | None]:
-        """Of the first of the nodes that still works on it."""
+        """Stage and progress of the first node that still works on it."""
         fleet = self._dispatcher.fleet
         for name, model in targets:
             if victims := self._dispatcher.awaited_victims(ModelOnNode(name, model)):

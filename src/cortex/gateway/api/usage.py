@@ -117,10 +117,10 @@ def _as_json(row: UsageRow) -> dict[str, Any]:
 def _as_csv(group: GroupBy, rows: tuple[UsageRow, ...]) -> bytes:
     out = io.StringIO()
     writer = csv.writer(out)
-    numbers = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens", "total_tokens")
-    writer.writerow([group, "id", *numbers, "cost"])
+    columns = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens", "total_tokens")
+    writer.writerow([group, "id", *columns, "cost"])
     for row in rows:
-        cells = [_as_text(row.name), _as_text(row.id), *(getattr(row, name) for name in numbers)]
+        cells = [_as_text(row.name), _as_text(row.id), *(getattr(row, name) for name in columns)]
         writer.writerow([*cells, f"{row.cost:.6f}"])
     return out.getvalue().encode()
 

@@ -122,6 +122,13 @@ class Dispatcher(StateMachine):
 
     # --- requests: the hot path, so only what changes a decision is an event
 
+    def context_tokens(self, name: str) -> int | None:
+        """The context of the model that a request names; None where it is not known, or there is no such model."""
+        try:
+            return self._leases.context_tokens(self.resolve(name).model_id)
+        except CortexError:
+            return None
+
     def lease_now(self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str]) -> Lease | None:
         """A lease for a response, if one is available at once. None while an event is applied, because the state is
         about to change."""

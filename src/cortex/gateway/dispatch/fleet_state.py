@@ -65,7 +65,7 @@ class LoadJob:
     victims: frozenset[ModelOnNode] = frozenset()
     """Still to be unloaded before it can begin."""
     parts: tuple[tuple[str, MemoryReservation], ...] = ()
-    """Of a model that spans nodes: what it takes of the others, by their names."""
+    """What a model that spans nodes takes on the other nodes, by their names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class LeasePool:
         """A lease where `model` is ready, or `None`. The hot path: with one replica nothing is computed."""
         ready = self._ready.get(model)
         if ready is None:
-            ready = self._ready[model] = tuple(self._fleet_state.fleet.replicas(model))
+            ready = self._replicas(model)
         if not ready:
             return None
         if len(ready) > 1 or excluded or self.suspects or self.closed:
@@ -140,6 +140,18 @@ class LeasePool:
         if len(ready) == 1:
             return self._take(ready[0][0], model)
         return self._take_best(model, ready, prompt())
+
+    def _replicas(self, model: str) -> tuple[tuple[Node, Residency], ...]:
+        ready = self._ready.get(model)
+        if ready is None:
+            ready = self._ready[model] = tuple(self._fleet_state.fleet.replicas(model))
+        return ready
+
+    def context_tokens(self, model: str) -> int | None:
+        """The largest context of `model` where it is ready; None where that is not known."""
+        contexts = [held.status.context_tokens for _, held in self._replicas(model)]
+        known = [context for context in contexts if context is not None]
+        return max(known) if known and len(known) == len(contexts) else None
 
     def tokeniser(self, model: str) -> Lease:
         """A node that can count tokens for `model`, loaded or not. Raises UnsupportedModality when none can."""

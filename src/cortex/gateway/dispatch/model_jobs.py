@@ -9,14 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, Protocol
 
-import msgspec
-
 from cortex.fleet.placement.decision import Decision
 from cortex.fleet.topology import ON_DEVICE, ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
 from cortex.wire.errors import CortexError, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable
-from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, SamplingDefaults, UnloadRequest
+from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, UnloadRequest
 
 Cause = Literal["evicted", "ttl", "operator"]
 Watched = Literal["load", "unload"]
@@ -288,7 +286,7 @@ class ModelJobs:
                 context_tokens=spec.context,
                 control_tokens_in_messages=spec.control_tokens_in_messages,
                 kv_dtype=spec.kv_dtype,
-                sampling=msgspec.convert(spec.sampling.given, SamplingDefaults),
+                sampling=spec.sampling,
                 deterministic=spec.deterministic,
                 max_bytes=None if max_bytes is None or spans_by_layers else max_bytes * num_nodes,
                 max_bytes_of_nodes=job.max_bytes if spans_by_layers and max_bytes is not None else (),

@@ -1,47 +1,26 @@
 """The limits of a key: pure arithmetic on numbers and a clock that is passed in.
 
 A request reserves what it may use before it runs, and settles with what it did use, so that concurrent requests cannot
-spend the same tokens. Spend is kept by the minute of the wall clock, as in the store. Rates use a monotonic clock.
+spend the same tokens. No request uses more than it reserved, so what a key has spent and reserved never exceeds its
+budgets. Spend is kept by the minute of the wall clock, as in the store. Rates use a monotonic clock.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
 
 import msgspec
 
+from cortex.gateway.ledger.estimate import UNKNOWN, Estimate
 from cortex.gateway.ledger.keys import KeySection
-from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
-from cortex.wire.fields.sampling import DEFAULT_COMPLETION_TOKENS
+from cortex.wire.errors import CortexError, InsufficientQuota, RateLimitExceeded
 from cortex.wire.words import duration, plural
 
 MINUTE_S = 60
 MAX_SKEW_MINUTES = 5
 """Spend may be this far in the future, where clocks of gateways differ. Later spend is from a clock that was wrong: it
 counts only when its time has come, so that it cannot fill a window for longer than the window."""
-BYTES_PER_TOKEN = 4
-
-
-class Estimate(NamedTuple):
-    """The most that a request may use, as far as its body says."""
-
-    prompt_bytes: int
-    completion_limit: int | None
-    """Tokens of one choice; None where the client sets no limit."""
-    num_choices: int = 1
-
-
-class TokenLimits(Protocol):
-    """What the body of a request says about the tokens that may be generated for it."""
-
-    @property
-    def completion_limit(self) -> int | None:
-        """The most tokens of one choice; None where the client sets no limit."""
-
-    @property
-    def num_choices(self) -> int: ...
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,8 +107,8 @@ class RollingSum:
 class Account:
     """What one key has spent and reserved. Mutable; owned by the gateway's loop.
 
-    Invariant: with a budget, `spent + reserved + the reservation of a new request` is at most the budget when that
-    request is admitted, where `reserved` includes what other gateways have reserved.
+    Invariant: `spent + reserved` is at most each budget of the key, where `reserved` includes what other gateways have
+    reserved, as long as no request uses more than it reserved.
     """
 
     __slots__ = (
@@ -139,6 +118,7 @@ class Account:
         "_total",
         "_unrecorded",
         "_window",
+        "has_budget",
         "key",
         "num_reservations",
     )
@@ -154,6 +134,8 @@ class Account:
         self.num_reservations = 0
         """Running requests with a reservation."""
         self._bucket = RateBucket(key.requests_per_min or 0, monotonic_now)
+        self.has_budget = _has_budget(key)
+        """Whether its tokens are limited."""
 
     @property
     def reserved_tokens(self) -> int:
@@ -170,7 +152,8 @@ class Account:
     def reserve(self, estimate: Estimate, now: float, monotonic_now: float | None = None) -> int:
         """Reserve a request and the tokens that it may use; returns the tokens, for `settle`.
 
-        `monotonic_now` is the time for the rate; without it, `now` is.
+        With a budget they are the most that it may use; without one, what it likely uses. `monotonic_now` is the time
+        for the rate; without it, `now` is.
 
         Raises `RateLimitExceeded` or `InsufficientQuota` without reserving anything.
         """
@@ -180,17 +163,24 @@ class Account:
             if wait_s:
                 message = f"The key `{key.name}` has used its {plural(key.requests_per_min, 'request')} per minute"
                 raise RateLimitExceeded(f"{message}; try again in {duration(max(1.0, wait_s))}.", retry_after_s=wait_s)
-        tokens = self._cost(estimate)
         try:
-            if key.balance_tokens is not None:
-                self._check_balance(tokens, key.balance_tokens)
-            if key.window_tokens is not None:
-                self._check_window(tokens, key.window_tokens, now)
+            tokens = self._granted(estimate, now) if self.has_budget else estimate.likely_tokens
         except (RateLimitExceeded, InsufficientQuota):
             self._bucket.give_back()
             raise
         self._reserved += tokens
         self.num_reservations += 1
+        return tokens
+
+    def extend(self, reserved: int, estimate: Estimate, now: float) -> int:
+        """Replace a reservation by a larger one, by what is known now; returns its tokens. Raises as `reserve` does,
+        and then the reservation is unchanged."""
+        self._reserved -= reserved
+        tokens = reserved
+        try:
+            tokens = max(reserved, self._granted(estimate, now))
+        finally:
+            self._reserved += tokens
         return tokens
 
     def settle(self, reserved: int, used: int, now: float) -> None:
@@ -208,6 +198,7 @@ class Account:
         if key.requests_per_min != self.key.requests_per_min:
             self._bucket = RateBucket(key.requests_per_min or 0, monotonic_now)
         self.key = key
+        self.has_budget = _has_budget(key)
 
     def synchronise(self, recorded: Spent | None, written: Mapping[int, int]) -> None:
         """Adopt `recorded` from the store, which includes `written` of what was settled here.
@@ -226,44 +217,51 @@ class Account:
             by_minute[minute] = by_minute.get(minute, 0) + tokens
         self._window = RollingSum(by_minute)
 
-    def _cost(self, estimate: Estimate) -> int:
-        """The tokens to reserve: the prompt by its size, and every choice.
+    def _granted(self, estimate: Estimate, now: float) -> int:
+        """The tokens to reserve. Raises the error of a budget that has too few left."""
+        held, least = self._reserved + self._reserved_elsewhere, estimate.least_tokens
+        left = UNKNOWN
+        if (balance := self.key.balance_tokens) is not None:
+            left = balance - self._total - held
+            if left < least or balance == 0:
+                raise self._over_balance(left + held, held, least, balance)
+        if (budget := self.key.window_tokens) is not None:
+            left_in_window = budget - self.window_spent(now) - held
+            if left_in_window < least or budget == 0:
+                raise self._over_window(left_in_window + held, held, least, budget, now)
+            left = min(left, left_in_window)
+        return estimate.reserved(max(0, left))
 
-        A choice without a limit reserves a default, or what the whole budget leaves after the prompt if that is less:
-        a key with a small budget stays usable for clients that set no limit.
-        """
-        prompt = -(-estimate.prompt_bytes // BYTES_PER_TOKEN)
-        completion = estimate.completion_limit
-        if completion is None:
-            budgets = [budget for budget in (self.key.balance_tokens, self.key.window_tokens) if budget is not None]
-            completion = min([DEFAULT_COMPLETION_TOKENS, *(max(0, budget - prompt) for budget in budgets)])
-        return prompt + completion * estimate.num_choices
+    def _over_balance(self, unspent: int, held: int, least: int, balance: int) -> CortexError:
+        has = f"The key `{self.key.name}` has {max(0, unspent - held)} of {balance} tokens left"
+        if 0 < least <= unspent:
+            return RateLimitExceeded(f"{has}, because its running requests hold {held}; try again when one has ended.")
+        return InsufficientQuota(
+            f"{has} and this request needs at least {max(1, least)}; ask the operator to top it up."
+        )
 
-    def _check_balance(self, tokens: int, balance: int) -> None:
-        left = balance - self._total - self._reserved - self._reserved_elsewhere
-        if left < tokens or balance == 0:
-            raise InsufficientQuota(
-                f"The key `{self.key.name}` has {max(0, left)} of {balance} tokens left and this request may take "
-                f"{tokens}; lower max_tokens, or ask the operator to top it up."
+    def _over_window(self, unspent: int, held: int, least: int, budget: int, now: float) -> CortexError:
+        window = duration(self.key.window_s)
+        if least > budget or budget == 0:
+            return InsufficientQuota(
+                f"The key `{self.key.name}` has {budget} tokens in any {window} and this request needs at least "
+                f"{least}; shorten the prompt or lower the number of choices."
             )
-
-    def _check_window(self, tokens: int, budget: int, now: float) -> None:
-        left = budget - self.window_spent(now) - self._reserved - self._reserved_elsewhere
-        if tokens > budget:
-            raise InsufficientQuota(
-                f"The key `{self.key.name}` has {budget} tokens in any {duration(self.key.window_s)} and this request "
-                f"may take {tokens}; lower max_tokens or the number of choices, or shorten the prompt."
-            )
-        if left < tokens or budget == 0:
-            wait_s = self._until_free(tokens - left, now)
-            raise RateLimitExceeded(
-                f"The key `{self.key.name}` has {max(0, left)} of {budget} tokens left in its window of "
-                f"{duration(self.key.window_s)} and this request may take {tokens}; "
-                f"try again in {duration(max(1.0, wait_s))}.",
-                retry_after_s=wait_s,
-            )
+        left = max(0, unspent - held)
+        has = f"The key `{self.key.name}` has {left} of {budget} tokens left in its window of {window}"
+        if least <= unspent:
+            return RateLimitExceeded(f"{has}, because its running requests hold {held}; try again when one has ended.")
+        wait_s = self._until_free(least - unspent, now)
+        return RateLimitExceeded(
+            f"{has} and this request needs at least {least}; try again in {duration(max(1.0, wait_s))}.",
+            retry_after_s=wait_s,
+        )
 
     def _until_free(self, missing: int, now: float) -> float:
-        """Seconds until the window has passed `missing` tokens. Reservations may settle much sooner."""
+        """Seconds until the window has passed `missing` tokens."""
         minute = self._window.minute_of_oldest(missing)
         return 1.0 if minute is None else max(1.0, (minute + 1) * MINUTE_S + self.key.window_s - now)
+
+
+def _has_budget(key: KeySection) -> bool:
+    return key.balance_tokens is not None or key.window_tokens is not None

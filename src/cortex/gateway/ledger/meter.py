@@ -9,14 +9,16 @@ Meters and reservations are called on the event loop's thread and never wait.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from cortex.gateway.config import Config
 from cortex.gateway.database import is_url
+from cortex.gateway.ledger.estimate import Estimate, TokenLimits
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_model, check_operator
 from cortex.gateway.ledger.ledger import Ledger
-from cortex.gateway.ledger.limits import Account, Estimate, TokenLimits
+from cortex.gateway.ledger.limits import Account
 from cortex.gateway.ledger.sessions import Sessions, session_of
 from cortex.gateway.ledger.store import open_store
 from cortex.http.request import Request
@@ -26,6 +28,14 @@ from cortex.wire.events import Usage
 
 ANONYMOUS = "anonymous"
 """The principal of every request to a gateway without keys."""
+
+
+ContextOf = Callable[[], int | None]
+"""The context of a request's model; None where it is not known."""
+
+
+def _unknown() -> None:
+    return None
 
 
 class Reservation(Protocol):
@@ -40,6 +50,22 @@ class Reservation(Protocol):
     def key(self) -> KeySection | None:
         """The key that is charged; None on an open gateway."""
 
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens that the request may use, prompt and all choices together; None without a budget."""
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the budget may end the response before the client's limit or the model's context does."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """More tokens than this the prompt cannot have, by its size."""
+
+    def extend(self, prompt_tokens: int) -> int | None:
+        """Reserve enough for a prompt with this many tokens, and for a response; returns `token_limit`. Raises
+        RateLimitExceeded or InsufficientQuota."""
+
     def check_model(self, model: str) -> None:
         """Raise ModelNotAllowed when the key may not use `model`."""
 
@@ -53,9 +79,14 @@ class Reservation(Protocol):
 class Meter(Protocol):
     """Authenticates requests, admits them and records their usage."""
 
-    def admit(self, key: KeySection | None, prompt_bytes: int, limits: TokenLimits) -> Reservation:
+    def admit(
+        self, key: KeySection | None, prompt_bytes: int, limits: TokenLimits, context: ContextOf = _unknown
+    ) -> Reservation:
         """Reserve what a request of `key`, from `key()`, may use. Raises RateLimitExceeded or InsufficientQuota, and
-        InvalidAPIKey where a key is needed and there is none."""
+        InvalidAPIKey where a key is needed and there is none.
+
+        `prompt_bytes` is 0 for a request that uses no tokens. `context` is called only where a key has a budget.
+        """
 
     def authenticate(self, request: Request) -> str:
         """The principal of a request, from its headers alone. Raises InvalidAPIKey.
@@ -77,6 +108,12 @@ class Meter(Protocol):
 class _OpenReservation:
     principal = ANONYMOUS
     key = None
+    token_limit = None
+    is_tight = False
+    max_prompt_tokens = 0
+
+    def extend(self, prompt_tokens: int) -> None:
+        """Nothing is reserved."""
 
     def check_model(self, model: str) -> None:
         """Every model is allowed."""
@@ -93,7 +130,13 @@ class OpenMeter:
 
     _reservation = _OpenReservation()
 
-    def admit(self, key: KeySection | None, prompt_bytes: int, limits: TokenLimits) -> Reservation:  # noqa: ARG002
+    def admit(
+        self,
+        key: KeySection | None,  # noqa: ARG002
+        prompt_bytes: int,  # noqa: ARG002
+        limits: TokenLimits,  # noqa: ARG002
+        context: ContextOf = _unknown,  # noqa: ARG002
+    ) -> Reservation:
         return self._reservation
 
     def authenticate(self, request: Request) -> str:  # noqa: ARG002
@@ -112,12 +155,15 @@ class OpenMeter:
 class _KeyedReservation:
     """Tokens of one request, reserved in the account of its key."""
 
-    __slots__ = ("_account", "_ledger", "_tokens")
+    __slots__ = ("_account", "_estimate", "_ledger", "_tokens", "token_limit")
 
-    def __init__(self, ledger: Ledger, account: Account, tokens: int) -> None:
+    def __init__(self, ledger: Ledger, account: Account, estimate: Estimate) -> None:
+        """Raises what `Account.reserve` raises."""
         self._ledger = ledger
         self._account = account
-        self._tokens = tokens
+        self._estimate = estimate
+        self._tokens = account.reserve(estimate, ledger.clock(), ledger.monotonic())
+        self.token_limit = self._tokens if account.has_budget else None
 
     @property
     def principal(self) -> str:
@@ -126,6 +172,21 @@ class _KeyedReservation:
     @property
     def key(self) -> KeySection:
         return self._account.key
+
+    @property
+    def is_tight(self) -> bool:
+        return self.token_limit is not None and self.token_limit < self._estimate.most_tokens
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return self._estimate.max_prompt_tokens
+
+    def extend(self, prompt_tokens: int) -> int | None:
+        if self.token_limit is not None:
+            self._estimate = self._estimate._replace(prompt_tokens=prompt_tokens)
+            self._tokens = self._account.extend(self._tokens, self._estimate, self._ledger.clock())
+            self.token_limit = self._tokens
+        return self.token_limit
 
     def check_model(self, model: str) -> None:
         check_model(self._account.key, model)
@@ -146,13 +207,15 @@ class KeyedMeter:
         self._ledger = ledger
         self._sessions = sessions
 
-    def admit(self, key: KeySection | None, prompt_bytes: int, limits: TokenLimits) -> Reservation:
+    def admit(
+        self, key: KeySection | None, prompt_bytes: int, limits: TokenLimits, context: ContextOf = _unknown
+    ) -> Reservation:
         if key is None:
             raise _no_key()
         account = self._ledger.account(key)
-        estimate = Estimate(prompt_bytes, limits.completion_limit, limits.num_choices)
-        tokens = account.reserve(estimate, self._ledger.clock(), self._ledger.monotonic())
-        return _KeyedReservation(self._ledger, account, tokens)
+        context_tokens = context() if account.has_budget else None
+        estimate = Estimate(prompt_bytes, limits.completion_limit, limits.num_choices, context_tokens)
+        return _KeyedReservation(self._ledger, account, estimate)
 
     def authenticate(self, request: Request) -> str:
         return self.key(request).name

@@ -44,8 +44,8 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_tokens + self.completion_tokens
 
     def cells(self) -> tuple[str, ...]:
-        """The numbers for a table, under `HEADER`."""
-        numbers = (
+        """The cells of a table, under `HEADER`."""
+        counts = (
             self.requests,
             self.prompt_tokens,
             self.cached_tokens,
@@ -53,7 +53,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
             self.reasoning_tokens,
             self.total_tokens,
         )
-        return (*(f"{number:,}" for number in numbers), f"{self.cost:,.4f}" if self.cost else "")
+        return (*(f"{count:,}" for count in counts), f"{self.cost:,.4f}" if self.cost else "")
 
 
 def usage(

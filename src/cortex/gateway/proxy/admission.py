@@ -6,6 +6,8 @@ name. No check whose cost depends on the request runs before the key is known.
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from cortex.fleet.placement.decision import Origin
@@ -42,7 +44,7 @@ class AdmissionController:
 
     def admit(self, key: KeySection | None, prompt_bytes: int, facts: Facts) -> AdmittedRequest:
         """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it."""
-        reservation = self.meter.admit(key, prompt_bytes, facts)
+        reservation = self.meter.admit(key, prompt_bytes, facts, partial(self._dispatcher.context_tokens, facts.model))
         try:
             resolution = self._dispatcher.resolve(facts.model)
             reservation.check_model(resolution.model_id)

@@ -7,10 +7,19 @@ from collections.abc import Iterable
 from cortex.http.request import Headers, Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Handler
-from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID, DROPPED_TOOLS, IGNORED_FIELDS, NODE, UNENFORCED
+from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID, BUDGET, DROPPED_TOOLS, IGNORED_FIELDS, NODE, UNENFORCED
 
 ANY_ORIGIN = b"*"
-_READABLE = ("x-request-id", ANTHROPIC_REQUEST_ID, NODE, "retry-after", DROPPED_TOOLS, IGNORED_FIELDS, UNENFORCED)
+_READABLE = (
+    "x-request-id",
+    ANTHROPIC_REQUEST_ID,
+    NODE,
+    BUDGET,
+    "retry-after",
+    DROPPED_TOOLS,
+    IGNORED_FIELDS,
+    UNENFORCED,
+)
 _EXPOSED = (b"access-control-expose-headers", ", ".join(_READABLE).encode())
 _DEFAULT_HEADERS = b"authorization, content-type, x-api-key, anthropic-version"
 _METHODS = (b"access-control-allow-methods", b"GET, HEAD, POST, PATCH, DELETE")

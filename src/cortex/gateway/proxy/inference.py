@@ -170,7 +170,8 @@ class Inference:
         """Admit a request and send it to a node, or reject it. `keeper` gets its response."""
         route, body, envelope = received.route, received.body, received.envelope
         try:
-            admitted = self.services.admission.admit(received.key, len(body), envelope.facts)
+            num_bytes = len(body) if route.uses_tokens else 0
+            admitted = self.services.admission.admit(received.key, num_bytes, envelope.facts)
         except CortexError as error:
             self.reject(received, error)
         else:

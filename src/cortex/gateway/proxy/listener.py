@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cortex import open_files
 from cortex.gateway.config import Config
 from cortex.gateway.metrics import Metrics
 from cortex.gateway.proxy.cors import CrossOrigin
@@ -19,7 +20,7 @@ SESSION_PATH = b"/session"
 PAGE_FILES = b"/page/"
 """The prefix of the page's files, which are the same for everybody."""
 OPEN_PATHS = (b"/", b"/health", b"/ready", SESSION_PATH)
-"""Paths that need no key, beside those of `PAGE_FILES`."""
+"""Paths that need no key, in addition to those of `PAGE_FILES`."""
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""
 
@@ -27,12 +28,19 @@ Authenticate = Callable[[Request], object]
 """Checks the key of a request. Raises InvalidAPIKey."""
 
 
-def client_limits(config: Config) -> ClientLimits:
-    """The configured limits, converted for the data path."""
+def client_limits(config: Config, num_files: int) -> ClientLimits:
+    """The configured limits, converted for the data path of a process that may open `num_files`."""
     limits = config.limits
+    connections = open_files.connections(
+        num_files,
+        files_each=2,  # one more for the connection to the node
+        one_of=4,
+        in_all=limits.max_connections,
+        per_client=limits.max_connections_per_client,
+    )
     return ClientLimits(
-        num_connections=limits.max_connections,
-        num_connections_per_client=limits.max_connections_per_client,
+        num_connections=connections.in_all,
+        num_connections_per_client=connections.per_client,
         buffered_bytes=limits.max_buffered_mb * 1024 * 1024,
         head_bytes=limits.max_head_kb * 1024,
         body_bytes=config.gateway.max_body_mb * 1024 * 1024,
@@ -48,10 +56,10 @@ def api_server(
     ticker: Ticker,
     metrics: Metrics,
     authenticate: Authenticate,
+    limits: ClientLimits,
     buffered: Buffered | None = None,
 ) -> Server:
     """A server that reads no large body without a valid key, and counts what it rejects. `buffered`: see `Server`."""
-    limits = client_limits(config)
     cross_origin = CrossOrigin(config.gateway.cors_origins) if config.gateway.cors_origins else None
 
     def admit_head(request: Request) -> int:

@@ -15,6 +15,7 @@ import msgspec
 from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.http.event_boundary import EventBoundary
 from cortex.http.request import Headers
+from cortex.http.upstream.faults import ResponseTooLarge
 from cortex.wire import error_encoding, errors, sse
 from cortex.wire.errors import CortexError, Family, UpstreamInterrupted
 from cortex.wire.public_errors import public
@@ -22,8 +23,8 @@ from cortex.wire.public_errors import public
 log = logging.getLogger(__name__)
 
 _ERROR_FIELD = b'"error"'
-_MAX_BODY_BYTES = 1024 * 1024
-"""What is read of an error response; the reason of one is in its beginning."""
+MAX_ERROR_BYTES = 1024 * 1024
+"""The longest error response that is held to be rewritten."""
 _EVENTS = re.compile(rb".+?(?:\r?\n\r?\n|\r\r|\Z)", re.DOTALL)
 
 
@@ -68,15 +69,16 @@ class ErrorRedaction:
         return status, headers
 
     def push(self, data: bytes) -> bytes:
-        self._body += data[: _MAX_BODY_BYTES + 1 - len(self._body)]
+        self._body += data
+        if len(self._body) > MAX_ERROR_BYTES:
+            raise ResponseTooLarge(f"its error response (status {self._status}) is over {MAX_ERROR_BYTES} bytes")
         return b""
 
     def finish(self) -> bytes:
         body = bytes(self._body)
         error = self._read(self._status, body)
         shown = shown_to(self._key, error)
-        is_whole = len(body) <= _MAX_BODY_BYTES
-        is_unchanged = is_whole and shown is error and self._status != errors.InvalidAPIKey.status
+        is_unchanged = shown is error and self._status != errors.InvalidAPIKey.status
         return body if is_unchanged else msgspec.json.encode(error_encoding.envelope(shown, self._family))
 
 

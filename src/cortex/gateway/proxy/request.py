@@ -7,10 +7,8 @@ while the response is relayed. Its `RequestAccounting` records the result.
 from __future__ import annotations
 
 import asyncio
-from functools import lru_cache, partial
+from functools import lru_cache
 from urllib.parse import quote
-
-import msgspec
 
 from cortex.fleet.prefixes import MAX_PREFIX_BYTES
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
@@ -18,6 +16,7 @@ from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
 from cortex.gateway.proxy.accounting.usage import reported_usage
 from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.outgoing_body import OutgoingBody
 from cortex.gateway.proxy.redaction import (
     ErrorRedaction,
     StreamRedaction,
@@ -26,27 +25,32 @@ from cortex.gateway.proxy.redaction import (
     shown_to,
 )
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import CHAT, Route, error_response
+from cortex.gateway.proxy.routes import Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation, foreign_error
 from cortex.http.observer import Keepalive, ObservedRelay, Outcome
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
-from cortex.http.upstream.faults import NotAdmitted, UpstreamFault
-from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
+from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault
 from cortex.parsing.envelope import Envelope
 from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors
-from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
-from cortex.wire.fields.raw_fields import replace_model
 from cortex.wire.node import failure_report, usage_report
-from cortex.wire.node.headers import ATTEMPT_ID, ERROR_DETAILS, NO_DETAILS, NODE, PRINCIPAL
-from cortex.wire.requests import GenerateRequest
+from cortex.wire.node.headers import (
+    ATTEMPT_ID,
+    BUDGET,
+    ERROR_DETAILS,
+    NO_DETAILS,
+    NODE,
+    PRINCIPAL,
+    PROMPT_TOKENS,
+    TOKEN_LIMIT,
+)
 
 _PRINCIPAL_HEADER = PRINCIPAL.encode()
 _ATTEMPT_HEADER = ATTEMPT_ID.encode()
@@ -54,6 +58,9 @@ _NODE_HEADER = NODE.encode()
 _NO_DETAILS_HEADER = (ERROR_DETAILS.encode(), NO_DETAILS.encode())
 _USAGE_HEADER = usage_report.HEADER.encode()
 _KEPT_HEADER = kept.HEADER.encode()
+_TOKEN_LIMIT_HEADER = TOKEN_LIMIT.encode()
+_BUDGET_HEADER = BUDGET.encode()
+_PROMPT_TOKENS_HEADER = PROMPT_TOKENS.encode()
 
 MAX_ATTEMPTS = 3
 """How often one request may be sent before it is rejected."""
@@ -66,13 +73,11 @@ class ProxyRequest:
         "_accounting",
         "_attempt",
         "_body",
-        "_client",
         "_excluded",
         "_lease",
         "_pending",
         "_relay",
         "_rewriting",
-        "_translated_request",
         "_translation",
         "_usage_header",
         "admitted",
@@ -106,20 +111,21 @@ class ProxyRequest:
         self.id = id
         self.span = span
         self.keeper = keeper
-        self._client = admitted.key.id if admitted.key is not None else exchange.request.client
-        """Who shares the parser of large bodies with others."""
         self._attempt: Span | None = None
-        self._body: bytes | None = None
+        client = admitted.key.id if admitted.key is not None else exchange.request.client
+        self._body = OutgoingBody(route, received, envelope, admitted, id, keeper, client)
         self._lease: Lease | None = None
         self._pending: PendingRequest | None = None
         self._excluded = NO_NODES
         self._translation: ChatTranslation | None = None
-        self._translated_request: tuple[GenerateRequest, bytes] | None = None
         self._rewriting: asyncio.Task[None] | None = None
         """Work on a large body in another process, before it is sent."""
         self._usage_header: bytes | None = None
         is_stream = route.generates and envelope.facts.stream
-        self._accounting = RequestAccounting(services, route, admitted, id, span, len(received), is_stream, started_at)
+        num_bytes, num_choices = len(received), envelope.facts.num_choices
+        self._accounting = RequestAccounting(
+            services, route, admitted, id, span, num_bytes, num_choices, is_stream, started_at
+        )
         keepalive = _keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if is_stream else None
         headers, capture = route.id_headers(id), None
         if keeper is not None:
@@ -167,18 +173,10 @@ class ProxyRequest:
         self._lease = lease
         services = self.services
         node = services.nodes[lease.node]
-        if self.route.dialect in lease.dialects or not self.route.generates:
-            if self._body is None and self._is_renamed and is_edited_elsewhere(self.received):
-                self._rewriting = run_once(
-                    self._rewrite_elsewhere(lease, translate=False), "rename the model of a large request"
-                )
-                return
-            target, body, self._translation = self.route.path, self._relayed_body(), None
-        elif self._translated_request is None and is_parsed_elsewhere(self.received):
-            self._rewriting = run_once(self._rewrite_elsewhere(lease, translate=True), "translate a large request")
+        if not self._body.choose(lease):
+            self._rewriting = run_once(self._prepare_elsewhere(lease), "edit or translate a large request")
             return
-        else:
-            target, body, self._translation = CHAT.path, *self._translated()
+        target, body, self._translation = self._body.made()
         self._accounting.sent(lease)
         headers: Headers = (
             *node.headers,
@@ -190,55 +188,27 @@ class ProxyRequest:
         )
         if self.keeper is not None and self.keeper.kept is not None:
             headers = (*headers, (_KEPT_HEADER, self.keeper.kept.header_value.encode()))
+        reservation = self.admitted.reservation
+        if reservation.token_limit is not None and lease.has_lifecycle:
+            headers = (*headers, (_TOKEN_LIMIT_HEADER, b"%d" % reservation.token_limit))
         if hides_details(self.admitted.key):
             headers = (*headers, _NO_DETAILS_HEADER)
         self._attempt = self.span.call(lease.node)
         if (traceparent := self._attempt.traceparent) is not None:
             headers = (*headers, (b"traceparent", traceparent))
-        node_header = ((_NODE_HEADER, _header_value(lease.node)),) if services.config.node_header else ()
+        ours: Headers = ((_NODE_HEADER, _header_value(lease.node)),) if services.config.node_header else ()
+        if reservation.token_limit is not None and reservation.is_tight:
+            ours = (*ours, (_BUDGET_HEADER, b"%d tokens" % reservation.token_limit))
         silence_s = services.config.idle_timeout_s
-        self._relay.send(node.pool, b"POST", target, headers, body, self._translation, node_header, silence_s)
+        self._relay.send(node.pool, b"POST", target, headers, body, self._translation, ours, silence_s)
 
     def _prompt_bytes(self) -> bytes:
         return self.envelope.prompt_bytes(MAX_PREFIX_BYTES)
 
-    @property
-    def _is_renamed(self) -> bool:
-        """Whether the client named the model by an alias."""
-        return self.envelope.facts.model != self.admitted.model
-
-    def _relayed_body(self) -> bytes:
-        """The client's body, with the model's name in place of an alias."""
-        if self._body is None:
-            self._body = self.received
-            if self._is_renamed:
-                self._body = replace_model(self.received, self.admitted.model)
-        return self._body
-
-    def _translated(self) -> tuple[bytes, ChatTranslation]:
-        """The request in OpenAI chat, and the translation of the response. Raises CortexError on an invalid body."""
-        if self._translated_request is None:
-            request = self.route.codec.parse(self.received)
-            body = openai_chat.build(msgspec.structs.replace(request, model=self.admitted.model))
-        else:
-            request, body = self._translated_request
-        response_id = self.route.codec.ID_PREFIX + self.id.decode().removeprefix("req_")
-        if self.keeper is not None and self.keeper.kept is not None:
-            request, response_id = self.keeper.kept.described(request), self.keeper.kept.id
-        name = self.envelope.facts.model
-        show = partial(shown_to, self.admitted.key)
-        return body, ChatTranslation(self.route, request, id=response_id, model=name, show=show)
-
-    async def _rewrite_elsewhere(self, lease: Lease, *, translate: bool) -> None:
-        """Translates a request that would block the loop, or renames its model, in another process, and sends it."""
-        parser, model = self.services.parser, self.admitted.model
+    async def _prepare_elsewhere(self, lease: Lease) -> None:
+        """Makes a body that would block the loop in another process, and sends it."""
         try:
-            if translate:
-                assert self.route.dialect is not None, "routes that generate have a dialect"
-                translating = parser.translate(self.route.dialect, self.received, model, self._client)
-                self._translated_request = await translating
-            else:
-                self._body = await parser.rename(self.received, model, self._client)
+            await self._body.prepare(self.services.parser)
             self._rewriting = None
             self._send(lease)
         except CortexError as error:
@@ -290,12 +260,27 @@ class ProxyRequest:
             self._excluded = NO_NODES
         elif status in (503, 529) and lease.has_alternatives:
             self._excluded |= {lease.node}
+        elif status == errors.InsufficientQuota.status and self._has_more_tokens(headers):
+            self._release(f"status {status}")
+            self.go()
+            return False
         else:
             return True
         self._accounting.failed_at(lease)
         self._release(f"status {status}")
         self.go()
         return False
+
+    def _has_more_tokens(self, headers: Headers) -> bool:
+        """Whether the budget has enough for the prompt, which has more tokens than the node was allowed to use."""
+        counted = next((int(value) for name, value in headers if name == _PROMPT_TOKENS_HEADER and value.isdigit()), 0)
+        before = self.admitted.reservation.token_limit
+        if before is None or not counted:
+            return False
+        try:
+            return self.admitted.reservation.extend(counted) != before
+        except CortexError:
+            return False
 
     def _hide_details_of_foreign_streams(self, relay: ObservedRelay) -> None:
         key, lease = self.admitted.key, self._lease
@@ -311,9 +296,14 @@ class ProxyRequest:
         """The client has nothing yet: try another node, or this one again once it is back."""
         assert self._lease is not None
         node = self._lease.node
-        self.services.dispatcher.request_failed(node, str(fault))
+        is_final = isinstance(fault, ResponseTooLarge)
+        if not is_final:
+            self.services.dispatcher.request_failed(node, str(fault))
         self._accounting.failed_at(self._lease)
         self._release(str(fault))
+        if is_final:
+            self._reject(UpstreamUnavailable(f"Node {node}: {fault}. Check the server, or request less."))
+            return
         if self._accounting.num_attempts >= MAX_ATTEMPTS or not self.route.generates:
             self._reject(UpstreamUnavailable(f"Node {node} failed before it responded: {fault}"))
             return

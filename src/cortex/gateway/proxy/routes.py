@@ -30,6 +30,8 @@ class Route:
     # What every request reads is computed once.
     generates: bool = field(init=False)
     """Whether it needs a generated response. Only that may be streamed and may wait for a load."""
+    uses_tokens: bool = field(init=False)
+    """Whether its requests are charged."""
     codec: Dialect = field(init=False)
     family: Family = field(init=False)
     span_name: str = field(init=False)
@@ -38,6 +40,7 @@ class Route:
     def __post_init__(self) -> None:
         codec = DIALECTS[self.dialect]
         object.__setattr__(self, "generates", self.need == "response")
+        object.__setattr__(self, "uses_tokens", self.need != "count")
         object.__setattr__(self, "codec", codec)
         object.__setattr__(self, "family", codec.FAMILY)
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")

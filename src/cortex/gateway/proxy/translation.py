@@ -11,13 +11,25 @@ from collections.abc import Callable
 import msgspec
 
 from cortex.gateway.dispatch.nodes.client import error_message
+from cortex.gateway.proxy.redaction import MAX_ERROR_BYTES
 from cortex.gateway.proxy.routes import Route
 from cortex.http.request import Headers
-from cortex.http.upstream.faults import MalformedResponse
+from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
 from cortex.wire import error_encoding, errors, sse
 from cortex.wire.dialects import openai_chat
 from cortex.wire.errors import CortexError
-from cortex.wire.events import AnyEvent, Failure, Finish, Usage
+from cortex.wire.events import (
+    AnyEvent,
+    Failure,
+    Finish,
+    Logprobs,
+    ReasoningDelta,
+    Start,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStart,
+    Usage,
+)
 from cortex.wire.node import headers as our_headers
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
@@ -31,6 +43,15 @@ _BY_STATUS: dict[int, type[CortexError]] = {
     503: errors.Overloaded,
     529: errors.Overloaded,
 }
+
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+"""The longest response that is translated as a whole."""
+MAX_STREAM_BYTES = 64 * 1024 * 1024
+"""The most that is held of a stream while it is translated: some dialects repeat all of it in the last event."""
+_EVENT_BYTES = 16
+_CALL_BYTES = 256
+_LOGPROB_BYTES = 64
 
 
 def foreign_error(status: int, body: bytes) -> CortexError:
@@ -63,6 +84,8 @@ class ChatTranslation:
         self._encoder = route.codec.Encoder(request, id=id, created=self._created, model=model)
         self._body = bytearray()
         self._finishes: list[Finish] = []
+        self._num_held_bytes = 0
+        """An estimate of what decoder and encoder keep of a stream until its end."""
 
     @property
     def usage(self) -> Usage | None:
@@ -87,6 +110,9 @@ class ChatTranslation:
         """Events for the client; nothing while a whole body is being collected."""
         if self._decoder is None:
             self._body += data
+            most = MAX_BODY_BYTES if self._status < 400 else MAX_ERROR_BYTES
+            if len(self._body) > most:
+                raise ResponseTooLarge(f"its response is over {most} bytes, more than is translated as a whole")
             return b""
         try:
             return self._encode(self._decoder.feed(data))
@@ -109,6 +135,9 @@ class ChatTranslation:
 
     def _encode(self, events: list[AnyEvent]) -> bytes:
         self._collect_finishes(events)
+        self._num_held_bytes += sum(map(_held_bytes, events))
+        if self._num_held_bytes > MAX_STREAM_BYTES:
+            raise ResponseTooLarge(f"its stream has over {MAX_STREAM_BYTES} bytes of text, more than is translated")
         return b"".join(self._encoder.encode(self._shown(event)) for event in events)
 
     def _shown(self, event: AnyEvent) -> AnyEvent:
@@ -119,6 +148,19 @@ class ChatTranslation:
 
     def _collect_finishes(self, events: list[AnyEvent]) -> None:
         self._finishes += [event for event in events if isinstance(event, Finish)]
+
+
+def _held_bytes(event: AnyEvent) -> int:
+    """About what a dialect may keep of an event until the end of the response."""
+    match event:
+        case TextDelta(text=text) | ReasoningDelta(text=text) | ToolCallDelta(arguments=text):
+            return _EVENT_BYTES + len(text)
+        case Start() | ToolCallStart():
+            return _CALL_BYTES
+        case Logprobs(tokens=tokens):
+            return _LOGPROB_BYTES * sum(1 + len(token.top) for token in tokens)
+        case _:
+            return _EVENT_BYTES
 
 
 _JSON: Headers = ((b"content-type", b"application/json"),)

@@ -64,7 +64,7 @@ class BackgroundRun:
         self.is_written = False
         """Its end is in the database."""
         self.num_body_bytes = 0
-        """Of its request, which count as buffered until it ends."""
+        """The bytes of its request body; they count as buffered until the run ends."""
         self.streams = streams
         self.events: list[bytes] = []
         self.followers: list[_Follower] = []
@@ -82,6 +82,9 @@ class BackgroundRun:
     def on_data(self, data: bytes) -> None:
         if self._status != 200:
             self._error += data[: MAX_ERROR_BYTES - len(self._error)]
+            if len(self._error) >= MAX_ERROR_BYTES and self.exchange is not None:
+                self.exchange.cancel()  # the reason of an error is in its beginning
+                self.on_end()
             return
         for event in self._arriving.push(data).split(b"\n\n"):
             if event.startswith(b":"):

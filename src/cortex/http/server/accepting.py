@@ -8,7 +8,10 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 
+from cortex.http.throttled_log import ThrottledLog
+
 log = logging.getLogger(__name__)
+_throttled_log = ThrottledLog(log)
 
 _PAUSE_S = 0.2
 """How long accepting pauses when the process has no room for another connection."""
@@ -23,7 +26,8 @@ async def accepted_from(listening: socket.socket) -> AsyncIterator[tuple[socket.
             accepted, address = await loop.sock_accept(listening)
         except OSError as problem:
             if problem.errno in _NO_ROOM:
-                log.error("cannot accept connections: %s; raise the limit of open files", problem.strerror)
+                reason = f"cannot accept connections: {problem.strerror}; raise the limit of open files"
+                _throttled_log.warning("no room", reason)
                 await asyncio.sleep(_PAUSE_S)
             continue  # else the client was gone before it was accepted
         yield accepted, str(address[0]) if isinstance(address, tuple) else ""

@@ -292,13 +292,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _write_rejection(self, error: CortexError) -> None:
         log.debug("request rejected: client=%s error=%s", self.client or "unknown", error.message)
-        status, headers, body = self._server.reject(error, self._parser.path)
-        if self._server.response_headers is not None:
-            headers = [*headers, *self._server.response_headers(self._parser.headers)]
-        framing = date_line() + b"content-length: %d\r\nconnection: close\r\n" % len(body)
-        self.transport.write(encode_head(status_line(status), headers, framing))
-        if self._parser.method != b"HEAD":
-            self.transport.write(body)
+        parser = self._parser
+        rejection = encode_rejection(self._server, error, parser.path, parser.headers, is_head=parser.method == b"HEAD")
+        self.transport.write(rejection)
 
     def on_tick(self, now: float) -> None:
         """Enforce the deadline, and notice a disconnect that unread bytes hide."""
@@ -317,3 +313,14 @@ def _is_disconnected(transport: asyncio.Transport) -> bool:
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), _PEER_CLOSED)  # errors are reported in any case
     return bool(poll.poll(0))
+
+
+def encode_rejection(
+    server: ServerContext, error: CortexError, path: bytes = b"", headers: Headers = (), *, is_head: bool = False
+) -> bytes:
+    """A whole response that ends its connection, to a request of which at most the head was read."""
+    status, own, body = server.reject(error, path)
+    if server.response_headers is not None:
+        own = [*own, *server.response_headers(headers)]
+    framing = date_line() + b"content-length: %d\r\nconnection: close\r\n" % len(body)
+    return encode_head(status_line(status), own, framing) + (b"" if is_head else body)

@@ -98,9 +98,9 @@ class RequestParser:
         self.owes_continue = False
         """The client waits for `100 Continue` before it sends the body; cleared by the connection that sends it."""
         self.method = b""
-        """Of the request parsed last."""
+        """The method of the request parsed last."""
         self.num_body_bytes = 0
-        """Of the body that is arriving, so far."""
+        """Bytes of the arriving body so far."""
         self._num_held_bytes = 0
         # The message being parsed:
         self._admitted = False
@@ -122,13 +122,13 @@ class RequestParser:
 
     @property
     def path(self) -> bytes:
-        """Of the request parsed last; empty when its target has none."""
+        """The path of the request parsed last; empty when its target has none."""
         parts = split_target(self._target)
         return parts[0] if parts is not None else b""
 
     @property
     def headers(self) -> Headers:
-        """Of the request parsed last."""
+        """The headers of the request parsed last."""
         return self._headers
 
     def feed(self, data: bytes) -> bytes:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 import ssl
+from collections.abc import Sequence
 
 from cortex.http.connection_counts import ConnectionCounts
 from cortex.http.limits import Buffered, ClientLimits
 from cortex.http.server.connection import (
-    ClientConnection,
     CountedConnection,
     Handler,
     Reject,
     Response,
     ResponseHeaders,
 )
-from cortex.http.server.handshake import TLSListener, bind
+from cortex.http.server.listener import Listener, bind
 from cortex.http.server.parser import AdmitHead
+from cortex.http.throttled_log import ThrottledLog
 from cortex.http.ticker import Ticker
 from cortex.wire.errors import CortexError
 
 __all__ = ["AdmitHead", "Handler", "Reject", "Response", "Server"]
 
-_BACKLOG = 1024
+log = logging.getLogger(__name__)
+_throttled_log = ThrottledLog(log)
+
 _DRAIN_CHECK_S = 0.02
 
 
@@ -54,7 +59,7 @@ class Server:
         """Updated by the connections."""
         self.num_exchanges = 0
         """Requests being served now; updated by the connections."""
-        self._listeners: list[asyncio.Server | TLSListener] = []
+        self._listeners: list[Listener] = []
         self._counts = ConnectionCounts(self.limits.num_connections, self.limits.num_connections_per_client)
 
     @property
@@ -64,14 +69,12 @@ class Server:
 
     async def listen(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
         """Bind and accept; returns the bound address (port 0 picks one). May be called for several addresses."""
-        loop = asyncio.get_running_loop()
-        listener: asyncio.Server | TLSListener
-        if tls is None:
-            listener = await loop.create_server(lambda: ClientConnection(self, loop), host, port, backlog=_BACKLOG)
-        else:
-            listener = TLSListener(self, tls, await asyncio.to_thread(bind, host, port, _BACKLOG))
-        self._listeners.append(listener)
-        address = listener.sockets[0].getsockname()
+        return self.listen_on(await asyncio.to_thread(bind, host, port), tls=tls)
+
+    def listen_on(self, sockets: Sequence[socket.socket], *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
+        """Accept on sockets that `bind` made; returns the address of the first."""
+        self._listeners.append(Listener(self, sockets, tls))
+        address = sockets[0].getsockname()
         return str(address[0]), int(address[1])
 
     # --- for the connections
@@ -81,6 +84,9 @@ class Server:
         rejection = self._counts.enter(connection.client)
         if rejection is None:
             self.connections.add(connection)
+        else:
+            reason = f"connection from {connection.client or 'unknown'} rejected: {rejection.message}"
+            _throttled_log.warning(rejection.code, reason)
         return rejection
 
     def leave(self, connection: CountedConnection) -> None:

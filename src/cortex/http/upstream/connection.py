@@ -54,7 +54,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_in_head",
         "_keep_alive",
         "_malformed",
-        "_num_head_bytes",
+        "_num_overhead_bytes",
         "_parser",
         "_pool",
         "_reading_paused",
@@ -87,7 +87,8 @@ class UpstreamConnection(asyncio.Protocol):
         """Without those that are not for clients."""
         self._connection_options: list[tuple[bytes, bytes]] = []
         """The `Connection` headers, which may list others that are not for clients."""
-        self._num_head_bytes = 0
+        self._num_overhead_bytes = 0
+        """Bytes since the last part of the body: of heads, chunk extensions and trailers, which the parser holds."""
         self._content_length: int | None = None
         self._chunked = False
         self._in_head = True
@@ -201,7 +202,7 @@ class UpstreamConnection(asyncio.Protocol):
         if status < 200:
             return
         self._in_head = False
-        self._num_head_bytes = 0
+        self._num_overhead_bytes = 0
         self._status = status
         self._head_due = True
 
@@ -217,16 +218,18 @@ class UpstreamConnection(asyncio.Protocol):
     # --- parsing and delivery
 
     def _parse(self, data: bytes) -> None:
-        if self._in_head:
-            self._num_head_bytes += len(data)
+        self._num_overhead_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._malformed = "it switched protocols unasked"
         except httptools.HttpParserError as error:
             self._malformed = str(error)
-        if self._in_head and self._num_head_bytes > self._pool.limits.head_bytes:
-            self._malformed = f"its head is over {self._pool.limits.head_bytes} bytes"
+        if self._body or self._complete:
+            self._num_overhead_bytes = 0
+        elif self._num_overhead_bytes > self._pool.limits.head_bytes:
+            part = "head is" if self._in_head else "chunk extensions or trailers are"
+            self._malformed = f"its {part} over {self._pool.limits.head_bytes} bytes"
 
     def _deliver(self, call: UpstreamCall) -> None:
         """Deliver what this read contained. The sink may abort the call at any point."""

@@ -23,5 +23,9 @@ class MalformedResponse(UpstreamFault):
     """The response is not HTTP, is framed ambiguously, or has a head over the limit."""
 
 
+class ResponseTooLarge(MalformedResponse):
+    """The response is larger than what the gateway holds in memory. Another attempt would be too."""
+
+
 class NotAdmitted(UpstreamFault):
     """The node rejected the caller itself, not the request: a key is missing or wrong."""

@@ -13,7 +13,7 @@ from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.call import Sink, UpstreamCall
 from cortex.http.upstream.connection import UpstreamConnection
-from cortex.http.upstream.faults import ConnectFailed, MalformedResponse, UpstreamFault, UpstreamSilent
+from cortex.http.upstream.faults import ConnectFailed, ResponseTooLarge, UpstreamFault, UpstreamSilent
 from cortex.wire.words import os_error_in_words
 
 __all__ = ["Pool", "Sink", "UpstreamCall", "UpstreamResponse"]
@@ -176,7 +176,7 @@ class _Collector:
     def on_data(self, data: bytes) -> None:
         self._body += data
         if len(self._body) > self._max_body_bytes:
-            self.on_fault(MalformedResponse(f"{self._origin} sent more than {self._max_body_bytes} bytes"))
+            self.on_fault(ResponseTooLarge(f"{self._origin} sent more than {self._max_body_bytes} bytes"))
 
     def on_end(self) -> None:
         if not self.response.done():

@@ -6,14 +6,26 @@ from io import BytesIO
 
 from aiohttp import web
 
-from cortex.wire.errors import BodyTooLarge
+from cortex.wire.errors import BodyTooLarge, InvalidValue, shorten
 from cortex.wire.node import headers
+
+_MAX_LIMIT_DIGITS = 18
 
 
 def principal_of(request: web.Request) -> str:
     """The principal that a gateway names, empty for other clients."""
     # Header bytes may be invalid UTF-8.
     return request.headers.get(headers.PRINCIPAL, "").encode("utf-8", "backslashreplace").decode()
+
+
+def token_limit_of(request: web.Request) -> int | None:
+    """The most tokens that a gateway allows a request to use; None without a limit. Raises InvalidValue."""
+    value = request.headers.get(headers.TOKEN_LIMIT)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit() and len(value) <= _MAX_LIMIT_DIGITS):
+        raise InvalidValue(f"{headers.TOKEN_LIMIT} must be a number of tokens, got `{shorten(value)}`.")
+    return int(value)
 
 
 def client_of(request: web.Request) -> str:

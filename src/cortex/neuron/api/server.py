@@ -12,6 +12,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from cortex import open_files
 from cortex.http.connection_counts import ConnectionCounts
 from cortex.neuron.api import app
 from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
@@ -127,7 +128,14 @@ def accept(
     if server is None:
         raise RuntimeError("set the runner up before it accepts")
     limits = limits or Limits()
-    counts = ConnectionCounts(limits.max_connections, limits.max_connections_per_client)
+    connections = open_files.connections(
+        open_files.limit(),
+        files_each=1,
+        one_of=2,
+        in_all=limits.max_connections,
+        per_client=limits.max_connections_per_client,
+    )
+    counts = ConnectionCounts(connections.in_all, connections.per_client)
     tls = certificate.context if certificate is not None else None
     connect = partial(ConnectionHandler, server, limits.head_timeout_s)
     return Listener(listener, connect, counts, tls, handshake_s=limits.head_timeout_s)
@@ -143,6 +151,7 @@ async def serve(
     workers, immediately.
     """
     logs.configure(config.log_format, config.log_level, common_fields)
+    open_files.raise_limit()
     stop = stop or asyncio.Event()
     front = Front(config, path, insecure=insecure)
     tracer = open_tracer(config.telemetry, "neuron")

@@ -30,6 +30,7 @@ from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parame
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.layer_count import check_layer_count
 from cortex.neuron.models.packing import QUANTISABLE, chosen_codes, packed_layouts, suits_cpus
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
@@ -89,7 +90,7 @@ def load_model(
 
     def fill(parameters: Parameters) -> None:
         placements = [
-            Placement(binding.source, binding.destination, transform=binding.transform)
+            Placement(binding.source, binding.destination, transform=binding.transform, shape=binding.shape)
             for binding in parameters.bindings_from(checkpoint.tensors)
         ]
         packed = [
@@ -106,6 +107,7 @@ def load_model(
         progress("place", 0, 0)
 
     try:
+        check_layer_count(read_architecture(checkpoint.config), checkpoint.tensors)
         return build_model(
             checkpoint.config,
             spec,

@@ -30,7 +30,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
-    """The same seed draws the same tokens, whatever else is in the batch."""
+    """The seed of the noise: the same seed draws the same tokens from the same logits. Logits follow the rest of the
+    batch in their last bits, unless the model is loaded as `deterministic`."""
     top_logprobs: int | None = None
     """None: no logprobs. 0: of the drawn token only. N: also of the N likeliest tokens."""
     allowed_token_ids: tuple[int, ...] = ()

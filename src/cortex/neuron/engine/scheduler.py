@@ -9,6 +9,7 @@ so there is no deadlock. A step may be planned before the host knows the tokens 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 from cortex.neuron.engine.errors import RequestError
@@ -140,10 +141,11 @@ class Scheduler:
         for sequence in [sequence for sequence in reversed(self.running) if sequence.row in planned]:
             row = planned[sequence.row]
             if row.writes:
-                touched = sequence.digests[row.start // page_tokens : sequence.computed // page_tokens]
+                touched = sequence.digests[row.start // page_tokens : sequence.scheduled // page_tokens]
                 self.pool.disown(touched)
                 self._states.retract(sequence, touched)
-            sequence.in_flight -= row.draws
+            sequence.planned -= row.count
+            sequence.in_flight -= row.outputs.draws
             self._preempt(sequence)
 
     def _plan_decodes(self, draft: StepDraft) -> None:
@@ -152,9 +154,8 @@ class Scheduler:
                 continue
             if len(draft.rows) == self.limits.step_tokens:
                 break
-            if self._make_room(sequence, sequence.computed + 1, draft):
-                draft.rows.append(RowPlan(sequence.row, sequence.computed, 1, None, draws=True))
-                self._advance(sequence, 1, draft, draws=True)
+            if self._make_room(sequence, sequence.length, draft):
+                self._add_row(sequence, sequence.length, draft)
                 self._states.decode(sequence, draft)
 
     def _continue_prefills(self, draft: StepDraft, budget: int) -> int:
@@ -177,8 +178,8 @@ class Scheduler:
 
     def _cached_pages(self, sequence: Sequence, draft: StepDraft) -> list[int] | None:
         """The pages of its prefix that are already computed; None if the sequence must wait for the next step."""
-        if sequence.in_flight:
-            return None  # preempted while a step was in flight: its last token is not known yet
+        if sequence.planned:
+            return None  # preempted while a step was in flight: what it drew is not known yet
         digests = sequence.digests_of_full_pages(self.pool.page_tokens)  # also names saved states
         if sequence.scores_prompt:
             return []
@@ -217,34 +218,31 @@ class Scheduler:
 
     def _prefill(self, sequence: Sequence, draft: StepDraft, budget: int) -> int:
         """Adds the next chunk of `sequence` to the draft; returns its number of tokens (0 if there is no page)."""
-        start = sequence.computed
+        start = sequence.scheduled
         end = start + min(budget, sequence.remaining)
         end = next((cut for cut in sequence.checkpoints if start < cut < end), end)
-        count = end - start
         if not self._make_room(sequence, end, draft):
             return 0
-        draws = end == len(sequence.tokens)
-        writes = start >= sequence.committed * self.pool.page_tokens
-        scored = sequence.request.prompt[start + 1 : end + 1] if sequence.scores_prompt else ()
-        num_likeliest = sequence.request.prompt_logprobs or 0
-        tokens = tuple(sequence.tokens[start:end])
-        draft.rows.append(RowPlan(sequence.row, start, count, tokens, draws, writes, scored, num_likeliest))
-        self._advance(sequence, count, draft, draws=draws)
+        self._add_row(sequence, end, draft)
         self._states.prefill(sequence, draft)
-        return count
+        return end - start
 
-    def _advance(self, sequence: Sequence, count: int, draft: StepDraft, *, draws: bool) -> None:
+    def _add_row(self, sequence: Sequence, end: int, draft: StepDraft) -> None:
+        """Adds the next positions of `sequence`, up to `end`, to the draft."""
+        writes = sequence.scheduled >= sequence.committed * self.pool.page_tokens
+        row = sequence.next_row(end, writes=writes)
+        draft.rows.append(row)
+        sequence.planned += row.count
+        sequence.in_flight += row.outputs.draws
+        sequence.drew_in_row |= row.outputs.draws > 0
         first_new = sequence.committed
-        sequence.computed += count
         self._commit(sequence)
         draft.being_computed.update(sequence.digests[first_new : sequence.committed])
-        sequence.in_flight += draws
-        sequence.drew_in_row |= draws
 
     def _commit(self, sequence: Sequence) -> None:
-        """Registers the pages that the launched steps have filled with known tokens."""
+        """Registers the pages that the launched steps fill with known tokens."""
         digests = sequence.digests_of_full_pages(self.pool.page_tokens)
-        full = min(len(digests), sequence.computed // self.pool.page_tokens)
+        full = min(len(digests), sequence.scheduled // self.pool.page_tokens)
         for index in range(sequence.committed, full):
             self.pool.commit(sequence.pages[index], digests[index])
         sequence.committed = max(sequence.committed, full)
@@ -285,12 +283,16 @@ class Scheduler:
 
     # -- results ---------------------------------------------------------------------------------------------------
 
-    def token_drawn(self, sequence: Sequence, token: int) -> None:
-        """Records the token that a launched step drew, once the host has read it."""
-        sequence.in_flight -= 1
-        sequence.tokens.append(token)
-        if sequence.row != NO_ROW:
-            self._commit(sequence)
+    def row_read(self, sequence: Sequence, row: RowPlan, tokens: Ordered[int]) -> None:
+        """Records the results of a launched row, once the host has read them. `tokens`: the accepted ones of those
+        drawn."""
+        sequence.planned -= row.count
+        sequence.in_flight -= row.outputs.draws
+        sequence.tokens += tokens
+        if sequence.row != NO_ROW:  # else it was preempted: its pages are gone
+            sequence.computed += row.num_computed(len(tokens))
+            if tokens:
+                self._commit(sequence)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless rows and pages are accounted for exactly once."""
@@ -299,6 +301,6 @@ class Scheduler:
         assert sorted(rows) == list(range(self.limits.max_rows)), "a row is lost or used twice"
         for sequence in self.running:
             held = len(sequence.pages) * self.pool.page_tokens
-            assert sequence.computed <= held, "a sequence has computed past its pages"
+            assert sequence.scheduled <= held, "a sequence has computed past its pages"
         assert all(not sequence.pages and sequence.row == NO_ROW for sequence in self.waiting), "a waiter holds memory"
         self._states.check_integrity((*self.running, *self.waiting))

@@ -8,6 +8,15 @@ from cortex.neuron.engine.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.recurrent_checkpoints import DecodeCheckpoint
 from cortex.neuron.engine.request import EngineRequest, TokenLogprobs
 from cortex.neuron.engine.sampling.constraints import Constraint
+from cortex.neuron.engine.step_plan import (
+    DRAW_ONE,
+    LATEST_TOKEN,
+    NO_OUTPUT,
+    PromptScoring,
+    RowInputs,
+    RowOutputs,
+    RowPlan,
+)
 
 NO_ROW = -1
 
@@ -16,18 +25,22 @@ NO_ROW = -1
 class Sequence:
     """Mutable state of one request. The scheduler is the only writer.
 
-    `tokens` are those that the host knows. A launched step whose result is not read yet has drawn one more, which
-    exists only on the device: `in_flight` counts those. `computed` counts positions whose KV is written by the
-    steps launched so far; the device runs them in order, so later steps may rely on it.
+    A launched step is in flight until the host reads its results. Until then its tokens exist only on the device. The
+    device runs steps in order, so a step may be planned that relies on those in flight.
     """
 
     request: EngineRequest
     tokens: list[int]
+    """Those of the prompt and the drawn ones that the host knows."""
     row: int = NO_ROW
     pages: list[int] = field(default_factory=list)
     digests: list[Digest] = field(default_factory=list)
     computed: int = 0
+    """Positions whose KV is in its pages, as far as results were read."""
+    planned: int = 0
+    """Positions that steps in flight compute. They are counted until they are read, even if it has lost its row."""
     in_flight: int = 0
+    """Tokens that steps in flight draw."""
     drew_in_row: bool = False
     """Whether its last token was drawn in its current row, so that the device has it."""
     committed: int = 0
@@ -59,9 +72,14 @@ class Sequence:
         return self.length - len(self.request.prompt)
 
     @property
+    def scheduled(self) -> int:
+        """Positions that are computed or in flight: the next step continues there."""
+        return self.computed + self.planned
+
+    @property
     def remaining(self) -> int:
-        """Positions whose KV must be computed before the next token can be drawn."""
-        return self.length - self.computed
+        """Positions that must be scheduled before the next token can be drawn."""
+        return self.length - self.scheduled
 
     @property
     def is_decoding(self) -> bool:
@@ -76,6 +94,21 @@ class Sequence:
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are still needed: then every position is computed, cached or not."""
         return self.request.prompt_logprobs is not None and not self.has_reported
+
+    def next_row(self, end: int, *, writes: bool) -> RowPlan:
+        """The row that computes the next positions, up to `end`."""
+        start = self.scheduled
+        if self.is_decoding:
+            return RowPlan(self.row, start, LATEST_TOKEN, DRAW_ONE)
+        inputs = RowInputs(end - start, tuple(self.tokens[start:end]))
+        return RowPlan(self.row, start, inputs, self._outputs(start, end), writes)
+
+    def _outputs(self, start: int, end: int) -> RowOutputs:
+        draws = int(end == len(self.tokens))
+        following = self.request.prompt[start + 1 : end + 1] if self.scores_prompt else ()
+        if not following:
+            return DRAW_ONE if draws else NO_OUTPUT
+        return RowOutputs(draws, PromptScoring(following, self.request.prompt_logprobs or 0))
 
     def digests_of_full_pages(self, page_tokens: int) -> list[Digest]:
         """Digests of every full page of the known tokens, extended as tokens arrive."""

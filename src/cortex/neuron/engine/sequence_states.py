@@ -37,7 +37,7 @@ class SequenceStates:
             draft.restores.append((checkpoints.use(sequence.digests[len(sequence.pages) - 1]), sequence.row))
         positions = checkpoint_positions(
             sequence.request.checkpoint_at,
-            sequence.computed,
+            sequence.scheduled,
             len(sequence.tokens),
             self._page_tokens,
             checkpoints.spacing_tokens,
@@ -48,15 +48,15 @@ class SequenceStates:
 
     def prefill(self, sequence: Sequence, draft: StepDraft) -> None:
         """After a chunk of the prompt: saves the state if the chunk ends at a checkpoint."""
-        if self._checkpoints is None or sequence.computed not in sequence.checkpoints:
+        if self._checkpoints is None or sequence.scheduled not in sequence.checkpoints:
             return
-        slot = self._checkpoints.keep(sequence.digests[sequence.computed // self._page_tokens - 1])
+        slot = self._checkpoints.keep(sequence.digests[sequence.scheduled // self._page_tokens - 1])
         if slot is not None:
             draft.saves.append((sequence.row, slot))
 
     def decode(self, sequence: Sequence, draft: StepDraft) -> None:
         """After a decoded token: at the end of a page, the state replaces the one saved a page earlier."""
-        num_pages, rest = divmod(sequence.computed, self._page_tokens)
+        num_pages, rest = divmod(sequence.scheduled, self._page_tokens)
         if self._checkpoints is None or rest:
             return
         checkpoint = sequence.decode_checkpoint
@@ -76,7 +76,7 @@ class SequenceStates:
         if self._checkpoints is not None:
             self._checkpoints.forget(touched)
             checkpoint = sequence.decode_checkpoint
-            if checkpoint is not None and checkpoint.num_pages * self._page_tokens == sequence.computed:
+            if checkpoint is not None and checkpoint.num_pages * self._page_tokens == sequence.scheduled:
                 self._end_decode_checkpoint(sequence, None)
 
     def distrust(self, sequence: Sequence, digests: Iterable[Digest]) -> None:

@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import asdict, dataclass, replace
 
 from cortex.neuron.engine.errors import RequestError, StepBlamed
-from cortex.neuron.engine.execution.runner import Launched, Runner
+from cortex.neuron.engine.execution.results import Launched
+from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.request import (
     EngineRequest,
     EngineStats,
@@ -19,16 +20,15 @@ from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduler import Scheduler
 from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A launched step, the sequences that draw in it, and those whose prompt it scores from a position, in order."""
+    """A launched step, and its rows with their sequences."""
 
     launched: Launched
-    drawing: tuple[Sequence, ...]
-    scoring: tuple[tuple[Sequence, int], ...]
+    rows: tuple[tuple[Sequence, RowPlan], ...]
 
 
 @dataclass(slots=True)
@@ -166,7 +166,8 @@ class StepLoop:
 
     def _launch(self, plan: StepPlan) -> None:
         by_row = {sequence.row: sequence for sequence in self._scheduler.running}
-        drawing = tuple(by_row[row.row] for row in plan.rows if row.draws)
+        rows = tuple((by_row[row.row], row) for row in plan.rows)
+        drawing = [sequence for sequence, row in rows if row.outputs.draws]
         # The plan has already counted this draw.
         draws = [Draw(sequence.row, sequence.num_drawn - 1) for sequence in drawing]
         try:
@@ -176,50 +177,47 @@ class StepLoop:
             self._scheduler.retract(plan)
             if self._suspects and not isinstance(error, StepBlamed):
                 raise StepBlamed(self._suspects[0].request.id) from error
-            self._failed = tuple(by_row[row.row] for row in plan.rows)
+            self._failed = tuple(sequence for sequence, _ in rows)
             raise
         if self._suspects and drawing:
             self._suspects.popleft()
-        scoring = tuple((by_row[row.row], row.start) for row in plan.rows if row.scored)
-        self._in_flight.append(_InFlight(launched, drawing, scoring))
+        self._in_flight.append(_InFlight(launched, rows))
         self._counters.steps += 1
-        self._counters.prompt_tokens += sum(row.count for row in plan.rows if row.tokens is not None)
+        self._counters.prompt_tokens += sum(row.count for row in plan.rows if row.inputs.tokens is not None)
 
     def _collect_all(self) -> None:
         while self._in_flight:
             self._collect(self._in_flight.popleft())
 
     def _collect(self, step: _InFlight) -> None:
-        result = step.launched.read()
-        for (sequence, start), scores in zip(step.scoring, result.prompt_logprobs, strict=True):
-            sequence.prompt_logprobs[start : start + len(scores)] = scores  # again after a preemption
-        for index, sequence in enumerate(step.drawing):
+        for (sequence, row), result in zip(step.rows, step.launched.read(), strict=True):
             if sequence.finished:
                 continue  # ended after this step was launched
-            logprobs = None if result.logprobs is None else result.logprobs[index]
-            self._report(sequence, result.tokens[index], result.healthy[index], logprobs)
+            scores = result.prompt_logprobs
+            sequence.prompt_logprobs[row.start : row.start + len(scores)] = scores  # again after a preemption
+            if not result.healthy:
+                self._scheduler.distrust(sequence)
+                message = "the model computed numbers that are not finite for this prompt; the request was ended"
+                self._finish(sequence, StepOutput(sequence.request.id, finish="error", error=message))
+                continue
+            tokens, finish = until_end(sequence, result.tokens)
+            self._scheduler.row_read(sequence, row, tokens)
+            if tokens:
+                self._report(sequence, tokens, finish, result.logprobs[: len(tokens)])
 
-    def _report(self, sequence: Sequence, token: int, healthy: bool, logprobs: TokenLogprobs | None) -> None:
-        """Adds the output for one drawn token."""
+    def _report(
+        self,
+        sequence: Sequence,
+        tokens: tuple[int, ...],
+        finish: FinishReason | None,
+        logprobs: tuple[TokenLogprobs, ...],
+    ) -> None:
+        """Adds the output for the tokens that one row drew."""
         request = sequence.request
-        if not healthy:
-            self._scheduler.distrust(sequence)
-            message = "the model computed numbers that are not finite for this prompt; the request was ended"
-            self._finish(sequence, StepOutput(request.id, finish="error", error=message))
+        self._counters.completion_tokens += len(tokens)
+        if finish == "error" and sequence.constraint is not None:
+            self._finish(sequence, StepOutput(request.id, finish=finish, error=sequence.constraint.failure))
             return
-        self._scheduler.token_drawn(sequence, token)
-        self._counters.completion_tokens += 1
-        constraint = sequence.constraint
-        is_complete = constraint is not None and constraint.is_complete_after(token)
-        if constraint is not None and constraint.failure is not None:
-            self._finish(sequence, StepOutput(request.id, finish="error", error=constraint.failure))
-            return
-        finish: FinishReason | None = None
-        num_drawn = len(sequence.tokens) - len(request.prompt)
-        if is_complete or (token in request.stop_token_ids and num_drawn > request.min_tokens):
-            finish = "stop"
-        elif num_drawn >= request.max_tokens:
-            finish = "length"
         cached = None
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if not sequence.has_reported:
@@ -227,10 +225,11 @@ class StepLoop:
             sequence.has_reported = True
             cached = sequence.cached or 0
             self._counters.cached_tokens += cached
+        wants_logprobs = request.sampling.top_logprobs is not None
         output = StepOutput(
             request.id,
-            (token,),
-            () if logprobs is None or request.sampling.top_logprobs is None else (_trimmed(logprobs, request),),
+            tokens,
+            tuple(_trimmed(one, request) for one in logprobs) if wants_logprobs else (),
             cached,
             finish,
             prompt_logprobs=prompt_logprobs,
@@ -267,6 +266,21 @@ class StepLoop:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every row and page is accounted for."""
         self._scheduler.check_integrity()
+
+
+def until_end(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+    """The next tokens of a sequence, up to the one that ends it, and why that one does; None if none does."""
+    request, constraint = sequence.request, sequence.constraint
+    num_drawn = len(sequence.tokens) - len(request.prompt)
+    for index, token in enumerate(tokens, start=1):
+        is_complete = constraint is not None and constraint.is_complete_after(token)
+        if constraint is not None and constraint.failure is not None:
+            return tokens[:index], "error"
+        if is_complete or (token in request.stop_token_ids and num_drawn + index > request.min_tokens):
+            return tokens[:index], "stop"
+        if num_drawn + index >= request.max_tokens:
+            return tokens[:index], "length"
+    return tokens, None
 
 
 def _trimmed(logprobs: TokenLogprobs, request: EngineRequest) -> TokenLogprobs:

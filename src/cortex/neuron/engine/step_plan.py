@@ -16,24 +16,58 @@ StateCopy = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class RowPlan:
-    """What a step computes for one sequence: positions `start` up to `start + count`.
+class RowInputs:
+    """What goes into a row: a token at each of `count` consecutive positions."""
 
-    `tokens` is None for a decode row: an earlier step drew its token, which never left the device.
-    """
+    count: int
+    tokens: tuple[int, ...] | None
+    """Known to the host. None: the row's latest token, which an earlier step drew and which never left the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Log-probabilities of a prompt's own tokens."""
+
+    following: tuple[int, ...]
+    """The prompt tokens after the first positions of the row, one for each."""
+    num_likeliest: int = 0
+    """How many of the most likely tokens are reported at each position."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutputs:
+    """What comes out of a row. A chunk in the middle of a prompt has no outputs: it only fills pages."""
+
+    draws: int = 0
+    """A token is drawn after each of this many last positions. If there are several, all but the first of these
+    positions contain guesses; the tokens drawn up to the first wrong guess are accepted."""
+    scores: PromptScoring | None = None
+
+
+LATEST_TOKEN = RowInputs(1, None)
+NO_OUTPUT = RowOutputs()
+DRAW_ONE = RowOutputs(draws=1)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """What a step computes for one sequence, from position `start` on."""
 
     row: int
     start: int
-    count: int
-    tokens: tuple[int, ...] | None
-    draws: bool
-    """Whether a token is drawn after the last position."""
+    inputs: RowInputs
+    outputs: RowOutputs = NO_OUTPUT
     writes: bool = True
     """False if the KV of these positions is already in the pages (a fully cached prompt)."""
-    scored: tuple[int, ...] = ()
-    """The prompt tokens after the first of these positions, one for each, whose log-probabilities are computed."""
-    num_likeliest: int = 0
-    """How many of the likeliest tokens are reported beside each scored one."""
+
+    @property
+    def count(self) -> int:
+        return self.inputs.count
+
+    def num_computed(self, num_accepted: int) -> int:
+        """The positions that are valid once `num_accepted` of its drawn tokens are. The KV of wrong guesses lies after
+        them and is overwritten."""
+        return self.inputs.count - self.outputs.draws + num_accepted
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,12 @@ class GatedDelta:
         self.input = Linear(parameters, config.hidden, config.input_rows(prefix))
         self.output = RowParallelLinear(parameters, config.value_size, {f"{prefix}.out_proj": config.hidden})
         conv_weight = parameters.empty(config.conv_taps, config.channels)
-        parameters.bind(f"{prefix}.conv1d.weight", conv_weight, lambda weight: weight[:, 0].t())
+        parameters.bind(
+            f"{prefix}.conv1d.weight",
+            conv_weight,
+            lambda weight: weight[:, 0].t(),
+            shape=(config.channels, 1, config.conv_taps),
+        )
         decay_rate = parameters.empty(config.value_heads, dtype=torch.float32)
         parameters.bind(f"{prefix}.A_log", decay_rate, lambda logarithm: logarithm.float().exp())
         self.rules = DeltaRules(

@@ -124,14 +124,12 @@ def _bias(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | No
     """The bias of the choice of experts."""
     if not config.has_bias:
         return None
-    bias = parameters.empty(config.experts, dtype=torch.float32)
-    parameters.bind(f"{prefix}.gate.e_score_correction_bias", bias, torch.flatten)
-    return bias
+    return parameters.load(f"{prefix}.gate.e_score_correction_bias", config.experts, dtype=torch.float32)
 
 
 def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_inner: int, prefix: str) -> None:
     """Splits the shared expert into parts of the width of the stack. The last part is padded with zeros."""
-    inner = down.shape[2]
+    hidden, inner = down.shape[1:]
     for number, (expert_gate_up, expert_down) in enumerate(zip(gate_up, down, strict=True)):
         start = number * inner
         width = min(inner, shared_inner - start)
@@ -139,8 +137,10 @@ def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_i
             expert_gate_up.zero_()
             expert_down.zero_()
         for name, rows in zip(("gate", "up"), expert_gate_up.chunk(2), strict=True):
-            parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], partial(_narrow, 0, start, width))
-        parameters.bind(f"{prefix}.down_proj.weight", expert_down[:, :width], partial(_narrow, 1, start, width))
+            part = partial(_narrow, 0, start, width)
+            parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], part, shape=(shared_inner, hidden))
+        part = partial(_narrow, 1, start, width)
+        parameters.bind(f"{prefix}.down_proj.weight", expert_down[:, :width], part, shape=(hidden, shared_inner))
 
 
 def _narrow(dim: int, start: int, length: int, tensor: Tensor) -> Tensor:

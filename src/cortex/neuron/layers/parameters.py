@@ -33,6 +33,8 @@ class Binding:
     """A view into a parameter, of the source's shape (after `transform`)."""
     transform: Callable[[Tensor], Tensor] | None = None
     """Applied to the source before it is copied, if the layout of the checkpoint differs."""
+    shape: tuple[int, ...] | None = None
+    """Of the source, if `transform` changes it; None: that of `destination`. A load rejects every other shape."""
     parts: tuple[Binding, ...] = ()
     """Bindings that fill the same memory if the checkpoint has no `source` but its parts."""
 
@@ -88,9 +90,10 @@ class Parameters:
         destination: Tensor,
         transform: Callable[[Tensor], Tensor] | None = None,
         *,
+        shape: tuple[int, ...] | None = None,
         parts: Sequence[Binding] = (),
     ) -> None:
-        self.bindings.append(Binding(source, destination, transform, tuple(parts)))
+        self.bindings.append(Binding(source, destination, transform, shape, tuple(parts)))
 
     def bindings_from(self, names: Container[str]) -> list[Binding]:
         """The bindings that fill this model from a checkpoint with tensors of these names."""

@@ -13,6 +13,17 @@ ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "g
 """`hidden_act` in a model's config → the activation."""
 _MAX_LAYERS = 1_000
 """Far above every published model; bounds what a damaged config can make a node compute."""
+_MAX_COUNT = 1 << 40
+_MAX_NUMBER = 1e30
+"""Of settings that are not counts; keeps calculations in float32 finite."""
+_OPTIONAL_ROPE = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +64,7 @@ class DecoderConfig:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=count_in(config, "head_dim", hidden // heads),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=number_in(config, "rms_norm_eps", 1e-6),
             context_tokens=count_in(config, "max_position_embeddings"),
             tied=bool(config.get("tie_word_embeddings", False)),
             activation=ACTIVATIONS[activation],
@@ -67,9 +78,29 @@ def count_in(config: Mapping[str, Any], name: str, default: int | None = None) -
         value = default
     if value is None:
         raise UnsupportedModel(f"the model's config has no {name!r}")
-    if not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"the model's config has {value!r} for {name!r}; it must be a positive integer")
+    if type(value) is not int or not 0 < value <= _MAX_COUNT:  # no bool
+        raise UnsupportedModel(f"the model's config has {value!r:.80} for {name!r}; it must be a positive integer")
     return value
+
+
+def optional_count_in(config: Mapping[str, Any], name: str) -> int:
+    """As `count_in`; 0 if the config has none, or zero."""
+    return count_in(config, name) if config.get(name) else 0
+
+
+def number_in(config: Mapping[str, Any], name: str, default: float) -> float:
+    """The positive number that the config has under `name`. Raises UnsupportedModel."""
+    value = config.get(name)
+    if value is None:
+        value = default
+    if not is_positive(value):
+        raise UnsupportedModel(f"the model's config has {value!r:.80} for {name!r}; it must be a positive number")
+    return float(value)
+
+
+def is_positive(value: Any) -> bool:
+    """Whether `value` is a number that calculations with floats can use."""
+    return type(value) in (int, float) and 0 < value < _MAX_NUMBER
 
 
 def layer_type_in(config: Mapping[str, Any], index: int, allowed: Sequence[str], default: str) -> str:
@@ -104,20 +135,23 @@ def read_rope(config: Mapping[str, Any], head_dim: int, settings: Mapping[str, A
     if scaling not in SCALINGS:
         raise UnsupportedModel(f"rope scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}")
     for name in SCALINGS[scaling]:
-        if not isinstance(settings.get(name), int | float):
+        if not is_positive(settings.get(name)):
             raise UnsupportedModel(
                 f"rope scaling {scaling!r} needs the number {name!r}, which the config does not have"
             )
-    theta = settings.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    fraction = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    dims = int(head_dim * float(fraction))
-    if dims < 2 or dims % 2 or dims > head_dim:
-        raise UnsupportedModel(f"a rotation of {dims} of the {head_dim} dimensions of a head is not possible")
+    for name in _OPTIONAL_ROPE:
+        if settings.get(name) and not is_positive(settings[name]):
+            raise UnsupportedModel(f"the model's config has {settings[name]!r:.80} for {name!r} of its rope parameters")
+    theta = number_in(settings if settings.get("rope_theta") else config, "rope_theta", 10_000.0)
+    fraction = number_in(settings if settings.get("partial_rotary_factor") else config, "partial_rotary_factor", 1.0)
+    dims = int(head_dim * min(fraction, 2.0))
+    if not 0 < dims <= head_dim or dims % 2:
+        raise UnsupportedModel(f"the model's config rotates {dims} of {head_dim} dimensions; they must be pairs")
     if scaling == "longrope":
         _check_factors(settings, dims // 2)
     return RopeConfig(
         dims=dims,
-        theta=float(theta),
+        theta=theta,
         scaling=scaling,
         settings={} if scaling == "default" else settings,
         trained_tokens=int(config.get("max_position_embeddings") or 0),
@@ -134,6 +168,6 @@ def read_layer_rope(config: Mapping[str, Any], head_dim: int, layer_type: str, t
 
 def _check_factors(settings: Mapping[str, Any], count: int) -> None:
     for name in ("short_factor", "long_factor"):
-        factors = settings.get(name)
-        if not isinstance(factors, Sequence) or len(factors) != count or not all(factor > 0 for factor in factors):
-            raise UnsupportedModel(f"rope scaling 'longrope' needs {count} positive numbers in {name!r}: {factors!r}")
+        factors, needed = settings.get(name), f"{count} positive numbers in {name!r}"
+        if not isinstance(factors, Sequence) or len(factors) != count or not all(map(is_positive, factors)):
+            raise UnsupportedModel(f"rope scaling 'longrope' needs {needed}: {factors!r:.80}")

@@ -71,7 +71,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     _reject_quantised(config)
     try:
         return family(config)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise UnsupportedModel(f"the model's config is damaged ({error}); download the model again") from error
 
 

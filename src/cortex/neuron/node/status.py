@@ -11,7 +11,6 @@ from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import Estimate, Survey
 from cortex.neuron.node.memory.sleep_budget import can_sleep
-from cortex.neuron.text.defaults import as_sampling
 from cortex.neuron.worker.discovery import Inventory
 from cortex.wire.node.protocol import Capabilities, Discovery, ModelLoad, ModelState, ModelStatus, QuantisedSize
 
@@ -81,7 +80,7 @@ def describe_model(
         max_input_tokens=min((limit for limit in (context_tokens, max_prompt_tokens) if limit), default=None),
         max_output_tokens=context_tokens,
         capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),
-        sampling=model.sampling if survey is None else model.sampling.over(as_sampling(survey.text.generation)),
+        sampling=model.sampling if survey is None else model.sampling.over(survey.text.generation),
         progress=controller.progress.snapshot() if controller is not None and controller.progress is not None else None,
         load=instance.load(num_in_preparation) if instance is not None else ModelLoad(),
         reason=life.reason if life is not None else None,

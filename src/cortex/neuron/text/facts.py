@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.template.template_source import TemplateSources
 from cortex.neuron.text.tokenizer.vocabulary import Vocabulary
+from cortex.settings import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,6 @@ class TextFacts:
 
     vocabulary: Vocabulary
     templates: TemplateSources
-    generation: GenerationDefaults
+    generation: SamplingDefaults
     has_vision: bool
     """Whether the model has a vision tower, which is not loaded."""

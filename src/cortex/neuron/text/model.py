@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from cortex.neuron.text import defaults, files
-from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
+from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.output.detect import (
     PYTHON_TAG,
     TOOL_CALL_CLOSE,
@@ -40,6 +40,7 @@ from cortex.neuron.text.tokenizer.encoder import NoEncoder, TextEncoder
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.weights.gguf.metadata import read_metadata
+from cortex.settings import SamplingDefaults
 from cortex.wire.fields.constraints import is_constrained
 from cortex.wire.node.protocol import Capabilities
 from cortex.wire.requests import EFFORT_TOKENS, GenerateRequest
@@ -55,7 +56,7 @@ class TextModel:
     template: ChatTemplate
     tools_template: ChatTemplate
     """For requests with tools; the same as `template` unless the model has two."""
-    generation: GenerationDefaults
+    generation: SamplingDefaults
     reasoning_end: tuple[int, ...] = ()
     """The tokens that end reasoning, laid out as templates write them; empty for a model that does not reason."""
     notes: tuple[str, ...] = ()
@@ -143,12 +144,11 @@ class TextModel:
     def _grammar(self, request: GenerateRequest, reasoning: LeadingReasoning, rules: PromptRules) -> str | None:
         return build_grammar(
             request,
-            self.tokenizer,
+            self._grammar_trial,
             self._tool_syntax,
             self._reasoning_markers,
             reasoning,
-            rules.max_grammar_characters,
-            rules.max_grammar_cpu_s,
+            rules,
         )
 
     def may_reason(self, request: GenerateRequest) -> bool:
@@ -185,12 +185,16 @@ class TextModel:
         return self.tools_template if request.tools else self.template
 
     @cached_property
+    def _grammar_trial(self) -> GrammarTrial:
+        return GrammarTrial(self.tokenizer)
+
+    @cached_property
     def _tool_syntax(self) -> ToolSyntax:
         return tool_syntax(self.tools_template)
 
     @cached_property
     def _literal_content(self) -> tuple[LiteralContent | None, LiteralContent | None]:
-        """Of the template with tools, and of the other."""
+        """For the template with tools, and for the template without."""
         vocabulary = self.tokenizer.vocabulary
         if not vocabulary.control_texts:
             return None, None
@@ -212,11 +216,11 @@ class TextSurvey:
     """What a model's text files say about it before it is used."""
 
     capabilities: Capabilities
-    generation: GenerationDefaults
+    generation: SamplingDefaults
 
 
 def survey_text(path: Path) -> TextSurvey:
-    """Of the model at `path`, from its templates and recommended options alone.
+    """Surveys the model at `path`, from its templates and recommended options alone.
 
     It builds no tokenizer, which would take a second and 100 MB for a large vocabulary. Raises TextModelError, or
     CheckpointError for a bad GGUF header.

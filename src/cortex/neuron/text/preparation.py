@@ -21,9 +21,9 @@ class Prepared:
     prompts: tuple[Rendered, ...]
     """One for each prompt of the request."""
     grammar: str | None = None
-    """Of the output; None: no constraint."""
+    """Constrains the output; None: no constraint."""
     response_grammar: str | None = None
-    """Of the output after reasoning that the client's budget has ended."""
+    """Constrains the output after reasoning that the client's budget has ended."""
 
 
 def prepare(text: TextModel, request: GenerateRequest, rules: PromptRules) -> Prepared:

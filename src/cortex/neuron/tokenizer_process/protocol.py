@@ -64,7 +64,7 @@ class Described(ChannelMessage, frozen=True):
 
 class Encoded(ChannelMessage, frozen=True):
     ids: bytes
-    """Token ids as packed 32-bit numbers, which decode much faster than a list."""
+    """Token ids as packed 32-bit integers, which decode much faster than a list."""
 
 
 class Counted(ChannelMessage, frozen=True):
@@ -100,12 +100,12 @@ def fingerprint_of(facts: TextFacts) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
 
 
-def packed(numbers: Sequence[int]) -> bytes:
-    return array("I", numbers).tobytes()
+def packed(token_ids: Sequence[int]) -> bytes:
+    return array("I", token_ids).tobytes()
 
 
-def unpacked(numbers: bytes) -> tuple[int, ...]:
-    return tuple(array("I", numbers))
+def unpacked(blob: bytes) -> tuple[int, ...]:
+    return tuple(array("I", blob))
 
 
 def pack_prepared(prepared: Prepared, *, with_text: bool) -> PackedPrepared:
@@ -140,5 +140,5 @@ def error_of(reply: FilesUnreadable | Rejected) -> Exception:
 def out_of_memory() -> PreparationLimitExceeded:
     return PreparationLimitExceeded(
         "Preparing this request took more memory than this node allows (text.memory_mb in neuron.toml). "
-        "Send a shorter conversation, or a simpler schema or grammar."
+        "Send a shorter conversation, or a simpler schema or grammar, with shorter chains of references."
     )

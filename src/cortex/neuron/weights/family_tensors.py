@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeGuard
 
 from cortex.neuron.weights.delta_heads import DeltaHeads, joint_gates, joint_inputs
@@ -34,6 +34,7 @@ _OWN_NAMES: Final = {
 }
 """Parts of names in published checkpoints → what layers call them."""
 _NAMES: Final = re.compile("|".join(("^" if name[0] != "." else "") + re.escape(name) for name in _OWN_NAMES))
+_BIAS_OF_CHOICE: Final = ".mlp.gate.e_score_correction_bias"
 _INTERLEAVED: Final = frozenset({"cohere2", "ernie4_5", "ernie4_5_moe", "glm4"})
 """Families that rotate pairs of adjacent dimensions; here the two halves of the rotated dimensions are pairs."""
 _ROTATED: Final = re.compile(r"\.self_attn\.[qk]_proj\.(weight|bias)$")
@@ -50,12 +51,15 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
     tensors = {_NAMES.sub(_own_name, name): tensor for name, tensor in stored.items()}
     if len(tensors) < len(stored):
         raise Malformed("the checkpoint has tensors under two names for the same; download it again")
+    for name, tensor in tensors.items():
+        if name.endswith(_BIAS_OF_CHOICE) and len(tensor.shape) == 2 and tensor.shape[0] == 1:
+            tensors[name] = replace(tensor, shape=tensor.shape[1:])
     joint = [name for name in tensors if _JOINT.search(name)]
     if joint:
         heads, sizes = _delta_heads(config), _HeadSizes.read(config)
         for name in joint:
             tensors |= _split(name, tensors.pop(name), heads, sizes)
-    if config.get("model_type") in _INTERLEAVED and (sizes := _HeadSizes.read(config)) is not None:
+    if str(config.get("model_type")) in _INTERLEAVED and (sizes := _HeadSizes.read(config)) is not None:
         for name in [name for name in tensors if _ROTATED.search(name)]:
             tensors[name] = tensors[name].with_halves_apart(sizes.head_dim, sizes.rotated)
     return tensors
@@ -103,10 +107,12 @@ class _HeadSizes:
             return None
         head_dim = config.get("head_dim") or _HEAD_DIMS.get(str(config.get("model_type"))) or hidden // heads
         kv_heads = config.get("num_key_value_heads") or heads
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
         fraction = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
         fraction = fraction or config.get("partial_rotary_factor") or _FRACTIONS.get(str(config.get("model_type")), 1.0)
-        if not _is_size(head_dim) or not _is_size(kv_heads) or not isinstance(fraction, float | int):
+        if not _is_size(head_dim) or not _is_size(kv_heads) or type(fraction) not in (int, float):
+            return None
+        if not 0 < fraction <= 1:
             return None
         rows = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
         return cls(head_dim, rows, int(head_dim * fraction))

@@ -33,12 +33,14 @@ class Placement:
     `select` selects a part of the tensor, one slice per dimension. Only the rows that it needs are read.
     `transform` runs on the device of the destination, on the complete selection, and returns a tensor of the shape of
     the destination. Until it returns, the device holds the tensor twice.
+    `shape` is what the selection must have, if `transform` changes it; None: that of the destination.
     """
 
     name: str
     destination: torch.Tensor
     select: tuple[slice, ...] = ()
     transform: Transform | None = None
+    shape: tuple[int, ...] | None = None
 
 
 class NumberSink(Protocol):
@@ -199,8 +201,8 @@ def checked(checkpoint: Checkpoint, placement: Placement) -> StoredTensor:
     if len(select) > len(shape) or any(part.step not in (None, 1) for part in select):
         raise ValueError(f"{placement.name} has the shape {shape}; {select} does not select a contiguous part of it")
     selected = (*(len(range(extent)[part]) for part, extent in zip(select, shape, strict=False)), *shape[len(select) :])
-    wanted = tuple(placement.destination.shape)
-    if placement.transform is None and selected != wanted:
+    wanted = tuple(placement.destination.shape) if placement.shape is None else placement.shape
+    if selected != wanted:
         raise TensorMissing(
             f"{checkpoint.path}: {placement.name} gives the shape {selected}, the model needs {wanted}; "
             "is this the model its config describes?"

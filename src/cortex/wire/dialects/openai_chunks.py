@@ -73,7 +73,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def prompt_logprobs_body(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
-    """As vLLM writes them: for each token, by id, its own entry and those of the likeliest ones."""
+    """As vLLM writes them: for each token, by id, its own entry and those of the top tokens."""
     return [None if token.logprob is None else _prompt_token_body(token) for token in tokens]
 
 

@@ -207,7 +207,7 @@ def _num_characters(token: TokenLogprob) -> int:
 
 
 def _top_body(token: TokenLogprob) -> dict[str, float | None] | None:
-    """The likeliest tokens; for a token of the prompt also itself."""
+    """The top tokens; for a token of the prompt also itself."""
     if token.logprob is None:
         return None
     own = {} if token.rank is None else {token.token: token.logprob}

@@ -11,11 +11,6 @@ from msgspec import Raw
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
 
 
-def replace_model(body: bytes, model: str) -> bytes:
-    """`body` with another model name and everything else unchanged."""
-    return replace_fields(body, {"model": model})
-
-
 def replace_fields(body: bytes, values: Mapping[str, Any], *, without: Iterable[str] = ()) -> bytes:
     """`body` with other values for some fields, without others, and everything else unchanged."""
     fields = _object_decoder.decode(body)

@@ -24,7 +24,7 @@ _MAX_TOKEN_DIGITS = len(str(LARGEST_TOKEN))
 
 
 def read_sampling(fields: Fields) -> Sampling:
-    """The sampling fields that every OpenAI dialect spells alike: all but the numbers of tokens, of choices and of
+    """The sampling fields that every OpenAI dialect spells alike: all but the counts of tokens, of choices and of
     log-probabilities. Raises `InvalidValue`."""
     top_k = fields.integer("top_k", low=-1, high=LARGEST_COUNT)
     penalty, window = "repetition_penalty", "repetition_window"
@@ -126,7 +126,7 @@ def read_output_format(fields: Fields, response_format: Fields | None) -> Output
     if len(found) > 1:
         names = " and ".join(f"'{name}'" for name in found)
         raise InvalidValue(f"{names} both constrain the output; send one of them.", param=list(found)[1])
-    return next(iter(found.values()), None)
+    return next((msgspec.structs.replace(output, param=param) for param, output in found.items()), None)
 
 
 def _read_guided(fields: Fields, prefix: str) -> dict[str, OutputFormat]:
@@ -151,12 +151,12 @@ def read_response_format(fields: Fields) -> OutputFormat | None:
         return None
     if kind == "json_object":
         schema = fields.mapping("schema")
-        return OutputFormat(kind="json_schema", schema=schema) if schema else OutputFormat(kind="json_object")
+        return OutputFormat(kind="json_schema" if schema else "json_object", schema=schema or None, param=fields.path)
     if kind == "json_schema":
         holder = fields.object("json_schema") or fields
         if "schema" not in holder:
             raise holder.invalid("schema", "a json_schema format needs a schema")
-        return OutputFormat(kind="json_schema", schema=_read_schema(holder, "schema"))
+        return OutputFormat(kind="json_schema", schema=_read_schema(holder, "schema"), param=fields.path)
     raise fields.invalid("type", f"'{shorten(kind)}' is not known; use text, json_object or json_schema")
 
 

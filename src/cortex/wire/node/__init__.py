@@ -1,1 +1,1 @@
-"""What gateway and nodes exchange beside the dialects: control calls, headers, reports inside of responses."""
+"""What gateway and nodes exchange in addition to the dialects: control calls, headers, reports inside of responses."""

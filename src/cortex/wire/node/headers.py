@@ -20,6 +20,17 @@ ERROR_DETAILS = "x-cortex-error-details"
 Only a gateway sets it."""
 NO_DETAILS = "none"
 
+TOKEN_LIMIT = "x-cortex-token-limit"
+"""The most tokens that a request may use, its prompt and all choices together: what its key has reserved for it. Only a
+gateway sets it."""
+
+PROMPT_TOKENS = "x-cortex-prompt-tokens"
+"""The tokens of a prompt that is larger than `TOKEN_LIMIT`, in the error of the node."""
+
+BUDGET = "x-cortex-budget"
+"""The tokens that a request may use, its prompt included, where the budget of its key may end the response, from the
+gateway to the client."""
+
 NODE = "x-cortex-node"
 """The name of the node that served the request, from the gateway to the client."""
 

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from cortex.settings import SamplingDefaults
 from cortex.wire.fields.body import MAX_MODEL_NAME
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ DeviceKind = Literal["cuda", "cpu"]
 Stage = Literal["resolve", "download", "read", "place", "warm"]
 
 KVDtype = Literal["auto", "fp8"]
-"""In which numbers a model's KV cache is kept; `auto`: in those that it computes in."""
+"""The dtype of a model's KV cache; `auto`: the dtype that the model computes in."""
 
 
 class NodeValue(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,21 +129,6 @@ class Capabilities(NodeValue, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-class SamplingDefaults(NodeValue, frozen=True):
-    """How a model samples where a request says nothing; None: not said here."""
-
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-
-    def over(self, other: SamplingDefaults) -> SamplingDefaults:
-        """These values, and those of `other` where there are none."""
-        ours = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-        return msgspec.structs.replace(other, **ours)
-
-
 class QuantisedSize(NodeValue, frozen=True):
     """What a model with dense weights would take if they were quantised at load."""
 
@@ -169,7 +155,7 @@ class ModelStatus(NodeValue, frozen=True):
     device_bytes: tuple[int, ...] = ()
     """The part of `measured_bytes` on each of `devices`; empty: equal parts."""
     nodes: tuple[str, ...] = ()
-    """Of a model that spans nodes: their names, this one first. All sizes here are those of this node's part."""
+    """The nodes of a model that spans several, this one first. All sizes here are those of this node's part."""
     parallel: Literal["tensor", "pipeline"] | None = None
     """How it is divided among devices: in every layer, or by layers. None: each has all of it. A model that spans nodes
     shares no device with another divided one."""
@@ -321,7 +307,7 @@ class LoadRequest(NodeValue, frozen=True):
     sampling: SamplingDefaults = SamplingDefaults()
     """How the model samples where a request says nothing; as the node is configured where absent."""
     deterministic: bool = False
-    """Whether a request gets the same tokens alone and beside others."""
+    """Whether computation is batch-invariant: a request gets the same tokens whatever else is in the batch."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
     max_bytes_of_nodes: Annotated[tuple[Annotated[int, Meta(ge=1)] | None, ...], Meta(max_length=64)] = ()

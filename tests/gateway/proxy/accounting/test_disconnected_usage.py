@@ -13,6 +13,7 @@ from aiohttp import ClientResponse, web
 
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.events import Usage
+from cortex.wire.node.headers import TOKEN_LIMIT
 from cortex.wire.node.protocol import ModelState
 
 from ...fake_neuron import GB, begin_stream, chunk, hang
@@ -38,6 +39,10 @@ async def silent(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -
     await hang()
 
 
+async def rejecting(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "no"}}, status=400)
+
+
 class Caller:
     """A client with a key, whose requests reserve 100 tokens and their prompt."""
 
@@ -55,10 +60,11 @@ class Caller:
             await response.content.readany()
 
     async def has_reservation(self) -> bool:
-        """Whether a request for nearly the whole balance is rejected."""
-        self.node.respond = None
-        async with self.post(max_tokens=BALANCE - 70) as response:
-            return response.status == 429
+        """Whether a request for the whole balance gets less than was not spent."""
+        self.node.respond = rejecting
+        async with self.post(max_tokens=BALANCE) as response:
+            assert response.status == 400
+        return int(self.node.seen[-1].headers[TOKEN_LIMIT]) < BALANCE - 100
 
     def counted(self, kind: str) -> float:
         prefix = f'cortex_{kind}_tokens_total{{key="alice",model="a"}} '

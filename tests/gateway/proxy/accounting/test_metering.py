@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
+from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import ModelState
 
@@ -98,6 +100,38 @@ async def test_meters_a_foreign_server_by_the_usage_of_its_dialect(
     async with client.session.post(client.url + "/v1/chat/completions", json=body) as response:
         await response.read()
     assert counted_tokens(client) == REPORTED_TOKENS
+
+
+@pytest.mark.parametrize("reports", [True, False])
+async def test_embeddings_are_charged(neurons: StartNeuron, start_gateway: StartGateway, reports: bool) -> None:
+    async def embedding(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        usage = {"usage": {"prompt_tokens": 5000, "total_tokens": 5000}} if reports else {}
+        return web.json_response({"object": "list", "data": [{"embedding": [0.5] * 1000}], "model": "a", **usage})
+
+    key = generate("alice", window_tokens=30_000)
+    foreign = await neurons("foreign", sizes={"a": GB}, respond=embedding)
+    client = await start_gateway(foreign=(foreign,), keys=(key.section,))
+    body = {"model": "a", "input": "word " * 4000}
+    for _ in range(2):
+        assert (await client.post("/v1/embeddings", body, Authorization=f"Bearer {key.text}"))[0] == 200
+    num_bytes = len(msgspec.json.encode(body))
+    used = 5000 if reports else num_bytes // 4
+    assert counted_tokens(client) == {"prompt": 2 * used, "cached_prompt": 0, "completion": 0}
+    status, rejected = await client.post("/v1/embeddings", body, Authorization=f"Bearer {key.text}")
+    assert status == 429
+    assert f"has {30_000 - 2 * used} of 30000 tokens left" in rejected["error"]["message"]
+    assert f"the prompt counts as {num_bytes} tokens" in rejected["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/responses/input_tokens"])
+async def test_counting_tokens_is_free(neurons: StartNeuron, start_gateway: StartGateway, path: str) -> None:
+    key = generate("alice", balance_tokens=5)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast, keys=(key.section,))
+    body = {"model": "a", "messages": [{"role": "user", "content": "word " * 100}]}
+    for _ in range(3):
+        assert (await client.post(path, body, Authorization=f"Bearer {key.text}"))[0] == 200
+    assert counted_tokens(client) == {}
 
 
 async def test_estimates_usage_of_a_response_without_a_report(

@@ -10,13 +10,14 @@ import anthropic
 import openai
 import pytest
 
+from cortex.settings import SamplingDefaults
 from cortex.wire.dialects.registry import ROUTES
 from cortex.wire.errors import Recovering
 from cortex.wire.node import failure_report, usage_report
-from cortex.wire.node.protocol import SamplingDefaults
+from cortex.wire.node.headers import PROMPT_TOKENS, TOKEN_LIMIT
 
 from ..conftest import Api, ChatBody, Until
-from .route_calls import body, frames, text_of
+from .route_calls import BODIES, ask, body, frames, text_of
 
 
 async def test_openai_sdk_uses_chat_completions(api: Api, openai_client: openai.AsyncOpenAI) -> None:
@@ -152,6 +153,24 @@ async def test_reports_no_usage_to_other_clients(api: Api, path: str) -> None:
         assert usage_report.HEADER not in response.headers
     async with api.client.post(api.url + path, json=body(path, stream=True)) as response:
         assert b": usage" not in await response.read()
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_uses_no_more_tokens_than_a_gateway_allows(api: Api, path: str) -> None:
+    await ask(api, path, body(path))
+    num_prompt_tokens = len(api.node.submitted[-1].prompt)
+
+    async def send(limit: object) -> tuple[int, str | None]:
+        headers = {TOKEN_LIMIT: str(limit)}
+        async with api.client.post(api.url + path, json=body(path), headers=headers) as response:
+            return response.status, response.headers.get(PROMPT_TOKENS)
+
+    assert await send(num_prompt_tokens + 5) == (200, None)
+    assert api.node.submitted[-1].max_tokens == 5
+    num_submitted = len(api.node.submitted)
+    assert await send(num_prompt_tokens) == (429, str(num_prompt_tokens))
+    assert (await send("many"))[0] == 400
+    assert len(api.node.submitted) == num_submitted
 
 
 async def test_passes_on_principal_and_request_id(api: Api, chat_body: ChatBody) -> None:

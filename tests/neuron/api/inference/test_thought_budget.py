@@ -103,6 +103,7 @@ async def test_does_not_cut_reasoning_within_its_budget(text: TextModel) -> None
 async def test_finishes_with_length_when_no_tokens_are_left_for_the_answer(text: TextModel) -> None:
     said, finish = await run(Engine(text), request(20), max_tokens=22)
     assert (said.endswith("\n</think>\n\n"), finish) == (True, "length")
+    assert len(text.encode(said)) == 22, "the end marker counts"
 
 
 async def test_applies_the_output_grammar_after_the_cut(text: TextModel) -> None:

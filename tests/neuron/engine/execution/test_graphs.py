@@ -91,10 +91,11 @@ class Bench:
         ]
         while (plan := self.scheduler.plan()) is not None:
             by_row = {sequence.row: sequence for sequence in self.scheduler.running}
-            drawing = [by_row[row.row] for row in plan.rows if row.draws]
+            drawing = [by_row[row.row] for row in plan.rows if row.outputs.draws]
             launched = self.runner.launch(plan, [Draw(one.row, one.num_drawn - 1) for one in drawing])
-            for sequence, token in zip(drawing, launched.read().tokens, strict=True):
-                self.scheduler.token_drawn(sequence, token)
+            for row, result in zip(plan.rows, launched.read(), strict=True):
+                sequence = by_row[row.row]
+                self.scheduler.row_read(sequence, row, result.tokens)
                 if not sequence.wants_more:
                     sequence.finished = True
                     self.scheduler.drop(sequence)

@@ -5,9 +5,9 @@ import pytest
 
 from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, TorchHarness
 from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
-from cortex.settings import SamplingSection
+from cortex.settings import SamplingDefaults
 from cortex.wire.errors import LoadFailed, ModelNotFound
-from cortex.wire.node.protocol import LoadRequest, SamplingDefaults
+from cortex.wire.node.protocol import LoadRequest
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_number_of_ids_that_requests_add_is_bounded(rooted: Library) -> None:
 
 def test_sampling_of_a_request_comes_before_that_of_the_node_value_by_value() -> None:
     config = NeuronConfig(
-        models=(ModelEntry(id="a", source="org/a", sampling=SamplingSection(temperature=0.7, top_k=20)),),
-        default_models=(DefaultModel(id="a", sampling=SamplingSection(temperature=0.0)),),
+        models=(ModelEntry(id="a", source="org/a", sampling=SamplingDefaults(temperature=0.7, top_k=20)),),
+        default_models=(DefaultModel(id="a", sampling=SamplingDefaults(temperature=0.0)),),
     )
     library = Library(config, {})
     assert library.find("a").sampling == SamplingDefaults(temperature=0.0, top_k=20)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.settings import SamplingDefaults
 from cortex.wire.errors import TemplateRenderFailed, UnsupportedModality
 from cortex.wire.requests import GenerateRequest, Message, Text, ToolChoice, ToolResult
 
@@ -41,7 +41,7 @@ def test_tools_without_a_place_in_the_template_are_described_in_the_system_messa
 
 def test_tools_are_described_in_the_first_message_of_a_template_without_system_messages(make_model: Any) -> None:
     template = ChatTemplate(NO_SYSTEM)
-    model = TextModel(make_model("chatml").tokenizer, template, template, GenerationDefaults())
+    model = TextModel(make_model("chatml").tokenizer, template, template, SamplingDefaults())
     text = model.render(GenerateRequest(model="m", messages=(said("user", "x"),), tools=TOOLS)).text
     assert text.startswith("user:You can call functions.")
     assert text.endswith("tags.\n\nx|")
@@ -49,7 +49,7 @@ def test_tools_are_described_in_the_first_message_of_a_template_without_system_m
 
 def test_rejects_calls_that_the_template_would_drop(make_model: Any) -> None:
     template = ChatTemplate("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    model = TextModel(make_model("chatml").tokenizer, template, template, GenerationDefaults())
+    model = TextModel(make_model("chatml").tokenizer, template, template, SamplingDefaults())
     with pytest.raises(UnsupportedModality, match="tool calls"):
         model.render(GenerateRequest(model="m", messages=(said("user", "x"), CALLING)))
 

@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.call_form import CallForm, call_form
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.settings import SamplingDefaults
 from cortex.wire.errors import InvalidValue, TemplateRenderFailed, UnsupportedModality
 from cortex.wire.requests import GenerateRequest, Image, Message, Text, Thinking, ToolCall, ToolResult
 
@@ -251,7 +251,7 @@ def test_calls_have_the_form_that_the_template_shows(
         f"{{% for m in messages if {condition} %}}{{% for call in m.tool_calls %}}"
         f"{{{{ call.function.name }}}}: {{{{ {arguments} }}}}{{% endfor %}}{{% endfor %}}"
     )
-    model = TextModel(make_model("chatml").tokenizer, template, template, GenerationDefaults())
+    model = TextModel(make_model("chatml").tokenizer, template, template, SamplingDefaults())
     text = model.render(GenerateRequest(model="m", messages=(said("user", "x"), CALLING))).text
     assert text.startswith("get_weather: {")
     assert '"days": 3' in text

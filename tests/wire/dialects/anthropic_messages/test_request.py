@@ -130,9 +130,11 @@ def test_parses_thinking(fields: dict[str, Any], thinking: Thinking) -> None:
 
 def test_parses_output_format() -> None:
     output = {"type": "json_schema", "schema": {"a": 1}}
-    expected = OutputFormat(kind="json_schema", schema={"a": 1})
-    assert read(output_config={"format": output}).output == expected
-    assert read(output_format=output).output == expected
+    for body, param in (
+        ({"output_config": {"format": output}}, "output_config.format"),
+        ({"output_format": output}, "output_format"),
+    ):
+        assert read(**body).output == OutputFormat(kind="json_schema", schema={"a": 1}, param=param)
 
 
 def test_parses_sampling_and_user() -> None:

@@ -176,25 +176,38 @@ def test_rejects_audio_instead_of_dropping_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "expected"),
+    ("body", "param", "expected"),
     [
-        ({"response_format": {"type": "json_object"}}, OutputFormat(kind="json_object")),
+        ({"response_format": {"type": "json_object"}}, "response_format", OutputFormat(kind="json_object")),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": 1}}}},
+            "response_format",
             OutputFormat(kind="json_schema", schema={"a": 1}),
         ),
-        ({"guided_json": '{"a": 1}'}, OutputFormat(kind="json_schema", schema={"a": 1})),
-        ({"guided_regex": "a+"}, OutputFormat(kind="regex", text="a+")),
-        ({"guided_grammar": "root ::= x"}, OutputFormat(kind="grammar", text="root ::= x")),
-        ({"guided_choice": ["a", "b"]}, OutputFormat(kind="choice", choices=("a", "b"))),
-        ({"structured_outputs": {"json": {"a": 1}}}, OutputFormat(kind="json_schema", schema={"a": 1})),
-        ({"structured_outputs": {"choice": ["a"]}}, OutputFormat(kind="choice", choices=("a",))),
+        ({"guided_json": '{"a": 1}'}, "guided_json", OutputFormat(kind="json_schema", schema={"a": 1})),
+        ({"guided_regex": "a+"}, "guided_regex", OutputFormat(kind="regex", text="a+")),
+        ({"guided_grammar": "root ::= x"}, "guided_grammar", OutputFormat(kind="grammar", text="root ::= x")),
+        ({"grammar": "root ::= x"}, "grammar", OutputFormat(kind="grammar", text="root ::= x")),
+        ({"ebnf": "root ::= x"}, "ebnf", OutputFormat(kind="grammar", text="root ::= x")),
+        ({"guided_choice": ["a", "b"]}, "guided_choice", OutputFormat(kind="choice", choices=("a", "b"))),
+        (
+            {"structured_outputs": {"json": {"a": 1}}},
+            "structured_outputs.json",
+            OutputFormat(kind="json_schema", schema={"a": 1}),
+        ),
+        (
+            {"structured_outputs": {"choice": ["a"]}},
+            "structured_outputs.choice",
+            OutputFormat(kind="choice", choices=("a",)),
+        ),
     ],
 )
-def test_parses_output_formats(body: dict[str, Any], expected: OutputFormat) -> None:
+def test_parses_output_formats(body: dict[str, Any], param: str, expected: OutputFormat) -> None:
     request = read(**body)
-    assert request.output == expected
-    assert parse(build(request)).output == expected
+    assert request.output == msgspec.structs.replace(expected, param=param)
+    again = parse(build(request)).output
+    assert again is not None
+    assert msgspec.structs.replace(again, param=expected.param) == expected
 
 
 def test_rejects_two_output_constraints() -> None:

@@ -135,7 +135,7 @@ def test_parses_options() -> None:
     )
     assert request.sampling.max_tokens == 9
     assert request.sampling.logprobs is True
-    assert request.output == OutputFormat(kind="json_schema", schema={"a": 1})
+    assert request.output == OutputFormat(kind="json_schema", schema={"a": 1}, param="text.format")
     assert request.thinking.effort == "high"
     assert request.metadata["metadata"] == {"k": "v"}
 

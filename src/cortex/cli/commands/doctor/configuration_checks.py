@@ -24,7 +24,7 @@ from cortex.wire.words import plural
 
 
 def config(path: Path | None) -> Iterator[Finding]:
-    """The gateway's file and the catalogue beside it."""
+    """The gateway's file and the catalogue in the same folder."""
     if path is None:
         yield Finding("config", Severity.FINE, "no file given: defaults and CORTEX_… variables apply")
     try:

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from cortex import open_files
 from cortex.gateway.config import Config, NeuronSection
 from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
@@ -50,6 +51,8 @@ HUB_TIMEOUT_S = 60.0
 USAGE_TIMEOUT_S = 4.0
 """A node waits briefly for the end of the request whose usage is read."""
 STATE_POLL_S = 0.25
+MAX_KEPT = 256
+"""Idle connections to a node."""
 NOT_ADMITTED = (401, 403)
 """Statuses with which a node rejects the gateway itself, for its key or the name that it used for the node."""
 _STATUS_ALONE = re.compile(rb'\{"status": ?"\w+"\}')
@@ -110,6 +113,12 @@ def error_from(node: str, status: int, body: bytes) -> CortexError:
     return UpstreamUnavailable(f"Node {node} responded {status}: {error.message}")
 
 
+def num_kept(num_files: int, num_nodes: int) -> int:
+    """How many idle connections to each node a process that may open `num_files` keeps: together half of its
+    reserve."""
+    return max(1, min(MAX_KEPT, open_files.reserve(num_files) // 2 // max(1, num_nodes)))
+
+
 class NodeClient:
     """One node: its connections and its control calls. Owned by the server, used from its loop only."""
 
@@ -121,11 +130,12 @@ class NodeClient:
         key: str | None,
         connect_timeout_s: float,
         idle_timeout_s: float,
+        num_kept: int = MAX_KEPT,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.section = section
         self.name = section.name
-        limits = UpstreamLimits(connect_s=connect_timeout_s, silence_s=idle_timeout_s)
+        limits = UpstreamLimits(connect_s=connect_timeout_s, silence_s=idle_timeout_s, num_kept=num_kept)
         self.pool = Pool(section.endpoint.rstrip("/").removesuffix("/v1"), ticker, limits, tls=tls)
         self.headers: Headers = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
         """Sent with every call to this node."""
@@ -149,6 +159,7 @@ class NodeClient:
             key=key,
             connect_timeout_s=config.gateway.connect_timeout_s,
             idle_timeout_s=config.gateway.idle_timeout_s,
+            num_kept=num_kept(open_files.limit(), len(config.neurons)),
             tls=client_context(config.ca_file(section, directory)) if is_secure else None,
         )
 

@@ -28,7 +28,7 @@ READ_EVERY = 5
 
 
 class Decisions(NamedTuple):
-    """Of operators."""
+    """What operators decided."""
 
     pins: frozenset[ModelOnNode] = frozenset()
     drained: frozenset[str] = frozenset()

@@ -20,6 +20,7 @@ from cortex.wire.errors import CortexError
 from cortex.wire.events import Usage
 
 log = logging.getLogger("cortex.access")
+budget_log = logging.getLogger(__name__)
 
 # A module global is looked up faster than a member of its class.
 _COMPLETE, _DISCONNECTED = Outcome.COMPLETE, Outcome.CLIENT_DISCONNECTED
@@ -42,6 +43,7 @@ class RequestAccounting:
     id: bytes
     span: Span
     num_request_bytes: int
+    num_choices: int
     stream: bool
     started_at: float
     """When all of its bytes were there."""
@@ -98,7 +100,7 @@ class RequestAccounting:
         now = services.clock()
         node = lease.node if lease is not None else ""
         disconnected = outcome is _DISCONNECTED
-        has_response = self.first_data_at is not None and self.status < 400 and self.route.generates
+        has_response = self.first_data_at is not None and self.status < 400 and self.route.uses_tokens
         usage = reported if has_response else None
         estimate = self._estimate(num_response_bytes) if has_response and usage is None else None
         if disconnected and usage is None and lease is not None and lease.has_lifecycle and self.route.generates:
@@ -108,7 +110,8 @@ class RequestAccounting:
         else:
             usage = usage or estimate
             self._settle(lease, outcome, now, usage)
-        if lease is not None and reported is not None and outcome is _COMPLETE and has_response:
+        has_generated = has_response and outcome is _COMPLETE and self.route.generates
+        if lease is not None and reported is not None and has_generated:
             num_computed = reported.prompt_tokens - reported.cached_tokens
             first_token_s = self.first_data_at - self.sent_at if self.stream and self.first_data_at else None
             services.dispatcher.measured(lease, num_computed, first_token_s, now - self.sent_at)
@@ -124,16 +127,25 @@ class RequestAccounting:
             self._log(node, now, outcome, usage)
 
     def _estimate(self, num_response_bytes: int) -> Usage:
-        """A rough estimate by size, for a response that reports no usage: it must not be free."""
-        return Usage(
-            prompt_tokens=self.num_request_bytes // BYTES_PER_TOKEN,
-            completion_tokens=num_response_bytes // (BYTES_PER_STREAMED_TOKEN if self.stream else BYTES_PER_TOKEN),
-        )
+        """A rough estimate by size, for a response that reports no usage: it must not be free. No node uses more tokens
+        than the request reserved."""
+        bytes_per_token = BYTES_PER_STREAMED_TOKEN if self.stream else BYTES_PER_TOKEN
+        prompt = self.num_request_bytes // BYTES_PER_TOKEN
+        completion = num_response_bytes // bytes_per_token if self.route.generates else 0
+        if (limit := self.admitted.reservation.token_limit) is not None:
+            prompt = min(prompt, limit)
+            completion = min(completion, limit - prompt)
+        return Usage(prompt_tokens=prompt, completion_tokens=completion)
 
     def _settle(self, lease: Lease | None, outcome: Outcome, ended_at: float, usage: Usage | None) -> None:
         """Record the usage, once it is known."""
         model, reservation = self.admitted.model, self.admitted.reservation
         node = lease.node if lease is not None else ""
+        reason = self._reason(lease)
+        if usage is not None and self._ended_at_budget(usage):
+            reason = f"{reason}; ended at the {reservation.token_limit} tokens that its key had left for it"
+            fields = {"request_id": self.id.decode(), "principal": reservation.principal, "model": model}
+            budget_log.info("response ended at its budget: %d tokens", reservation.token_limit, extra=fields)
         reservation.settle(usage, model=model, node=node)
         if usage is not None:
             self.services.metrics.spend(model, reservation.principal).add(usage)
@@ -160,10 +172,18 @@ class RequestAccounting:
                 usage=usage,
                 error_code=self._failure(),
                 error_message=self.error_message,
-                reason=self._reason(lease),
+                reason=reason,
                 capture=self.capture,
             )
         )
+
+    def _ended_at_budget(self, usage: Usage) -> bool:
+        """Whether the budget, and not the client's limit or the model, ended the choices: each has its part of it."""
+        reservation = self.admitted.reservation
+        limit = reservation.token_limit
+        if limit is None or usage.prompt_tokens + usage.completion_tokens + self.num_choices <= limit:
+            return False
+        return reservation.is_tight and self.route.generates
 
     def _reason(self, lease: Lease | None) -> str:
         """Why the request went to its last node."""

@@ -12,10 +12,12 @@ from functools import partial
 
 from cortex.http.connection_counts import ConnectionCounts
 from cortex.http.server.accepting import accepted_from
+from cortex.http.throttled_log import ThrottledLog
 from cortex.neuron.api.connections.raw_response import raw_error
 from cortex.wire.errors import CortexError
 
 log = logging.getLogger(__name__)
+_throttled_log = ThrottledLog(log)
 
 Connect = Callable[[Callable[[], None]], asyncio.Protocol]
 """Makes the protocol of a connection, which calls its argument when the connection is lost."""
@@ -80,7 +82,7 @@ class Listener:
 
     def _reject(self, accepted: socket.socket, error: CortexError) -> None:
         """Closes at once: the limit exists so that such a client holds nothing. Without TLS it gets a response."""
-        log.debug("connection rejected: %s", error.message)
+        _throttled_log.warning(error.code, f"connection rejected: {error.message}")
         with accepted, contextlib.suppress(OSError):
             if self._tls is None:
                 accepted.send(raw_error(error))

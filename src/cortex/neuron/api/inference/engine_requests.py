@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+import msgspec
+
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.text.defaults import GenerationDefaults
-from cortex.wire.errors import InvalidValue
+from cortex.settings import SamplingDefaults
+from cortex.wire.errors import InsufficientQuota, InvalidValue
 from cortex.wire.requests import GenerateRequest, Sampling
 
 T = TypeVar("T")
@@ -19,7 +21,7 @@ _LEAST_TOP_P = 1e-6
 """`top_p: 0` means "only the likeliest token"; this keeps exactly that one."""
 
 
-def sampling_params(sampling: Sampling, defaults: GenerationDefaults) -> SamplingParams:
+def sampling_params(sampling: Sampling, defaults: SamplingDefaults) -> SamplingParams:
     """The client's values, then the model's recommended ones, then plain sampling at temperature 1."""
     ours = SamplingParams()
     return SamplingParams(
@@ -45,7 +47,7 @@ def engine_requests(
     first_index: int = 0,
     prompt: tuple[int, ...],
     context_tokens: int,
-    defaults: GenerationDefaults,
+    defaults: SamplingDefaults,
     eos_ids: tuple[int, ...],
     turn_ends: tuple[int, ...] = (),
     grammar: str | None = None,
@@ -77,6 +79,23 @@ def engine_requests(
         )
         for index in range(sampling.n)
     )
+
+
+def within_limit(request: GenerateRequest, num_prompt_tokens: int, token_limit: int) -> GenerateRequest:
+    """`request` with equal limits for its choices, so that with its prompts they have at most `token_limit` tokens.
+
+    Raises InsufficientQuota for prompts that leave no token for a choice.
+    """
+    left = token_limit - num_prompt_tokens
+    limit, wanted = left // request.num_choices, request.sampling.max_tokens
+    if left < 0 or (limit < 1 and wanted != 0):
+        raise InsufficientQuota(
+            f"The prompt has {num_prompt_tokens} tokens, and the budget of the key has {token_limit} left for this "
+            "request; shorten the prompt, or ask the operator for a larger budget.",
+            details={"prompt_tokens": num_prompt_tokens},
+        )
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=limit if wanted is None else min(wanted, limit))
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def scores_prompt(request: GenerateRequest) -> bool:

@@ -76,7 +76,15 @@ class Inference:
             id, request = stored.id, stored.described(request)
         created = int(time.time())
         principal = bodies.principal_of(http)
-        session = Session(self.backend, self.drain_gate, packed, id=id, created=created, principal=principal)
+        session = Session(
+            self.backend,
+            self.drain_gate,
+            packed,
+            id=id,
+            created=created,
+            principal=principal,
+            token_limit=bodies.token_limit_of(http),
+        )
         watch.phase = lambda: session.phase
         watch.usage = lambda: session.usage
         headers = our_headers.notes(request)

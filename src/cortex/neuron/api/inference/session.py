@@ -11,10 +11,9 @@ from typing import Literal
 from cortex.neuron.api.backend import Backend, GenerationStream
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Choice, ChoiceContext
-from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, scores_prompt
+from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, scores_prompt, within_limit
 from cortex.neuron.api.inference.thought_budget import submit
 from cortex.neuron.engine.request import EngineRequest, StepOutput
-from cortex.neuron.text.defaults import overridden
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Timing, Usage
 from cortex.wire.node.protocol import LoadRequest, ModelState, ModelStatus
@@ -36,7 +35,9 @@ class Session:
         id: str,
         created: int,
         principal: str,
+        token_limit: int | None = None,
     ) -> None:
+        """`token_limit`: the most tokens of prompts and choices together."""
         self.phase: Phase = "load"
         """The current phase; after the end, the last one."""
         self._backend = backend
@@ -45,6 +46,7 @@ class Session:
         self._id = id
         self._created = created
         self._principal = principal
+        self._token_limit = token_limit
         self._choices: list[Choice] = []
 
     @property
@@ -61,7 +63,10 @@ class Session:
         text = await self._drain_gate.wait_for(self._backend.prompts.text(request.model))
         preparing = self._backend.prompts.prepare(self._packed, principal=self._principal)
         prepared = await self._drain_gate.wait_for(preparing)
-        check_num_scores(request, sum(len(rendered.ids) for rendered in prepared.prompts))
+        num_prompt_tokens = sum(len(rendered.ids) for rendered in prepared.prompts)
+        check_num_scores(request, num_prompt_tokens)
+        if self._token_limit is not None:
+            request = within_limit(request, num_prompt_tokens, self._token_limit)
         self.phase = "prefill"
         jobs: list[EngineRequest] = []
         choices = self._choices
@@ -72,7 +77,7 @@ class Session:
                 first_index=len(jobs),
                 prompt=rendered.ids,
                 context_tokens=status.context_tokens or len(rendered.ids) + 1,
-                defaults=overridden(text.generation, status.sampling),
+                defaults=status.sampling.over(text.generation),
                 eos_ids=text.eos_ids,
                 turn_ends=rendered.turn_ends,
                 grammar=prepared.grammar,

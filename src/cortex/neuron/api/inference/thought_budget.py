@@ -32,6 +32,10 @@ def submit(
     budget_tokens = text.reasoning_budget(request)
     if budget_tokens is None or budget_tokens >= job.max_tokens or not text.may_reason(request):
         return begin(job)
+    # The end marker counts as well, and must not exceed the limit.
+    budget_tokens = min(budget_tokens, job.max_tokens - len(text.reasoning_end))
+    if budget_tokens < 1:
+        return begin(job)
     return BudgetedGeneration(begin, text, rendered, job, response_grammar, budget_tokens)
 
 

@@ -41,12 +41,12 @@ class StepInputs:
         slots = page * page_tokens + positions % page_tokens
         tokens = np.zeros(offsets[-1], dtype=np.int64)
         for index, row in enumerate(plan.rows):
-            if row.tokens is not None:
-                tokens[offsets[index] : offsets[index + 1]] = row.tokens
+            if row.inputs.tokens is not None:
+                tokens[offsets[index] : offsets[index + 1]] = row.inputs.tokens
             if not row.writes:
                 slots[offsets[index] : offsets[index + 1]] = PADDING_PAGE
-        draws = np.fromiter((row.draws for row in plan.rows), bool, num_rows)
-        on_device = np.fromiter((row.tokens is None for row in plan.rows), bool, num_rows)
+        draws = np.fromiter((row.outputs.draws > 0 for row in plan.rows), bool, num_rows)
+        on_device = np.fromiter((row.inputs.tokens is None for row in plan.rows), bool, num_rows)
         return cls(
             rows=rows,
             lengths=(starts + counts).astype(np.int32),

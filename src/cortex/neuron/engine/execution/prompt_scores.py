@@ -55,9 +55,11 @@ def score_prompts(
 ) -> Iterator[PromptScores]:
     """The scores of each row that asks for them, in plan order. hidden: [tokens of the step, hidden]"""
     for row, offset in zip(plan.rows, inputs.offsets, strict=False):
-        if row.scored:
-            states = hidden[int(offset) : int(offset) + len(row.scored)]
-            yield _scores(logits_of, states, upload(np.array(row.scored, dtype=np.int64)), row.num_likeliest)
+        scoring = row.outputs.scores
+        if scoring is not None:
+            states = hidden[int(offset) : int(offset) + len(scoring.following)]
+            following = upload(np.array(scoring.following, dtype=np.int64))
+            yield _scores(logits_of, states, following, scoring.num_likeliest)
 
 
 def _scores(

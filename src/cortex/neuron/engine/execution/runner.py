@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,61 +29,14 @@ from cortex.neuron.engine.execution.graphs import (
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
+from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.threads import StepThreads
 from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.pages import PADDING_PAGE
-from cortex.neuron.engine.request import TokenLogprobs
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.kernels.batch import Batch, PrefillRow, prefill_tiles
 from cortex.neuron.models.decoder import Decoder
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The result of a step on the host, one entry per drawing row in plan order."""
-
-    tokens: list[int]
-    healthy: list[bool]
-    logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: list[list[TokenLogprobs]]
-    """One entry per row whose prompt is scored, in plan order."""
-
-
-class Launched:
-    """A step that runs on the device."""
-
-    def __init__(self, device: torch.device, drawn: Drawn | None, scores: Sequence[PromptScores] = ()) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host: list[Tensor | None] = []
-        self._scores = [one.map(_to_host) for one in scores]
-        if drawn is not None:
-            parts = (drawn.tokens, drawn.healthy, drawn.logprobs, drawn.top_ids, drawn.top_logprobs)
-            self._host = [part if part is None else _to_host(part) for part in parts]
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> None:
-        """Returns when the device has computed the step."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def read(self) -> Result:
-        """Waits for the step, and returns its tokens."""
-        self.wait()
-        scores = [one.read() for one in self._scores]
-        if not self._host:
-            return Result([], [], None, scores)
-        parts: list[Any] = [None if part is None else part.tolist() for part in self._host]
-        tokens, healthy, logprobs, top_ids, top_logprobs = parts
-        if logprobs is None:
-            return Result(tokens, healthy, None, scores)
-        if top_ids is None:
-            return Result(tokens, healthy, [TokenLogprobs(logprob) for logprob in logprobs], scores)
-        rows = zip(logprobs, top_ids, top_logprobs, strict=True)
-        entries = [TokenLogprobs(one, tuple(ids), tuple(many)) for one, ids, many in rows]
-        return Result(tokens, healthy, entries, scores)
 
 
 def default_capture(model: Decoder, *, is_uniform: bool) -> Capture | None:
@@ -177,7 +129,7 @@ class Runner:
             inputs = StepInputs.of(plan, self._pages, self.page_tokens)
             is_single = plan.num_singles == len(plan.rows)
             scores: list[PromptScores] = []
-            if any(row.scored for row in plan.rows):
+            if any(row.outputs.scores is not None for row in plan.rows):
                 drawn = self._forward(plan, inputs, draws, mask, scores)
             else:
                 num_rows = len(plan.rows)
@@ -188,7 +140,7 @@ class Runner:
                         drawn = self._replay(plan, inputs, draws, mask)
                     else:
                         drawn = self._forward(plan, inputs, draws, mask, scores)
-            launched = Launched(self.device, drawn, scores)
+            launched = Launched(self.device, plan.rows, drawn, scores)
             if self._states is not None:
                 self._states.copy(plan.saves)
             return launched
@@ -196,7 +148,7 @@ class Runner:
     def _replay(self, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None) -> Drawn | None:
         """Runs a step of single tokens through a captured graph."""
         assert self._graphs is not None
-        uploaded = [(row.row, row.tokens[0]) for row in plan.rows if row.tokens is not None]
+        uploaded = [(row.row, row.inputs.tokens[0]) for row in plan.rows if row.inputs.tokens is not None]
         if uploaded:
             rows, tokens = self._upload(np.array(uploaded, dtype=np.int64).T)
             self._last_tokens.index_copy_(0, rows, tokens)
@@ -297,8 +249,3 @@ class Runner:
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy, also on a CPU: the next replay of a graph overwrites its outputs."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)

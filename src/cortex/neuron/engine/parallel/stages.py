@@ -65,9 +65,9 @@ class LaterStageRunner(FollowingRunner):
 def returned_tokens(plan: StepPlan, inputs: StepInputs) -> NDArray[np.int64]:
     """The tokens whose hidden states the last stage returns, in order; at least one."""
     scored = [
-        np.arange(offset, offset + len(row.scored))
+        np.arange(offset, offset + len(row.outputs.scores.following))
         for row, offset in zip(plan.rows, inputs.offsets, strict=False)
-        if row.scored
+        if row.outputs.scores is not None
     ]
     tokens = np.unique(np.concatenate((inputs.last, *scored)))
     return tokens if len(tokens) else inputs.offsets[-1:] - 1

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.engine.errors import GroupBroken
-from cortex.neuron.engine.execution.runner import Launched, Runner
+from cortex.neuron.engine.execution.results import Launched
+from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn
 from cortex.neuron.engine.step_plan import CAPTURE, StepPlan
 
@@ -92,7 +93,7 @@ class FollowingRunner(Runner):
             with torch.inference_mode():
                 super()._capture_next()
             return
-        draws = [Draw(row.row, 0) for row in plan.rows if row.draws]
+        draws = [Draw(row.row, 0) for row in plan.rows if row.outputs.draws]
         self._run(plan, draws, None).wait()
 
     def _capture_next(self) -> bool:

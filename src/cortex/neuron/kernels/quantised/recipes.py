@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Final
 
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS, Float8Layout
 from cortex.neuron.kernels.quantised.layout import Q4, Q5, Q6, Q8, Layout
+from cortex.quant_names import at_load
 
 DeviceLayout = Layout | Float8Layout
 """Of a matrix in the memory of a GPU."""
@@ -39,14 +39,9 @@ RECIPES: Final = {
         Recipe("fp8", FLOAT8_ROWS, Q8),
     )
 }
-_BY_BITS: Final = {4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "q8_0"}
-_SPELLING: Final = re.compile(r"(?:q|int)?([4568])(?:_?bits?|_?[01k])?(?:_?(?:xs|s|m|l|xl))?")
 
 
 def recipe_of(quant: str) -> Recipe | None:
     """The recipe that a spelling means (`q4`, `Q4_K_M`, `q6k`, `int8`, …); None when there is none."""
-    spelling = quant.strip().lower().replace("-", "_")
-    if spelling in RECIPES:
-        return RECIPES[spelling]
-    match = _SPELLING.fullmatch(spelling)
-    return RECIPES[_BY_BITS[int(match[1])]] if match else None
+    name = at_load(quant)
+    return None if name is None else RECIPES[name]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import NormConfig, RopeConfig
 from cortex.neuron.models.architecture import BlockNorms, EndsConfig
-from cortex.neuron.models.config import count_in
+from cortex.neuron.models.config import count_in, number_in
 from cortex.neuron.models.families.llama import Llama
 
 
@@ -29,10 +29,10 @@ class Cohere2(Llama):
 
     @property
     def norm(self) -> NormConfig:
-        return NormConfig(float(self.raw["layer_norm_eps"]), subtracts_mean=True)
+        return NormConfig(number_in(self.raw, "layer_norm_eps", 1e-5), subtracts_mean=True)
 
     def read_ends(self) -> EndsConfig:
-        return EndsConfig(replace(self.norm, scale=float(self.raw["logit_scale"])))
+        return EndsConfig(replace(self.norm, scale=number_in(self.raw, "logit_scale", 0.0625)))
 
     def rope(self, index: int) -> RopeConfig | None:
         return None if self.window(index) is None else super().rope(index)

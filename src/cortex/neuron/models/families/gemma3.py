@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig, NormConfig, QKNormConfig, RopeConfig
 from cortex.neuron.models.architecture import BlockNorms, EndsConfig
-from cortex.neuron.models.config import count_in, read_layer_rope
+from cortex.neuron.models.config import count_in, number_in, read_layer_rope
 from cortex.neuron.models.families.llama import Llama
 from cortex.neuron.models.text_part import TextPart
 
@@ -43,17 +43,18 @@ class Gemma3(Llama):
 
     def read_ends(self) -> EndsConfig:
         cap = self.raw.get("final_logit_softcapping")
-        return EndsConfig(self.norm, self.config.hidden**0.5, None if cap is None else float(cap))
+        cap = None if cap is None else number_in(self.raw, "final_logit_softcapping", cap)
+        return EndsConfig(self.norm, self.config.hidden**0.5, cap)
 
     def attention(self, index: int) -> AttentionConfig:
-        scale = float(self.raw["query_pre_attn_scalar"]) ** -0.5
+        scale = number_in(self.raw, "query_pre_attn_scalar", 256.0) ** -0.5
         return replace(super().attention(index), scale=scale, qk_norm=QKNormConfig(self.norm))
 
     def rope(self, index: int) -> RopeConfig | None:
         layer_type = self._type(index)
         is_windowed = layer_type == "sliding_attention"
-        theta = self.raw.get("rope_local_base_freq") if is_windowed else self.raw.get("rope_theta")
-        theta = float(theta or (10_000.0 if is_windowed else 1_000_000.0))
+        name, default = ("rope_local_base_freq", 10_000.0) if is_windowed else ("rope_theta", 1_000_000.0)
+        theta = number_in(self.raw, name, default)
         return read_layer_rope(self.raw, self.config.head_dim, layer_type, theta)
 
     def window(self, index: int) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig, NormConfig
 from cortex.neuron.models.architecture import EndsConfig
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.config import number_in
 from cortex.neuron.models.families.llama import Llama
 
 
@@ -20,10 +20,7 @@ class Granite(Llama):
     defaults: ClassVar[Mapping[str, Any]] = {"max_position_embeddings": 2048}
 
     def _multiplier(self, name: str) -> float:
-        value = float(self.raw.get(name, 1.0))
-        if value <= 0:
-            raise UnsupportedModel(f"{name} is {value}, which is not supported; it must be positive")
-        return value
+        return number_in(self.raw, name, 1.0)
 
     @property
     def norm(self) -> NormConfig:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig, QKNormConfig, RopeConfig
-from cortex.neuron.models.config import read_rope, rope_settings
+from cortex.neuron.models.config import number_in, read_rope, rope_settings
 from cortex.neuron.models.families.llama import Llama
 
 
@@ -20,9 +20,9 @@ class HunyuanDense(Llama):
     def rope(self, index: int) -> RopeConfig | None:
         """A `dynamic` scaling with a fixed `alpha` is a larger theta."""
         settings = rope_settings(self.raw)
-        alpha = settings.get("alpha")
-        if settings.get("rope_type", settings.get("type")) != "dynamic" or not alpha:
-            return super().rope(index)
         dim = self.config.head_dim
-        theta = float(settings.get("rope_theta") or self.raw.get("rope_theta") or 10_000.0)
-        return read_rope(self.raw, dim, {"rope_theta": theta * alpha ** (dim / (dim - 2))})
+        if settings.get("rope_type", settings.get("type")) != "dynamic" or not settings.get("alpha") or dim <= 2:
+            return super().rope(index)
+        theta = number_in(settings if settings.get("rope_theta") else self.raw, "rope_theta", 10_000.0)
+        stretched = theta * number_in(settings, "alpha", 1.0) ** (dim / (dim - 2))
+        return read_rope(self.raw, dim, {"rope_theta": stretched})

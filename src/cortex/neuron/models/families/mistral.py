@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig, QueryGrowth
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.config import count_in, rope_settings
+from cortex.neuron.models.config import count_in, number_in, rope_settings
 from cortex.neuron.models.families.llama import Llama
 from cortex.neuron.models.text_part import TextPart
 
@@ -48,10 +48,10 @@ class Ministral3(Mistral):
     def attention(self, index: int) -> AttentionConfig:
         attention = super().attention(index)
         settings = rope_settings(self.raw)
-        beta = settings.get("llama_4_scaling_beta")
-        if not beta:
+        if not settings.get("llama_4_scaling_beta"):
             return attention
-        growth = QueryGrowth(float(beta), count_in(settings, "original_max_position_embeddings"))
+        beta = number_in(settings, "llama_4_scaling_beta", 0.0)
+        growth = QueryGrowth(beta, count_in(settings, "original_max_position_embeddings"))
         return replace(attention, query_growth=growth)
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig, QKNormConfig, RopeConfig
 from cortex.neuron.models.architecture import BlockNorms
-from cortex.neuron.models.config import count_in, read_layer_rope
+from cortex.neuron.models.config import count_in, number_in, read_layer_rope
 from cortex.neuron.models.families.llama import Llama
 
 
@@ -31,7 +31,7 @@ class Olmo3(Olmo2):
     defaults: ClassVar[Mapping[str, Any]] = {**Olmo2.defaults, "sliding_window": 4096}
 
     def rope(self, index: int) -> RopeConfig | None:
-        theta = float(self.raw.get("rope_theta") or 500_000.0)
+        theta = number_in(self.raw, "rope_theta", 500_000.0)
         return read_layer_rope(self.raw, self.config.head_dim, self.attention_type(index, 4), theta)
 
     def window(self, index: int) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import RopeConfig
-from cortex.neuron.models.config import read_rope, rope_settings
+from cortex.neuron.models.config import count_in, read_rope, rope_settings
 from cortex.neuron.models.families.mistral import Mistral
 
 
@@ -23,5 +23,5 @@ class Phi3(Mistral):
         settings = dict(rope_settings(self.raw))
         if settings.get("rope_type", settings.get("type")) in ("longrope", "su", "yarn"):  # older names of the same
             settings["rope_type"] = "longrope"
-            settings["original_max_position_embeddings"] = self.raw["original_max_position_embeddings"]
+            settings["original_max_position_embeddings"] = count_in(self.raw, "original_max_position_embeddings")
         return read_rope(self.raw, self.config.head_dim, settings)

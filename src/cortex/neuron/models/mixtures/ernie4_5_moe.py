@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from cortex.neuron.kernels.moe.rule import RouterRule
 from cortex.neuron.layers.configs import MLPConfig, MoEConfig
-from cortex.neuron.models.config import count_in
+from cortex.neuron.models.config import count_in, optional_count_in
 from cortex.neuron.models.families.ernie4_5 import Ernie45
 from cortex.neuron.models.mixtures.routed import routed
 
@@ -30,8 +30,8 @@ class Ernie45Moe(Ernie45):
     implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {"use_bias": (False, None)}
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
-        last = int(self.raw["moe_layer_end_index"])
-        is_inside = int(self.raw["moe_layer_start_index"]) <= index <= (last if last >= 0 else self.config.num_layers)
+        first, last = optional_count_in(self.raw, "moe_layer_start_index"), int(self.raw["moe_layer_end_index"])
+        is_inside = first <= index <= (last if last >= 0 else self.config.num_layers)
         if not is_inside or (index + 1) % count_in(self.raw, "moe_layer_interval"):
             return super().feed_forward(index)
         inner = count_in(self.raw, "moe_intermediate_size")
@@ -41,7 +41,7 @@ class Ernie45Moe(Ernie45):
             count_in(self.raw, "moe_num_experts"),
             count_in(self.raw, "moe_k"),
             renormalise=True,
-            shared_inner=inner * int(self.raw["moe_num_shared_experts"]),
+            shared_inner=inner * optional_count_in(self.raw, "moe_num_shared_experts"),
             router=RouterRule(gates_shared=False),
             has_bias=True,
         )

@@ -33,8 +33,9 @@ class MiniMaxM2(Llama):
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         """Published configs give the dimensions that rotate, not their fraction."""
-        if (dims := raw.get("rotary_dim")) is not None:
-            raw = {"partial_rotary_factor": dims / raw.get("head_dim", self.defaults["head_dim"]), **raw}
+        if raw.get("rotary_dim") is not None:
+            head_dim = count_in(raw, "head_dim", self.defaults["head_dim"])
+            raw = {"partial_rotary_factor": count_in(raw, "rotary_dim") / head_dim, **raw}
         super().__init__(raw)
 
     def attention(self, index: int) -> AttentionConfig:

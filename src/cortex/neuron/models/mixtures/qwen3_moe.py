@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import MLPConfig, MoEConfig, RopeConfig
-from cortex.neuron.models.config import count_in, read_layer_rope
+from cortex.neuron.models.config import count_in, optional_count_in, read_layer_rope
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.qwen import Qwen3
 from cortex.neuron.models.mixtures.routed import routed
@@ -54,10 +54,10 @@ class Mellum(Qwen3Moe):
 def read_moe(config: Mapping[str, Any], index: int, hidden: int) -> MoEConfig | None:
     """The experts of one layer; None for a dense layer. Raises UnsupportedModel for numbers that contradict."""
     # Published configs have the first spelling, newer versions of the reference library write the second.
-    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    experts = optional_count_in(config, "num_experts") or optional_count_in(config, "num_local_experts")
     if not experts or index in (config.get("mlp_only_layers") or ()):
         return None
-    if (index + 1) % int(config.get("decoder_sparse_step") or 1):
+    if (index + 1) % (optional_count_in(config, "decoder_sparse_step") or 1):
         return None
     return routed(
         hidden,
@@ -65,5 +65,5 @@ def read_moe(config: Mapping[str, Any], index: int, hidden: int) -> MoEConfig | 
         experts,
         count_in(config, "num_experts_per_tok"),
         bool(config.get("norm_topk_prob", False)),
-        shared_inner=int(config.get("shared_expert_intermediate_size") or 0),
+        shared_inner=optional_count_in(config, "shared_expert_intermediate_size"),
     )

@@ -14,7 +14,8 @@ from cortex.neuron.layers.configs import (
     NormConfig,
     QKNormConfig,
 )
-from cortex.neuron.models.config import count_in, layer_type_in
+from cortex.neuron.models.config import count_in, layer_type_in, optional_count_in
+from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama
 from cortex.neuron.models.mixtures.qwen3_moe import read_moe
 from cortex.neuron.models.text_part import TextPart
@@ -39,10 +40,14 @@ class Qwen3Next(Llama):
         return read_moe(self.raw, index, self.config.hidden) or super().feed_forward(index)
 
     def _gated_delta(self) -> GatedDeltaConfig:
+        key_heads = count_in(self.raw, "linear_num_key_heads")
+        value_heads = count_in(self.raw, "linear_num_value_heads")
+        if value_heads % key_heads:
+            raise UnsupportedModel(f"{value_heads} value heads cannot share {key_heads} key heads evenly")
         return GatedDeltaConfig(
             hidden=self.config.hidden,
-            key_heads=count_in(self.raw, "linear_num_key_heads"),
-            value_heads=count_in(self.raw, "linear_num_value_heads"),
+            key_heads=key_heads,
+            value_heads=value_heads,
             key_dim=count_in(self.raw, "linear_key_head_dim"),
             value_dim=count_in(self.raw, "linear_value_head_dim"),
             conv_taps=count_in(self.raw, "linear_conv_kernel_dim"),
@@ -51,7 +56,7 @@ class Qwen3Next(Llama):
 
     def _layer_type(self, index: int) -> str:
         """Listed by the config, or given by the distance between attention layers. Raises UnsupportedModel."""
-        interval = int(self.raw.get("full_attention_interval") or 4)
+        interval = optional_count_in(self.raw, "full_attention_interval") or 4
         default = "linear_attention" if (index + 1) % interval else "full_attention"
         return layer_type_in(self.raw, index, LAYER_TYPES, default)
 

@@ -19,9 +19,10 @@ from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
+from cortex.settings import SamplingDefaults
 from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.protocol import KVDtype, LoadRequest, SamplingDefaults
+from cortex.wire.node.protocol import KVDtype, LoadRequest
 
 _CACHE_PREFIX = "models--"
 _PATH_PREFIXES = ("/", "./", "../", "~")
@@ -275,7 +276,7 @@ def _known(model_id: str, options: ModelOptions) -> KnownModel:
         control_tokens_in_messages=options.control_tokens_in_messages,
         kv_dtype=options.kv_dtype,
         nodes=options.nodes,
-        sampling=msgspec.convert(options.sampling.given, SamplingDefaults),
+        sampling=options.sampling,
         deterministic=options.deterministic,
     )
 
@@ -295,6 +296,6 @@ def _completed(default: DefaultModel, entry: ModelEntry | None) -> DefaultModel:
         control_tokens_in_messages=default.control_tokens_in_messages or entry.control_tokens_in_messages,
         kv_dtype=entry.kv_dtype if default.kv_dtype == "auto" else default.kv_dtype,
         nodes=default.nodes or entry.nodes,
-        sampling=msgspec.structs.replace(entry.sampling, **default.sampling.given),
+        sampling=default.sampling.over(entry.sampling),
         deterministic=default.deterministic or entry.deterministic,
     )

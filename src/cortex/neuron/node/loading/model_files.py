@@ -20,6 +20,7 @@ from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError
 from cortex.neuron.weights.hub import disk
 from cortex.neuron.weights.hub.offer import OfferRequest
 from cortex.neuron.weights.hub.source import HubSource, parse_source
+from cortex.quant_names import plain
 from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, about, shorten
 from cortex.wire.node.protocol import (
     DeletedFiles,
@@ -86,7 +87,7 @@ class ModelFiles:
         """Start to download a model's files, or join the download in progress. Raises ModelNotFound or ModelInUse."""
         known = self._pulls.get(request.model_id)
         if known is not None and known.state == "running":
-            if known.request.quant != request.quant:
+            if plain(known.request.quant or "") != plain(request.quant or ""):
                 raise ModelInUse(f"{request.model_id} is being downloaded as {known.request.quant}; cancel that first")
             return known.status()
         self._library.remember_quant(request.model_id, None)  # a pull without one is for the repository's own weights

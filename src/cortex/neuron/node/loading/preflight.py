@@ -29,6 +29,7 @@ from cortex.neuron.weights.hub.selection import gguf_of
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
+from cortex.quant_names import plain
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.protocol import Device
 
@@ -120,7 +121,7 @@ _CHOICES: Final = ", ".join(f"{name} on GPUs" if name == "fp8" else name for nam
 
 def objection(quant: str) -> str | None:
     """Why dense weights cannot be quantised as `quant` at load; None: they can, or may be published in it."""
-    if recipe_of(quant) is not None or quant.upper() in PUBLISHED_LAYOUTS:
+    if recipe_of(quant) is not None or plain(quant) in PUBLISHED_LAYOUTS:
         return None
     return f"dense weights cannot be quantised as {quant} at load; choose one of {_CHOICES}"
 

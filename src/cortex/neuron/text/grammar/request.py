@@ -8,18 +8,24 @@ The grammar library is imported with the first such request.
 from __future__ import annotations
 
 import json
-import time
+import re
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Final
 
+from cortex.neuron.text.grammar.gbnf.emitter import to_lark
+from cortex.neuron.text.grammar.gbnf.reader import defines_a_rule, read_gbnf
+from cortex.neuron.text.grammar.gbnf.tree import GbnfError
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
+from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.output.detect import ReasoningMarkers, ToolSyntax
-from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
+from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.text.tools.grammar import MARKED, OPENINGS, add_calls, add_free_response
 from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.fields.constraints import is_constrained
 from cortex.wire.requests import GenerateRequest, OutputFormat, Tool
+
+_LARK_RULE: Final = re.compile(r"^\s*(?:%\w|[?!]?\w+(?:\.\d+)?(?:\[[^\]]*\])?\s*:(?!:=))", re.MULTILINE)
 
 
 class LeadingReasoning(Enum):
@@ -35,36 +41,35 @@ class LeadingReasoning(Enum):
 
 def build_grammar(
     request: GenerateRequest,
-    tokenizer: Tokenizer,
+    trial: GrammarTrial,
     syntax: ToolSyntax,
     markers: ReasoningMarkers | None,
     reasoning: LeadingReasoning,
-    max_characters: int | None = None,
-    max_cpu_s: float | None = None,
+    rules: PromptRules,
 ) -> str | None:
-    """The grammar, or None for unconstrained output; raises InvalidValue for what cannot be enforced, and for a grammar
-    of more than `max_characters`, or that takes more than `max_cpu_s` to compile."""
-    limits = (max_characters, max_cpu_s)
+    """The grammar, or None for unconstrained output. Raises InvalidValue, which names the client's field, for what
+    cannot be enforced or breaks `rules`."""
     if not is_constrained(request) or (request.output is None and _parser_suffices(request, syntax)):
         return None
-    grammar = LarkGrammar(tokenizer)
+    grammar = LarkGrammar(trial.tokenizer)
     before = _reasoning(grammar, markers, reasoning)
-    mode = request.tool_choice.mode
-    if mode in ("required", "named"):
-        tools = _chosen(request)
-        calls = add_calls(grammar, syntax, tools, parallel=request.tool_choice.parallel)
-        return _checked(grammar, f"{before}{calls}", "tools", *limits)
-    if request.output is None and mode == "none":
-        return _checked(grammar, f"{before}{grammar.text_without(*OPENINGS[syntax])}", "tools", *limits)
-    if request.output is None:
-        free = add_free_response(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
-        return _checked(grammar, f"{before}{free}", "tools", *limits)
-    response = _response(grammar, request.output)
-    if request.callable_tools and mode == "auto":
-        # The client can parse either.
-        calls = add_calls(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
-        response = f"({response} | {calls})"
-    return _checked(grammar, f"{before}{response}", "response_format", *limits)
+    choice = request.tool_choice
+    if choice.mode in ("required", "named"):
+        constrained, param = add_calls(grammar, syntax, _chosen(request), parallel=choice.parallel), "tools"
+    elif request.output is not None:
+        constrained, param = _response(grammar, request.output), request.output.param
+        if request.callable_tools and choice.mode == "auto":
+            # The client can parse either. What its format allows is checked on its own, to name the right field.
+            _check(grammar, constrained, param, trial, rules)
+            calls = add_calls(grammar, syntax, request.callable_tools, parallel=choice.parallel)
+            constrained, param = f"({constrained} | {calls})", "tools"
+    elif choice.mode == "none":
+        constrained, param = grammar.text_without(*OPENINGS[syntax]), "tools"
+    else:
+        constrained = add_free_response(grammar, syntax, request.callable_tools, parallel=choice.parallel)
+        param = "tools"
+    _check(grammar, constrained, param, trial, rules)
+    return grammar.build(f"{before}{constrained}")
 
 
 def _parser_suffices(request: GenerateRequest, syntax: ToolSyntax) -> bool:
@@ -108,16 +113,16 @@ def _response(grammar: LarkGrammar, output: OutputFormat) -> str:
         case "regex":
             return grammar.other(_regex(_text(output)))
         case "grammar":
-            return grammar.other(_lark(_text(output)))
+            return grammar.other({"lark_grammar": _lark(_text(output), output.param)})
         case "choice":
             if not output.choices:
-                raise InvalidValue("there is nothing to choose from; give at least one choice", param="response_format")
+                raise _invalid(output.param, "there is nothing to choose from; give at least one choice")
             return grammar.terminal("CHOICE", " | ".join(map(literal, output.choices)))
 
 
 def _text(output: OutputFormat) -> str:
     if not output.text:
-        raise InvalidValue(f"the {output.kind} is empty; give its text", param="response_format")
+        raise _invalid(output.param, f"the {output.kind} is empty; give its text")
     return output.text
 
 
@@ -128,37 +133,38 @@ def _regex(pattern: str) -> Mapping[str, Any]:
     return {key: value for key, value in first.items() if value is not None}
 
 
-def _lark(text: str) -> Mapping[str, Any]:
+def _lark(text: str, param: str) -> str:
     """From either Lark or GBNF."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
+    if not defines_a_rule(text) and _LARK_RULE.search(text):
+        return text
     try:
-        return {"lark_grammar": any_to_lark(text)}
-    except ValueError as error:
-        raise InvalidValue(f"the grammar cannot be read: {shorten(str(error))}", param="response_format") from error
+        return to_lark(read_gbnf(text))
+    except GbnfError as error:
+        raise _invalid(param, str(error)) from error
 
 
-def _checked(grammar: LarkGrammar, start: str, param: str, max_characters: int | None, max_cpu_s: float | None) -> str:
-    import llguidance
-
+def _check(grammar: LarkGrammar, start: str, param: str, trial: GrammarTrial, rules: PromptRules) -> None:
+    """Raises InvalidValue unless output from `start` on can be followed. What precedes it is not the client's."""
     try:
         built = grammar.build(start)
     except RecursionError as error:
-        raise InvalidValue("the schema is nested too deeply to be enforced; flatten it", param=param) from error
-    if max_characters is not None and len(built) > max_characters:
-        raise InvalidValue(
-            f"the output format is a grammar of {len(built)} characters, at most {max_characters} are allowed on this "
+        raise _invalid(param, "the schema is nested too deeply to be enforced; flatten it") from error
+    if rules.max_grammar_characters is not None and len(built) > rules.max_grammar_characters:
+        raise _invalid(
+            param,
+            f"as a grammar it has {len(built)} characters, at most {rules.max_grammar_characters} are allowed on this "
             "node (text.max_grammar_kb in neuron.toml); use fewer choices or a smaller schema",
-            param=param,
         )
-    began_s = time.thread_time()
-    problem = llguidance.LLMatcher.validate_grammar(built)
-    if max_cpu_s is not None and time.thread_time() - began_s > max_cpu_s:
-        raise InvalidValue(
-            f"the output format takes more than {max_cpu_s:g} s to compile (text.max_grammar_cpu_s in neuron.toml); "
+    verdict = trial.verdict(built)
+    if rules.max_grammar_cpu_s is not None and verdict.cpu_s > rules.max_grammar_cpu_s:
+        raise _invalid(
+            param,
+            f"it takes more than {rules.max_grammar_cpu_s:g} s to compile (text.max_grammar_cpu_s in neuron.toml); "
             "simplify the schema or the grammar",
-            param=param,
         )
-    if problem:
-        raise InvalidValue(f"the output format cannot be enforced: {shorten(problem.strip())}", param=param)
-    return built
+    if verdict.problem is not None:
+        raise _invalid(param, f"the output cannot be constrained to it: {shorten(verdict.problem)}")
+
+
+def _invalid(param: str, problem: str) -> InvalidValue:
+    return InvalidValue(f"Invalid value for '{param}': {problem}.", param=param)

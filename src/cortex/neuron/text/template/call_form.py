@@ -1,6 +1,6 @@
 """The form in which a template expects the tool calls of earlier turns.
 
-Nearly all iterate over arguments as an object, beside empty content. A few insert arguments as text, and some show the
+Nearly all iterate over arguments as an object, with empty content. A few insert arguments as text, and some show the
 calls of a turn only if its content is none. A template's source does not say so reliably, so it is probed.
 """
 

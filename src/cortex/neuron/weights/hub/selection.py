@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from cortex.neuron.weights.errors import NotOnHub
-from cortex.quant_names import meanings, plain
+from cortex.quant_names import bits, label_in, meanings, plain
 
 SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _COMPANION: Final = re.compile(r"[^/]+\.(?:json|jinja)|merges\.txt|tokenizer\.model")
 _GGUF_PART: Final = re.compile(r"(?P<stem>.*?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.gguf", re.IGNORECASE)
-_QUANT: Final = re.compile(
-    r"(?<![A-Z0-9])(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|FP?16|FP?32)(?![A-Z0-9])", re.IGNORECASE
-)
 
 Objection = Callable[[str], str | None]
 """A quantisation → why dense weights cannot be quantised so at load; None: they can."""
@@ -109,7 +106,7 @@ def _gguf_models(paths: list[str]) -> dict[str, list[str]]:
         match = _GGUF_PART.fullmatch(path)
         if match is not None and "mmproj" not in path.lower() and "imatrix" not in path.lower():
             parts.setdefault(match["stem"], []).append(path)
-    labels = {stem: labels[-1].upper() if (labels := _QUANT.findall(stem)) else stem for stem in parts}
+    labels = {stem: label_in(stem) or stem for stem in parts}
     shared = Counter(labels.values())
     return {label if shared[label] == 1 else stem: parts[stem] for stem, label in labels.items()}
 
@@ -149,16 +146,11 @@ def _reject_unless_quantised_at_load(
     raise NotOnHub(reason)
 
 
-def _bits(label: str) -> int:
-    digits = re.search(r"\d+", label)
-    return int(digits[0]) if digits else 0
-
-
 def _nearest(models: dict[str, list[str]], wanted: str) -> str:
     """The quantisation to suggest instead: of similar bits, of the same kind, and then with the most similar name."""
 
     def distance(label: str) -> tuple[int, bool, float]:
         similarity = difflib.SequenceMatcher(None, label.upper(), wanted).ratio()
-        return abs(_bits(label) - _bits(wanted)), label[0] != wanted[:1], -similarity
+        return abs(bits(label) - bits(wanted)), label[0] != wanted[:1], -similarity
 
     return min(models, key=distance)

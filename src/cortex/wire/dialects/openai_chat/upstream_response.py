@@ -45,7 +45,7 @@ class _ChoiceReader:
         self._calls: dict[Any, int] = {}
         self._open_call: int | None = None
         self._arguments: list[str] = []
-        """Of the open call."""
+        """The pieces of the open call's arguments."""
 
     def read(self, delta: dict[str, Any], logprobs: list[AnyEvent]) -> list[AnyEvent]:
         """The events of one delta, with `logprobs` before its first piece, inside its block."""

@@ -60,7 +60,7 @@ class Encoder:
         self._shows_reasoning = request.thinking.shown
         self._custom_tools = request.custom_tools
         self._input: InputDecoder | None = None
-        """Of the open call, if it is of a custom tool."""
+        """Decodes the input of the open call, if it calls a custom tool."""
         self._sequence_number = 0
         self._done_items: list[dict[str, Any]] = []
         self._open: ToolCallStart | type[Text] | type[Reasoning] | None = None

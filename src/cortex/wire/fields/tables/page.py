@@ -54,7 +54,7 @@ Output that must follow a schema follows all of it, except parts that no grammar
 lookahead, lookbehind, a backreference or a word boundary, formats such as `path`, `uniqueItems`, `not`, `if`,
 `contains` and the like; of `oneOf` at least one option holds. The rest is enforced, and the header
 `{headers.UNENFORCED}` lists the paths of such parts, and of grammars of custom tools. Calls follow their schema where
-a call is forced, where only some tools are allowed, and beside an output format; elsewhere the model writes them
+a call is forced, where only some tools are allowed, and together with an output format; elsewhere the model writes them
 freely, `strict` or not.
 
 A stream whose first bytes were keepalives cannot have these headers any more.

@@ -33,7 +33,7 @@ class BodyField:
     """For the docs; for a rejected field also the reason in the error."""
     harmless: tuple[Any, ...] = ()
     """Values of a rejected field that ask for nothing: they are tolerated."""
-    beside: Mapping[str, Any] = field(default_factory=dict)
+    context: Mapping[str, Any] = field(default_factory=dict)
     """Other fields that the example needs."""
 
 
@@ -72,8 +72,8 @@ class FieldTable:
         return fields
 
 
-def honoured(name: str, example: Any, note: str = "", **beside: Any) -> BodyField:
-    return BodyField(name, Treatment.HONOURED, example, note, beside=beside)
+def honoured(name: str, example: Any, note: str = "", **context: Any) -> BodyField:
+    return BodyField(name, Treatment.HONOURED, example, note, context=context)
 
 
 def tolerated(name: str, example: Any, note: str = "") -> BodyField:

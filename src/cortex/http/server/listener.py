@@ -1,8 +1,9 @@
-"""Accepts TLS connections within the limits of a server, which count a connection before its handshake has ended."""
+"""Accepts connections within the limits of a server, which count a connection before anything is read from it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
@@ -10,13 +11,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from cortex.http.server.accepting import accepted_from
-from cortex.http.server.connection import ClientConnection, ServerContext
+from cortex.http.server.connection import ClientConnection, ServerContext, encode_rejection
+from cortex.wire.errors import CortexError
 
 log = logging.getLogger(__name__)
 
+BACKLOG = 1024
 
-class Handshake:
-    """A connection whose TLS handshake is running. Counted like any other connection."""
+
+class ArrivingConnection:
+    """A connection that was accepted and has no protocol yet: its TLS handshake may be running."""
 
     def __init__(self, client: str) -> None:
         self.client = client
@@ -31,21 +35,23 @@ class Handshake:
             self.task.cancel()
 
 
-class TLSListener:
+class Listener:
     """Accepts on bound sockets until `close`.
 
-    The loop's own TLS servers report a connection only after its handshake, so that clients which never end it would
-    escape every limit. A connection over a limit is closed without a response: there is no encryption to send it with.
+    The loop's own servers report a connection only after its TLS handshake, so that clients which never end it would
+    escape every limit; and they do not report that a process has no descriptor left for a connection. With TLS, a
+    connection over a limit is closed without a response: there is no encryption to send it with.
     """
 
-    def __init__(self, server: ServerContext, context: ssl.SSLContext, sockets: Sequence[socket.socket]) -> None:
+    def __init__(self, server: ServerContext, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None) -> None:
         self._server = server
-        self._context = context
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self.sockets = tuple(sockets)
         self._accepting = [self._loop.create_task(self._accept_from(listening)) for listening in sockets]
 
     def close(self) -> None:
+        """Accept nothing more. Connections that have begun go on."""
         for task in self._accepting:
             task.cancel()
         for listening in self.sockets:
@@ -53,46 +59,54 @@ class TLSListener:
 
     async def _accept_from(self, listening: socket.socket) -> None:
         async for accepted, client in accepted_from(listening):
-            handshake = Handshake(client)
-            if self._server.enter(handshake) is not None:
-                accepted.close()
+            arriving = ArrivingConnection(client)
+            rejection = self._server.enter(arriving)
+            if rejection is not None:
+                self._reject(accepted, rejection)
                 continue
-            handshake.task = self._loop.create_task(self._shake_hands(handshake, accepted))
-            handshake.task.add_done_callback(partial(self._ended, handshake, accepted))
+            arriving.task = self._loop.create_task(self._begin(arriving, accepted))
+            arriving.task.add_done_callback(partial(self._began, arriving, accepted))
 
-    async def _shake_hands(self, handshake: Handshake, accepted: socket.socket) -> None:
+    async def _begin(self, arriving: ArrivingConnection, accepted: socket.socket) -> None:
         await self._loop.connect_accepted_socket(
-            partial(_EncryptedConnection, self._server, self._loop, handshake),
+            partial(_AcceptedConnection, self._server, self._loop, arriving),
             accepted,
-            ssl=self._context,
-            ssl_handshake_timeout=self._server.limits.head_s,
+            ssl=self._tls,
+            ssl_handshake_timeout=self._server.limits.head_s if self._tls is not None else None,
         )
 
-    def _ended(self, handshake: Handshake, accepted: socket.socket, task: asyncio.Task[None]) -> None:
-        self._server.leave(handshake)
+    def _began(self, arriving: ArrivingConnection, accepted: socket.socket, task: asyncio.Task[None]) -> None:
+        self._server.leave(arriving)
         problem = None if task.cancelled() else task.exception()
         if task.cancelled() or problem is not None:
             accepted.close()
         if problem is not None and not isinstance(problem, OSError | EOFError):
             # Those are clients without TLS, with an old version, too slow, or disconnected: not worth a line each.
-            log.error("a TLS handshake failed unexpectedly", exc_info=problem)
+            log.error("a connection failed unexpectedly", exc_info=problem)
+
+    def _reject(self, accepted: socket.socket, error: CortexError) -> None:
+        """Closes at once: the limit exists so that such a client holds nothing."""
+        with accepted, contextlib.suppress(OSError):
+            if self._tls is None:
+                accepted.setblocking(False)
+                accepted.send(encode_rejection(self._server, error))
 
 
-class _EncryptedConnection(ClientConnection):
-    """A connection that was counted as its handshake until now."""
+class _AcceptedConnection(ClientConnection):
+    """A connection that was counted as an arriving one until now."""
 
-    __slots__ = ("_handshake",)
+    __slots__ = ("_arriving",)
 
-    def __init__(self, server: ServerContext, loop: asyncio.AbstractEventLoop, handshake: Handshake) -> None:
+    def __init__(self, server: ServerContext, loop: asyncio.AbstractEventLoop, arriving: ArrivingConnection) -> None:
         super().__init__(server, loop)
-        self._handshake = handshake
+        self._arriving = arriving
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._server.leave(self._handshake)
+        self._server.leave(self._arriving)
         super().connection_made(transport)
 
 
-def bind(host: str, port: int, backlog: int) -> list[socket.socket]:
+def bind(host: str, port: int) -> list[socket.socket]:
     """Listening sockets for every address of `host`, as the loop's own servers bind them. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
@@ -106,7 +120,7 @@ def bind(host: str, port: int, backlog: int) -> list[socket.socket]:
             # A host with two addresses and port 0 gets one port for both.
             chosen = sockets[0].getsockname()[1] if port == 0 and len(sockets) > 1 else address[1]
             listening.bind((address[0], chosen, *address[2:]))
-            listening.listen(backlog)
+            listening.listen(BACKLOG)
             listening.setblocking(False)
     except OSError:
         for listening in sockets:

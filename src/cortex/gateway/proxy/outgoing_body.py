@@ -1,0 +1,154 @@
+"""The body that a node gets: the client's bytes, the same with other values for a few fields, or a translation of it.
+
+Our own nodes learn the tokens that a request may use from a header. Foreign servers do not know it: for them the limit
+of one choice is written into the body.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cortex.gateway.dispatch.leases import Lease
+from cortex.gateway.ledger.meter import Reservation
+from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.redaction import shown_to
+from cortex.gateway.proxy.response_keeper import ResponseKeeper
+from cortex.gateway.proxy.routes import CHAT, Route
+from cortex.gateway.proxy.translation import ChatTranslation
+from cortex.parsing import protocol
+from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
+from cortex.parsing.envelope import Envelope, Facts
+from cortex.parsing.parser import BodyParser
+from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
+from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.node.protocol import Dialect
+from cortex.wire.requests import GenerateRequest
+
+_LIMITS: dict[Dialect, tuple[str, tuple[str, ...]]] = {
+    "openai_chat": ("max_tokens", ("max_completion_tokens", "n_predict")),
+    "openai_completions": ("max_tokens", ("n_predict",)),
+    "openai_responses": ("max_output_tokens", ()),
+    "anthropic_messages": ("max_tokens", ()),
+}
+"""The field with the limit of one choice, and fields that servers may read in its place."""
+
+
+class OutgoingBody:
+    """One per request. For each attempt call `choose`, then `prepare` if that is needed, then `made`."""
+
+    __slots__ = (
+        "_admitted",
+        "_choice_limit",
+        "_client",
+        "_edited",
+        "_envelope",
+        "_form",
+        "_keeper",
+        "_received",
+        "_request_id",
+        "_route",
+        "_translated",
+    )
+
+    def __init__(
+        self,
+        route: Route,
+        received: bytes,
+        envelope: Envelope,
+        admitted: AdmittedRequest,
+        request_id: bytes,
+        keeper: ResponseKeeper | None,
+        client: str,
+    ) -> None:
+        """`client` shares the parser of large bodies with others."""
+        self._route = route
+        self._received = received
+        self._envelope = envelope
+        self._admitted = admitted
+        self._request_id = request_id
+        self._keeper = keeper
+        self._client = client
+        self._choice_limit: int | None = None
+        """The limit for foreign servers, once it is known."""
+        self._form: tuple[bool, int | None] = (False, None)
+        """Whether the body is translated, and the limit that is written into it."""
+        self._edited: bytes | None = None
+        self._translated: tuple[GenerateRequest, bytes] | None = None
+
+    def choose(self, lease: Lease) -> bool:
+        """Choose the form for the node of `lease`; False: call `prepare` before `made`.
+
+        Raises InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot
+        be told how many tokens the prompt may have.
+        """
+        limit = None if lease.has_lifecycle else self._foreign_limit()
+        form = (self._route.generates and self._route.dialect not in lease.dialects, limit)
+        if form != self._form:
+            self._form, self._edited, self._translated = form, None, None
+        if form[0]:
+            return self._translated is not None or not is_parsed_elsewhere(self._received)
+        return self._edited is not None or not is_edited_elsewhere(self._received) or not self._edits
+
+    async def prepare(self, parser: BodyParser) -> None:
+        """Makes a body that would block the loop in another process. Raises CortexError on an invalid one."""
+        translates, limit = self._form
+        if translates:
+            dialect, model = self._route.dialect, self._admitted.model
+            self._translated = await parser.translate(dialect, self._received, model, self._client, max_tokens=limit)
+        else:
+            self._edited = await parser.edit(self._received, self._edits, self._client, without=self._without)
+
+    def made(self) -> tuple[bytes, bytes, ChatTranslation | None]:
+        """The path, the body, and the translation of the response. Raises CortexError on an invalid body."""
+        translates, limit = self._form
+        if translates:
+            return CHAT.path, *self._translation(limit)
+        if self._edited is None:
+            edits = self._edits
+            self._edited = replace_fields(self._received, edits, without=self._without) if edits else self._received
+        return self._route.path, self._edited, None
+
+    def _foreign_limit(self) -> int | None:
+        if self._choice_limit is None:
+            self._choice_limit = choice_limit(self._admitted.reservation, self._envelope.facts)
+        return self._choice_limit
+
+    @property
+    def _edits(self) -> dict[str, str | int]:
+        edits: dict[str, str | int] = {}
+        if self._envelope.facts.model != self._admitted.model:  # the client named the model by an alias
+            edits["model"] = self._admitted.model
+        if self._form[1] is not None and self._route.generates:
+            edits[_LIMITS[self._route.dialect][0]] = self._form[1]
+        return edits
+
+    @property
+    def _without(self) -> tuple[str, ...]:
+        return () if self._form[1] is None else _LIMITS[self._route.dialect][1]
+
+    def _translation(self, limit: int | None) -> tuple[bytes, ChatTranslation]:
+        if self._translated is None:
+            request = self._route.codec.parse(self._received)
+            self._translated = request, protocol.translated(request, self._admitted.model, limit)
+        request, body = self._translated
+        response_id = self._route.codec.ID_PREFIX + self._request_id.decode().removeprefix("req_")
+        if self._keeper is not None and self._keeper.kept is not None:
+            request, response_id = self._keeper.kept.described(request), self._keeper.kept.id
+        name, show = self._envelope.facts.model, partial(shown_to, self._admitted.key)
+        return body, ChatTranslation(self._route, request, id=response_id, model=name, show=show)
+
+
+def choice_limit(reservation: Reservation, facts: Facts) -> int | None:
+    """The most tokens of one choice at a server that cannot be told a limit for the whole request; None without a
+    budget. The prompt counts as one token per byte, because that is the most that it can have. Raises InsufficientQuota
+    or RateLimitExceeded."""
+    prompt_tokens = reservation.max_prompt_tokens
+    try:
+        limit = reservation.extend(prompt_tokens)
+    except (InsufficientQuota, RateLimitExceeded) as error:
+        counted = f"At this server the prompt counts as {prompt_tokens} tokens, one for each byte."
+        raise type(error)(f"{error.message} {counted}", retry_after_s=error.retry_after_s) from error
+    if limit is None:
+        return None
+    left = (limit - prompt_tokens) // facts.num_choices
+    return left if facts.completion_limit is None else min(left, facts.completion_limit)

@@ -1,0 +1,86 @@
+"""A launched step, and its results once the host reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.engine.execution.prompt_scores import PromptScores
+from cortex.neuron.engine.request import TokenLogprobs
+from cortex.neuron.engine.sampling.sampler import Drawn
+from cortex.neuron.engine.step_plan import RowPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a step computed for one row."""
+
+    tokens: tuple[int, ...] = ()
+    """The accepted ones of those drawn."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each token, if any request of the step asks for them."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    healthy: bool = True
+    """False if the logits that a token was drawn from are not finite."""
+
+
+NO_RESULT = RowResult()
+
+
+class Launched:
+    """A step that runs on the device."""
+
+    def __init__(
+        self, device: torch.device, rows: Sequence[RowPlan], drawn: Drawn | None, scores: Sequence[PromptScores] = ()
+    ) -> None:
+        self._rows = rows
+        self._event: torch.cuda.Event | None = None
+        self._scores = [one.map(_to_host) for one in scores]
+        self._drawn: list[Tensor | None] = []
+        if drawn is not None:
+            parts = (drawn.tokens, drawn.healthy, drawn.logprobs, drawn.top_ids, drawn.top_logprobs)
+            self._drawn = [part if part is None else _to_host(part) for part in parts]
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> None:
+        """Returns when the device has computed the step."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def read(self) -> list[RowResult]:
+        """Waits for the step, and returns the result of each row in plan order."""
+        self.wait()
+        drawn, scores = self._read_drawn(), iter(self._scores)
+        results = []
+        for row in self._rows:
+            result = next(drawn) if row.outputs.draws else NO_RESULT
+            if row.outputs.scores is not None:
+                scored = tuple(next(scores).read())
+                result = RowResult(result.tokens, result.logprobs, scored, result.healthy)
+            results.append(result)
+        return results
+
+    def _read_drawn(self) -> Iterator[RowResult]:
+        """The draws of each row that has some."""
+        if not self._drawn:
+            return
+        tokens, healthy, logprobs, top_ids, top_logprobs = (
+            None if part is None else part.tolist() for part in self._drawn
+        )
+        for index, (token, is_healthy) in enumerate(zip(tokens or (), healthy or (), strict=True)):
+            entries: tuple[TokenLogprobs, ...] = ()
+            if logprobs is not None and top_ids is not None and top_logprobs is not None:
+                entries = (TokenLogprobs(logprobs[index], tuple(top_ids[index]), tuple(top_logprobs[index])),)
+            elif logprobs is not None:
+                entries = (TokenLogprobs(logprobs[index]),)
+            yield RowResult((token,), entries, healthy=is_healthy)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy, also on a CPU: the next replay of a graph overwrites its outputs."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)

@@ -1,0 +1,42 @@
+"""What a foreign server gets of a request whose key has a budget: the client's body with the limit of the budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cortex.gateway.ledger.keys import generate
+
+from ..fake_neuron import GB
+
+if TYPE_CHECKING:
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import StartGateway
+
+BALANCE = 10_000_000
+
+
+@pytest.mark.parametrize("num_padding", [10, 3_000_000], ids=["small", "large"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"], ids=["relayed", "translated"])
+async def test_limit_is_written_into_the_body(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str, num_padding: int
+) -> None:
+    rich, alice = generate("rich"), generate("alice", balance_tokens=BALANCE)
+    foreign = await neurons("foreign", sizes={"a": GB})
+    client = await start_gateway(foreign=(foreign,), keys=(rich.section, alice.section))
+    messages = [{"role": "user", "content": "x" * num_padding}]
+
+    async def sent(key_text: str, **fields: Any) -> dict[str, Any]:
+        body = {"model": "a", "messages": messages, "temperature": 0.5, **fields}
+        status, response = await client.post(path, body, Authorization=f"Bearer {key_text}")
+        assert status == 200, response
+        return foreign.seen[-1].body
+
+    assert "max_tokens" not in await sent(rich.text)
+    received = await sent(alice.text, max_completion_tokens=7_000_000, n_predict=9)
+    assert received["max_tokens"] <= min(7_000_000, BALANCE - num_padding)
+    assert received["max_tokens"] > 1_000_000
+    assert not {"n_predict", "max_completion_tokens"} & received.keys()
+    assert (received["messages"][0]["content"], received["temperature"]) == ("x" * num_padding, 0.5)
+    assert (await sent(alice.text, max_tokens=5))["max_tokens"] == 5

@@ -25,11 +25,12 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model, load_model
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.kernels.layouts import MatrixLayout
+from cortex.neuron.kernels.matrix import Matrix
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.quantised import PackedExperts
-from cortex.neuron.kernels.quantised.recipes import RECIPES, DeviceLayout, Recipe, recipe_of
+from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.moe import MoE
-from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters, QuantisedMatrix
+from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.sizes import kv_bytes_per_token, state_bytes
 from shapes import SHAPES
 from workloads import DECODE_PROMPT_TOKENS, DECODED_TOKENS, Prompt, Workloads, table_row
@@ -50,13 +51,13 @@ CPU_SCENARIOS = ("prefill-512", "decode-1", "decode-4")
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class Everything(Mapping[str, DeviceLayout]):
+class Everything(Mapping[str, MatrixLayout]):
     """Every matrix in the layout that a recipe gives it."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def __getitem__(self, name: str) -> DeviceLayout:
+    def __getitem__(self, name: str) -> MatrixLayout:
         return self._recipe.layout_of(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -66,13 +67,13 @@ class Everything(Mapping[str, DeviceLayout]):
         return 0
 
 
-def packing(quant: str | None) -> PackingOffer:
+def packing(quant: str | None) -> Mapping[str, MatrixLayout]:
     if quant is None:
-        return NOTHING_PACKED
+        return {}
     recipe = recipe_of(quant)
     if recipe is None:
         raise SystemExit(f"--quant {quant} is not known; choose one of {', '.join(RECIPES)}")
-    return PackingOffer(Everything(recipe))
+    return Everything(recipe)
 
 
 def random_engine(shape: str, device: torch.device, spec: LoadSpec, quant: str | None) -> Engine:
@@ -81,7 +82,7 @@ def random_engine(shape: str, device: torch.device, spec: LoadSpec, quant: str |
             for first in range(0, packed.num_rows, 4096):
                 rows = min(4096, packed.num_rows - first)
                 numbers = torch.randn(rows, packed.matrix.inputs, device=device) * packed.matrix.inputs**-0.5
-                packed.matrix.put_numbers(packed.first_row + first, numbers)
+                packed.matrix.put_values(packed.first_row + first, numbers)
         for binding in parameters.bindings:
             view = binding.destination
             view.normal_(1.0, 0.1) if view.dim() == 1 else view.normal_(0.0, view.shape[-1] ** -0.5)
@@ -132,22 +133,17 @@ class Bench:
     def _embedding_bytes(self) -> int:
         """The embedding matrix; a step reads only a few of its rows."""
         model = self.engine.model
-        if model.config.tied:
-            return 0
-        tensors = [model.embedding.weight]
-        if model.embedding.packed is not None:
-            tensors += [tensor for matrix in model.embedding.packed for tensor in matrix.tensors]
-        return sum(tensor.nbytes for tensor in tensors)
+        return 0 if model.config.tied else model.embedding.matrix.num_bytes
 
     def _idle_expert_bytes(self, rows: int) -> float:
         """The experts of all layers that a batch of `rows` does not select under uniform routing."""
         idle = 0.0
         for experts in self._mixtures():
-            expert_bytes = (_num_bytes(experts.gate_up) + _num_bytes(experts.down)) / experts.num_experts
+            expert_bytes = (experts.gate_up.num_bytes + experts.down.num_bytes) / experts.num_experts
             idle += (1 - experts.top_k / experts.num_routed) ** rows * experts.num_routed * expert_bytes
         return idle
 
-    def _mixtures(self) -> list[Experts | PackedExperts]:
+    def _mixtures(self) -> list[Experts]:
         blocks = (layer.mlp for layer in self.engine.model.layers)
         return [block.experts for block in blocks if isinstance(block, MoE)]
 
@@ -156,7 +152,7 @@ class Bench:
         model = self.engine.model
         config = model.config
         matrices = {id(binding.matrix): binding.matrix for binding in model.parameters.packed_bindings}.values()
-        dense_bytes = self.engine.info.weight_bytes - sum(map(_num_bytes, matrices))
+        dense_bytes = self.engine.info.weight_bytes - sum(matrix.num_bytes for matrix in matrices)
         dense = dense_bytes / model.parameters.dtype.itemsize
         dense += sum(_num_weights(matrix) for matrix in matrices)
         dense -= config.vocab * config.hidden * (1 if config.tied else 2)  # embedding and head
@@ -179,12 +175,8 @@ class Bench:
         return {"tok/s": self.workloads.requests_tokens_per_s(count)}
 
 
-def _num_bytes(matrix: torch.Tensor | QuantisedMatrix) -> int:
-    return matrix.nbytes if isinstance(matrix, torch.Tensor) else sum(tensor.nbytes for tensor in matrix.tensors)
-
-
-def _num_weights(matrix: torch.Tensor | QuantisedMatrix) -> int:
-    return matrix.numel() if isinstance(matrix, torch.Tensor) else matrix.outputs * matrix.inputs
+def _num_weights(matrix: Matrix) -> int:
+    return matrix.outputs * matrix.inputs
 
 
 def timed(function: Callable[[], object], repeats: int = 20) -> float:

@@ -32,40 +32,34 @@ from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.kernels.delta.chunks import delta_chunks
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.kernels.delta.step import delta_step
-from cortex.neuron.kernels.device_matrix import empty_device_matrix
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
+from cortex.neuron.kernels.dense.product import small_product
 from cortex.neuron.kernels.float8 import product as float8_product_module
 from cortex.neuron.kernels.float8 import support
+from cortex.neuron.kernels.float8.codes import empty_float8_codes
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout
-from cortex.neuron.kernels.float8.matrix import empty_float8_matrix
 from cortex.neuron.kernels.float8.one_row import one_row_float8_product
-from cortex.neuron.kernels.float8.product import float8_product, gated_float8_product, widened_product
+from cortex.neuron.kernels.float8.product import float8_product, widened_product
 from cortex.neuron.kernels.float8.rows import float8_rows
-from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.grouped import contract_grouped, expand_grouped, tiling
-from cortex.neuron.kernels.moe.quantised import (
-    PackedExperts,
-    contract_packed_grouped,
-    contract_packed_rows,
-    expand_packed_grouped,
-    expand_packed_rows,
-)
-from cortex.neuron.kernels.moe.routing import ExpertChoice, PairLists
-from cortex.neuron.kernels.products.matvec import gated_matvec, matvec
-from cortex.neuron.kernels.quantised.few_rows import few_rows_product, gated_few_rows_product, max_few_rows
+from cortex.neuron.kernels.layouts import DeviceLayout
+from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, ExpertMatrix, Prologue
+from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
+from cortex.neuron.kernels.products.grouped import expert_load
+from cortex.neuron.kernels.quantised.codes import empty_codes
+from cortex.neuron.kernels.quantised.few_rows import few_rows_product, max_few_rows
 from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
-from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
-from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_numbers
-from cortex.neuron.kernels.quantised.packing import empty_matrix
+from cortex.neuron.kernels.quantised.one_row import one_row_product
+from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_values
 from cortex.neuron.kernels.quantised.product import small_batch_product
-from cortex.neuron.kernels.quantised.recipes import DeviceLayout
 from cortex.neuron.kernels.shared_memory import SharedMemory
+from cortex.neuron.kernels.storages import empty_device_matrix
 
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 FITTED = (
     "attention.decode",
     "attention.prefill",
-    "products.matvec",
-    "moe.grouped",
+    "dense.product",
+    "dense.experts",
     "delta.chunks",
     "quantised.product",
     "quantised.experts",
@@ -144,73 +138,83 @@ def attention(dim: int, heads: int, kv_heads: int, decodes: int, window: int | N
     prefill_attention(q[decodes:], rules, batch, keys, values, q[decodes:])
 
 
+GATED = Epilogue(activation="silu")
+
+
+def normed(inputs: int) -> Prologue:
+    return Prologue(empty(inputs), 1e-6)
+
+
 def products(inputs: int, outputs: int, rows: int) -> None:
-    x, weight = empty(rows, inputs), empty(outputs, inputs)
-    matvec(x, weight, None, empty(inputs), 1e-6, None)
-    matvec(x, weight, None, None, 1e-6, empty(rows, outputs))
+    x, weight, out = empty(rows, inputs), empty(outputs, inputs), empty(rows, outputs)
+    small_product(x, weight, normed(inputs), BARE, out)
+    small_product(x, weight, PLAIN, Epilogue(residual=empty(rows, outputs)), out)
 
 
 def gated(rows: int) -> None:
-    gated_matvec(empty(rows, 4096), empty(24_576, 4096), empty(4096), 1e-6)
+    small_product(empty(rows, 4096), empty(24_576, 4096), normed(4096), GATED, empty(rows, 12_288))
 
 
 def experts(tokens: int) -> None:
-    all_experts = Experts(empty(128, 2048), empty(1).expand(128, 1536, 2048), empty(1).expand(128, 2048, 768), 8, True)
+    gate_up, down = empty(1).expand(128 * 1536, 2048), empty(1).expand(128 * 2048, 768)
+    mixture(DenseMatrix(gate_up), DenseMatrix(down), tokens)
+
+
+def mixture(gate_up: ExpertMatrix, down: ExpertMatrix, tokens: int) -> None:
+    x, inner, out = empty(tokens, 2048), empty(tokens * 8, 768), empty(tokens * 8, 2048)
+    if tokens == 1:
+        choice = ExpertChoice(empty(1, 8, kind=torch.int32), empty(1, 8, kind=torch.float32))
+        gate_up.expand_rows(x, choice, normed(2048), "silu", inner)
+        down.contract_rows(inner, choice, x)
+        return
     lists = PairLists(empty(tokens, 8), empty(128, kind=torch.int32), empty(128, tokens, kind=torch.int32))
-    tile = tiling(tokens * 8, 128)
-    inner = expand_grouped(empty(tokens, 2048), lists, all_experts, tile)
-    contract_grouped(inner, lists, all_experts, tile)
+    load = expert_load(tokens * 8, 128)
+    gate_up.grouped(x, lists, inner, pairs_per_row=8, activation="silu", load=load)
+    down.grouped(inner, lists, out, pairs_per_row=1, activation=None, load=load)
 
 
 def packed(layout: Layout, rows: int) -> None:
-    matrix = empty_matrix(layout, 4096, 4096, torch.device("cpu"))
+    codes = empty_codes(layout, 4096, 4096, torch.device("cpu"))
     x, out = empty(rows, 4096), empty(rows, 4096)
     if rows == 1:
-        one_row_product(x, matrix, out, None, empty(4096), 1e-6, None)
-        gated_one_row_product(x, matrix, empty(1, 2048), empty(4096), 1e-6)
+        one_row_product(x, codes, out, normed(4096), BARE)
+        one_row_product(x, codes, empty(1, 2048), normed(4096), GATED)
     elif rows <= max_few_rows(layout):
-        few_rows_product(x, matrix, out, None, empty(4096), 1e-6, out)
-        gated_few_rows_product(x, matrix, empty(4096), 1e-6)
+        few_rows_product(x, codes, out, normed(4096), Epilogue(residual=out))
+        few_rows_product(x, codes, empty(rows, 2048), normed(4096), GATED)
     else:
-        small_batch_product(x, matrix, out, None, out)
+        small_batch_product(x, codes, out, Epilogue(residual=out))
 
 
 def packing(layout: Layout) -> None:
-    rows = empty_matrix(layout, 64, 4096, torch.device("cpu")).tensors
+    rows = empty_codes(layout, 64, 4096, torch.device("cpu")).tensors
     scale = empty(64, 4096 // layout.group, kind=torch.float32)
     pack_codes(empty(64, 4096, kind=torch.uint8), scale, scale, layout, *rows)
     for kind in () if layout.levels else (torch.bfloat16, torch.float16, torch.float32):
-        pack_numbers(empty(64, 4096, kind=kind), layout, *rows)
+        pack_values(empty(64, 4096, kind=kind), layout, *rows)
 
 
 def float8(layout: Float8Layout, rows: int) -> None:
     """On FP8 tensor cores where the target has them, as the kernels find out by themselves."""
-    matrix = empty_float8_matrix(layout, 4096, 4096, torch.device("cpu"))
+    codes = empty_float8_codes(layout, 4096, 4096, torch.device("cpu"))
     x, out = empty(rows, 4096), empty(rows, 4096)
     if rows == 1:
-        one_row_float8_product(x, matrix, out, None, empty(4096), 1e-6, None)
-        one_row_float8_product(x, matrix, empty(1, 2048), None, empty(4096), 1e-6, None, gated=True)
+        one_row_float8_product(x, codes, out, normed(4096), BARE)
+        one_row_float8_product(x, codes, empty(1, 2048), normed(4096), GATED)
     elif support.has_float8_products(x.device):
-        rounded = float8_rows(x, grouped=layout.block > 0, norm_weight=empty(4096), eps=1e-6)
-        float8_product(rounded, matrix, None, out)
+        rounded = float8_rows(x, normed(4096), grouped=layout.block > 0)
+        float8_product(rounded, codes, Epilogue(residual=out))
         if not layout.block:
-            gated_float8_product(rounded, matrix)
-        float8_rows(empty(rows, 8192), grouped=layout.block > 0, gated=True)
+            float8_product(rounded, codes, GATED)
+        float8_rows(empty(rows, 8192), Prologue(activation="silu"), grouped=layout.block > 0)
     else:
-        widened_product(x, matrix, out, None, out)
+        widened_product(x, codes, Epilogue(residual=out), out)
 
 
 def packed_experts(gate_up_layout: DeviceLayout, down_layout: DeviceLayout, tokens: int) -> None:
     device = torch.device("cpu")
     gate_up = empty_device_matrix(gate_up_layout, 128 * 1536, 2048, device)
-    down = empty_device_matrix(down_layout, 128 * 2048, 768, device)
-    stack = PackedExperts(empty(128, 2048), gate_up, down, 8, True)
-    if tokens == 1:
-        choice = ExpertChoice(empty(1, 8, kind=torch.int32), empty(1, 8, kind=torch.float32))
-        contract_packed_rows(expand_packed_rows(empty(1, 2048), empty(2048), 1e-6, choice, stack), choice, stack)
-        return
-    lists = PairLists(empty(tokens, 8), empty(128, kind=torch.int32), empty(128, tokens, kind=torch.int32))
-    contract_packed_grouped(expand_packed_grouped(empty(tokens, 2048), lists, stack), lists, stack)
+    mixture(gate_up, empty_device_matrix(down_layout, 128 * 2048, 768, device), tokens)
 
 
 def gated_delta(dim: int) -> None:

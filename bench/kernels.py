@@ -29,10 +29,12 @@ from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
 from cortex.neuron.kernels.delta.gated_delta import gated_delta
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
+from cortex.neuron.kernels.dense.product import beats_library
+from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, Prologue
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
 from cortex.neuron.kernels.moe.routing import choose_reference
-from cortex.neuron.kernels.products.matvec import beats_library, gated_matvec, matvec
 from engine import matrix_limit, read_limit, timed
 
 DEVICE = torch.device("cuda")
@@ -145,13 +147,13 @@ def matrices(limits: Limits) -> Iterator[Row]:
             library = chain_us([partial(F.linear, x, weight) for weight in weights])
             if not beats_library(rows, inputs):
                 ours = library
-            elif name == "gate, up":
-                ours = chain_us([partial(gated_matvec, x, weight, gain, EPS) for weight in weights])
-            elif outputs == HIDDEN:
-                residual = normal(rows, outputs)
-                ours = chain_us([partial(matvec, x, weight, None, None, 0.0, residual) for weight in weights])
             else:
-                ours = chain_us([partial(matvec, x, weight, None, gain, EPS, None) for weight in weights])
+                prologue, epilogue = Prologue(gain, EPS), BARE
+                if name == "gate, up":
+                    epilogue = Epilogue(activation="silu")
+                elif outputs == HIDDEN:
+                    prologue, epilogue = PLAIN, Epilogue(residual=normal(rows, outputs))
+                ours = chain_us([partial(DenseMatrix(each).product, x, prologue, epilogue) for each in weights])
             floor = limits.floor_us(read, 2 * rows * inputs * outputs)
             yield Row(f"matrix, {name}", f"{rows} rows", ours, floor, library)
 
@@ -193,7 +195,13 @@ def mixtures(limits: Limits) -> Iterator[Row]:
     """The whole block: norm, routing, experts, sum."""
     hidden, inner, count, top_k = 2048, 768, 128, 8
     layers = [
-        Experts(normal(count, hidden), normal(count, 2 * inner, hidden), normal(count, hidden, inner), top_k, True)
+        Experts(
+            normal(count, hidden),
+            DenseMatrix(normal(count * 2 * inner, hidden)),
+            DenseMatrix(normal(count * hidden, inner)),
+            top_k,
+            True,
+        )
         for _ in range(4)
     ]
     gain = normal(hidden)

@@ -22,10 +22,11 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.kernels.device_matrix import empty_device_matrix, numbers_of
-from cortex.neuron.kernels.quantised.recipes import RECIPES, DeviceLayout
+from cortex.neuron.kernels.layouts import MatrixLayout
+from cortex.neuron.kernels.quantised.recipes import RECIPES
+from cortex.neuron.kernels.storages import empty_matrix
 from cortex.neuron.layers.parameters import Parameters
-from cortex.neuron.models.packing import packed_layouts
+from cortex.neuron.models.packing import QUANTISABLE, MatrixDevice, choose_layouts
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
 from cortex.neuron.weights.transfer import Placement, load_into
@@ -33,7 +34,6 @@ from cortex.neuron.weights.transfer import Placement, load_into
 TEXT = Path(__file__).parent.parent / "LICENSE"
 CHUNK_TOKENS = 64
 """Tokens computed at once: later ones read the keys and values of earlier ones from the cache."""
-QUANTISABLE = ("F32", "F16", "BF16")
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def load(spec: LoadSpec, device: torch.device) -> Engine:
         name: replace(info, dtype=info.dtype if info.dtype in QUANTISABLE else "F32")
         for name, info in checkpoint.tensors.items()
     }
-    layouts = packed_layouts(dense, recipe)
+    layouts = choose_layouts(MatrixDevice("cuda", "bfloat16"), dense, recipe)
     loaded = build_model(
         checkpoint.config,
         replace(spec, quant=None),
@@ -102,7 +102,7 @@ def load(spec: LoadSpec, device: torch.device) -> Engine:
     return Engine(loaded, replace(spec, quant=None))
 
 
-def fill(parameters: Parameters, checkpoint: Checkpoint, layouts: Mapping[str, DeviceLayout]) -> None:
+def fill(parameters: Parameters, checkpoint: Checkpoint, layouts: Mapping[str, MatrixLayout]) -> None:
     """Fill a dense model with the numbers that packed matrices have."""
     bindings = parameters.bindings_from(checkpoint.tensors)
     placements = [Placement(binding.source, binding.destination, transform=binding.transform) for binding in bindings]
@@ -116,9 +116,9 @@ def fill(parameters: Parameters, checkpoint: Checkpoint, layouts: Mapping[str, D
         if layout is None or "mlp.gate." in binding.source or "shared_expert_gate" in binding.source:
             continue
         for tensor in binding.destination if binding.destination.dim() == 3 else (binding.destination,):
-            matrix = empty_device_matrix(layout, tensor.shape[0], tensor.shape[1], tensor.device)
-            matrix.put_numbers(0, tensor)
-            tensor.copy_(numbers_of(matrix))
+            matrix = empty_matrix(layout, tensor.shape[0], tensor.shape[1], tensor.device)
+            matrix.put_values(0, tensor)
+            tensor.copy_(matrix.values())
 
 
 if __name__ == "__main__":

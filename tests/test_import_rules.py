@@ -26,8 +26,9 @@ MODELS = {"neuron.models", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", *MODELS}
 WORKER = {"neuron.worker", "ipc", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights"}
-NODE = {"neuron.node", "neuron.config", "quant_names", "settings", *TOKENIZER, *WORKER}
-API = {"neuron.api", "build", "open_files", "parsing", "http", "tls", *NODE}
+HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
+NODE = {"neuron.node", "neuron.config", "quant_names", *HUB, *TOKENIZER, *WORKER}
+API = {"neuron.api", "build", "open_files", "parsing", "http", "settings", "tls", *NODE}
 NEURON = {"neuron", "exits", *API}
 LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "tasks", "wire", "settings"}
 DISPATCH = {
@@ -69,7 +70,7 @@ RULES: dict[str, Rule] = {
     "tls": Rule({"settings"}, frozenset()),
     "settings": Rule({"settings"}, frozenset({"msgspec"})),
     "telemetry": Rule({"telemetry", "settings", "cortex"}),
-    "wire": Rule({"wire", "settings"}, frozenset({"msgspec"})),
+    "wire": Rule({"wire"}, frozenset({"msgspec"})),
     "fleet": Rule({"fleet", "quant_names", "wire", "settings"}, frozenset({"msgspec"})),
     "http": Rule({"http", "wire"}, frozenset({"httptools"})),
     "ipc": Rule({"ipc", "telemetry"}, frozenset({"msgspec"})),
@@ -89,15 +90,14 @@ RULES: dict[str, Rule] = {
     "neuron.delta_sizes": Rule(set(), frozenset()),
     "neuron.kernels": Rule(KERNELS, ENGINE_LIBRARIES),
     "neuron.layers": Rule(LAYERS, ENGINE_LIBRARIES),
-    "neuron.weights": Rule(
-        {"neuron.weights", "neuron.delta_sizes", "quant_names"}, ENGINE_LIBRARIES, frozenset({"huggingface_hub"})
-    ),
+    "neuron.weights": Rule({"neuron.weights", "neuron.delta_sizes", "quant_names"}, ENGINE_LIBRARIES),
     "neuron.models": Rule(MODELS, ENGINE_LIBRARIES),
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings"}),
     "neuron.config": Rule({"wire", "settings", "telemetry"}),
     "neuron.worker": Rule(WORKER),
     "neuron.tokenizer_process": Rule(TOKENIZER),
+    "neuron.hub_process": Rule(HUB, frozenset({"huggingface_hub"})),
     "neuron.node": Rule(NODE),
     "neuron.api": Rule(API),
     "neuron": Rule(NEURON),
@@ -365,9 +365,9 @@ def import_without(blocked: frozenset[str], *packages: str, source: Path = SOURC
             id="prompts are parsed and encoded without torch",
         ),
         pytest.param(
-            frozenset({"torch", "triton", "transformers", "tokenizers"}),
+            frozenset({"torch", "triton", "transformers", "tokenizers", "huggingface_hub"}),
             ("cortex.neuron.api", "cortex.neuron.node", "cortex.neuron.tokenizer_process", "cortex.ipc"),
-            id="a node's HTTP process runs without torch and tokenizers",
+            id="a node's HTTP process runs without torch, tokenizers and the hub's client",
         ),
         pytest.param(
             NOT_ON_A_GPU_HOST,

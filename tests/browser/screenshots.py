@@ -23,7 +23,6 @@ from playwright.sync_api import Page, sync_playwright
 
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
-from cortex.settings import SamplingDefaults
 from cortex.wire.events import Usage
 from cortex.wire.node.protocol import (
     DiskUse,
@@ -33,6 +32,7 @@ from cortex.wire.node.protocol import (
     ModelState,
     Progress,
 )
+from cortex.wire.node.sampling import SamplingDefaults
 
 from ..gateway.fake_neuron import GB
 from . import chromium

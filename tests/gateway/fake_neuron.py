@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import msgspec
 from aiohttp import web
 
-from cortex.settings import SamplingDefaults
 from cortex.wire.events import Usage
 from cortex.wire.node import usage_report
 from cortex.wire.node.headers import PRINCIPAL
@@ -35,6 +34,7 @@ from cortex.wire.node.protocol import (
     PullStatus,
     UnloadRequest,
 )
+from cortex.wire.node.sampling import SamplingDefaults
 
 GB = 1 << 30
 JSON = {"content-type": "application/json"}

@@ -36,6 +36,19 @@ async def main():
 asyncio.run(main())
 """
 
+PARENT_THREAD = """
+import os, threading, time
+from cortex.ipc.start import start_child_of_thread
+
+def run():
+    process, control = start_child_of_thread("ipc_test_child", environment=os.environ)
+    control.recv(16)
+    print(process.pid, flush=True)
+    time.sleep(60)
+
+threading.Thread(target=run).start()
+"""
+
 
 def is_running(process_id: int) -> bool:
     try:
@@ -58,11 +71,12 @@ async def test_child_ignores_termination_signals_and_exits_when_its_socket_close
     assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
-def test_child_is_killed_with_its_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [PARENT, PARENT_THREAD], ids=["loop", "thread"])
+def test_child_is_killed_with_its_parent(tmp_path: Path, program: str) -> None:
     # The child's module never exits on its own: only the kernel can end it.
     (tmp_path / "ipc_test_child.py").write_text(CHILD + "time.sleep(60)\n")
     parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PARENT)],
+        [sys.executable, "-c", textwrap.dedent(program)],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
     )

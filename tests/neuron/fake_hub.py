@@ -28,6 +28,8 @@ class FakeHub:
     listing_status: int = 200
     listing_headers: dict[str, str] = field(default_factory=dict)
     listing_override: Any = None
+    head_status: int = 200
+    head_headers: dict[str, str] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     ignores_ranges: bool = False
@@ -74,7 +76,11 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
     def do_HEAD(self) -> None:
-        self.do_GET()
+        """Consumes no fault, and is not listed among the requests."""
+        name = self.path.rpartition("/resolve/")[2].partition("/")[2]
+        if self.hub.head_status != 200 or name not in self.hub.files:
+            return self.respond(self.hub.head_status if name in self.hub.files else 404, b"")
+        return self.respond(200, b"", self.hub.identity(name) | self.hub.head_headers)
 
     def do_GET(self) -> None:
         hub = next((other for other in self.hub.others if f"/{other.repository}/" in self.path), self.hub)
@@ -103,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         start, status, extra = 0, 200, {}
         if wanted and not self.hub.ignores_ranges:
             first, last = wanted.removeprefix("bytes=").split("-")
-            start, end = int(first), min(int(last) + 1, len(data))
+            start, end = int(first), min(int(last or len(data)) + 1, len(data))
             if start >= len(data):
                 return self.respond(416, b"")
             status, extra = 206, {"content-range": f"bytes {start}-{end - 1}/{len(data)}"}

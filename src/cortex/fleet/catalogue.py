@@ -12,10 +12,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cortex.settings import SamplingDefaults, Section
+from cortex.settings import Section
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.protocol import KVDtype
+from cortex.wire.node.sampling import SamplingDefaults
 
 MEBIBYTE = 1024 * 1024
 

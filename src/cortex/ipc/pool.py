@@ -172,6 +172,10 @@ class RestartedPool(Generic[Reply]):
         self._is_closed = False
 
     @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
     def process_id(self) -> int | None:
         """None while no process was started."""
         return self._pool.process_id if self._pool is not None else None

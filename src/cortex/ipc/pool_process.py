@@ -12,17 +12,16 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from cortex.ipc.channel import BlockingChannel, ChannelError, ChannelMessage, Unsendable
 from cortex.ipc.child import die_with_parent
+from cortex.ipc.limits import limit_cpu, limit_memory
 from cortex.ipc.packets import PacketSocket
 
 log = logging.getLogger(__name__)
@@ -50,16 +49,20 @@ def serve_pool(
     run_job: Callable[[RequestT], msgspec.Struct],
     *,
     memory_bytes: int | None = None,
+    cpu_s: int | None = None,
 ) -> NoReturn:
     """Forks workers as the parent commands, until it closes the socket; never returns. `run_job` runs in the workers.
-    Each may allocate `memory_bytes` beyond what it shares with this process; more raises MemoryError or ends it."""
+    Each may allocate `memory_bytes` beyond what it shares with this process; more raises MemoryError or ends it. A job
+    that computes for longer than `cpu_s` ends its worker."""
 
     def serve(connection: socket.socket) -> None:
         if memory_bytes is not None:
-            _limit_memory(memory_bytes)
+            limit_memory(memory_bytes)
         channel: BlockingChannel[RequestT] = BlockingChannel(connection, request_type)
         for requests in channel.receive():
             for request in requests:
+                if cpu_s is not None:
+                    limit_cpu(cpu_s)
                 channel.send([run_job(request)])
 
     # What exists now lives as long as the process, and little of it is garbage. Frozen, no collection visits it, so its
@@ -126,19 +129,3 @@ class _ForkServer:
                 if os.waitpid(process_id, os.WNOHANG) == (0, 0):
                     continue
             del self._process_ids[worker]
-
-
-def _limit_memory(additional_bytes: int) -> None:
-    """Limits this process to its address space of now and `additional_bytes`."""
-    try:
-        num_pages = int(Path("/proc/self/statm").read_bytes().split()[0])
-    except (OSError, ValueError):
-        return  # only Linux reports it
-    limit = num_pages * resource.getpagesize() + additional_bytes
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    if hard_limit != resource.RLIM_INFINITY:
-        limit = min(limit, hard_limit)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
-    except (OSError, ValueError) as error:
-        log.warning("the memory of a worker cannot be limited: %s", error)

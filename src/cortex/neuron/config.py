@@ -14,10 +14,11 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from cortex import settings
-from cortex.settings import Listen, SamplingDefaults, Section
+from cortex.settings import Listen, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
 from cortex.wire.node.protocol import KVDtype
+from cortex.wire.node.sampling import SamplingDefaults
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -96,6 +97,11 @@ class Limits(Section, frozen=True):
     """A device that has work and completes no step for this long is treated as faulted."""
     load_timeout_s: Seconds = 300.0
     """A load without progress for this long fails, and its worker is replaced."""
+    survey_cpu_s: Count = 30
+    """Computing time that reading a model's config, headers and chat template may take. A model that takes more is
+    reported as damaged, and not loaded."""
+    survey_memory_mb: Count = 1024
+    """Memory that it may take, in a process of its own."""
 
 
 class TextLimits(Section, frozen=True):
@@ -106,9 +112,10 @@ class TextLimits(Section, frozen=True):
     """Requests of one model that are prepared at once; half as many long ones in addition. Absent: one per core, at
     least 2 and at most 4."""
     timeout_s: Seconds = 60.0
-    """A request that takes longer to prepare, once it has a worker, is rejected with 400, and its worker is killed."""
+    """A request that takes longer to prepare, once it has a worker, is rejected with 400, and its worker is killed. A
+    model whose text files take longer to read is damaged."""
     memory_mb: Count = 2048
-    """Memory that preparing one request may take."""
+    """Memory that preparing one request may take, and reading the text files of a model."""
     max_prompt_mb: Count = 8
     """Prompts of more million characters are rejected with 400 before they are tokenised."""
     max_grammar_kb: Count = 1024

@@ -9,13 +9,11 @@ from .environment import check_key_variables, check_variables, is_one_key
 from .listen import Listen
 from .loading import load, loads
 from .reference import reference
-from .sampling import SamplingDefaults
 from .section import Section, SettingsError
 from .stamps import Stamp, stamp
 
 __all__ = [
     "Listen",
-    "SamplingDefaults",
     "Section",
     "SettingsError",
     "Stamp",

@@ -80,7 +80,8 @@ class Daemon:
             time.sleep(0.05)
 
     def descendants(self) -> dict[int, str]:
-        """Process id → name of everything that descends from the daemon."""
+        """Process id → name of everything that descends from the daemon, but for the survey process and its workers,
+        which come and go with what there is to read."""
         parents: dict[int, tuple[int, str]] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -94,7 +95,7 @@ class Daemon:
         while grown := {child for child, (parent, _) in parents.items() if parent in family} - family:
             family |= grown
             found |= {child: parents[child][1] for child in grown}
-        return found
+        return {process_id: name for process_id, name in found.items() if name != "neuron-survey"}
 
     def process_called(self, name: str) -> int:
         (found,) = [process_id for process_id, called in self.descendants().items() if called == name]

@@ -11,8 +11,8 @@ import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
-from cortex.settings import SamplingDefaults
 from cortex.wire.node.protocol import HubRepository, HubVariant, ModelState, PullStatus
+from cortex.wire.node.sampling import SamplingDefaults
 
 from ..fake_neuron import GB
 from ..started_gateway import Client, until

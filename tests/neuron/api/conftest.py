@@ -22,7 +22,7 @@ from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
-from cortex.settings import Listen, SamplingDefaults
+from cortex.settings import Listen
 from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound
 from cortex.wire.node.protocol import (
     DeletedFiles,
@@ -40,6 +40,7 @@ from cortex.wire.node.protocol import (
     PullStatus,
     UnloadRequest,
 )
+from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.prompt_overflow import prompt_too_long
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cortex.neuron.engine.memory.device import compute_dtype
-from cortex.neuron.kernels.products.cpu_matrix import best_form
+from cortex.neuron.kernels.cpu.forms import best_form
 
 ROOT = Path(__file__).parents[3]
 STAGES = ["open s", "read s", "pages s", "warm s", "token s", "total s"]

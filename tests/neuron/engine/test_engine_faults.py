@@ -62,7 +62,7 @@ def test_non_finite_logits_end_only_their_own_request(make_engine: EngineMaker, 
     expected = tokens_of(run(make_engine(), healthy)["healthy"])
     faulty_token = next(token for token in range(VOCAB) if token not in (*start, *expected))
     engine = make_engine(late=late, prefill_chunk_tokens=40)
-    engine.model.embedding.weight[faulty_token] = torch.nan
+    engine.model.embedding.matrix.tensors[0][faulty_token] = torch.nan
     faulty = ask("faulty", (*start, faulty_token, *start[:29]))
     for _ in range(2):
         outputs = run(engine, healthy, faulty)

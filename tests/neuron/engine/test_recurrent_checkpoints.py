@@ -59,13 +59,12 @@ def test_no_state_is_saved_where_it_could_not_be_used(
     assert len(positions) <= 4
 
 
-def test_finds_the_longest_known_prefix() -> None:
+def test_knows_the_prefixes_whose_state_it_keeps() -> None:
     checkpoints = RecurrentCheckpoints(FIRST, 3)
     a, b, c = names(3)
-    assert checkpoints.longest([a, b, c]) == 0
+    assert not any(map(checkpoints.knows, (a, b, c)))
     assert checkpoints.keep(b) == FIRST
-    assert checkpoints.longest([a, b, c]) == 2
-    assert checkpoints.longest([a]) == 0
+    assert [checkpoints.knows(digest) for digest in (a, b, c)] == [False, True, False]
     assert checkpoints.use(b) == FIRST
 
 
@@ -75,10 +74,10 @@ def test_evicts_the_least_recently_used_state_first() -> None:
     slot_a, slot_b = checkpoints.keep(a), checkpoints.keep(b)
     assert checkpoints.use(a) == slot_a
     assert checkpoints.keep(c) == slot_b
-    assert checkpoints.longest([b]) == 0
+    assert not checkpoints.knows(b)
     assert checkpoints.keep(a) is None  # known: now the most recently used
     assert checkpoints.keep(b) == slot_b
-    assert checkpoints.longest([c]) == 0
+    assert not checkpoints.knows(c)
 
 
 def test_decode_checkpoints_leave_half_of_the_slots_to_prompts() -> None:
@@ -126,11 +125,11 @@ class CheckpointMachine(RuleBasedStateMachine):
     @rule(digests=st.lists(st.sampled_from(names(8))))
     def forget(self, digests: list[bytes]) -> None:
         self.checkpoints.forget(digests)
-        assert self.checkpoints.longest(digests) == 0
+        assert not any(map(self.checkpoints.knows, digests))
 
     @rule(digest=st.sampled_from(names(8)))
     def use(self, digest: bytes) -> None:
-        if self.checkpoints.longest([digest]):
+        if self.checkpoints.knows(digest):
             assert self.contents[self.checkpoints.use(digest)] == digest
 
     @invariant()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cortex.neuron.engine.errors import RequestError
-from cortex.neuron.engine.pages import PagePool
+from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import Sequence
@@ -24,7 +24,7 @@ def scheduler_of(
     reserved: int = 0,
 ) -> Scheduler:
     limits = SchedulerLimits(rows, step_tokens, mixed, context or pages * PAGE, reserved)
-    return Scheduler(PagePool(pages + 1, PAGE), limits)
+    return Scheduler(KVPages({None: pages + 1}, PAGE), limits)
 
 
 def request(name: str, prompt: int | tuple[int, ...], max_tokens: int = 4, principal: str = "") -> EngineRequest:
@@ -114,7 +114,7 @@ def test_longest_possible_request_runs_to_its_end() -> None:
     plans = run_to_the_end(scheduler)
     assert len(plans) == 12
     assert scheduler.preemptions == 0
-    assert scheduler.pool.num_held == 0
+    assert scheduler.pages.num_held == 0
 
 
 def test_no_work_gives_no_plan() -> None:
@@ -179,7 +179,7 @@ def test_row_that_draws_after_guesses_advances_by_its_accepted_tokens(accepted: 
     sequence = scheduler.submit(request("r", 4, max_tokens=20))
     collect(scheduler, planned(scheduler))
     row = RowPlan(sequence.row, 4, RowInputs(4, (7, 7, 8, 9)), RowOutputs(draws=4))
-    sequence.pages += scheduler.pool.allocate(1) or ()
+    scheduler.pages.extend(sequence.pages, 8)
     sequence.planned, sequence.in_flight = row.count, row.outputs.draws
     scheduler.row_read(sequence, row, accepted)
     scheduler.check_integrity()
@@ -220,7 +220,7 @@ def test_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
     last = RowInputs(1, (2 * PAGE - 1,))
     assert [*plan.rows] == [RowPlan(row, 2 * PAGE - 1, last, DRAW_ONE, writes=False) for row in (0, 1)]
     assert [sequence.cached for sequence in sequences] == [2 * PAGE - 1] * 2
-    assert scheduler.pool.num_held == 2, "both hold the same pages"
+    assert scheduler.pages.num_held == 2, "both hold the same pages"
 
 
 def test_drawn_tokens_are_a_cached_prefix_for_the_next_turn() -> None:
@@ -260,7 +260,7 @@ def test_preempts_the_youngest_sequence_when_pages_run_out() -> None:
     rows_of_young = [new for plan in plans for new in plan.new_rows if new[1].id == "young"]
     assert [len(drawn) for _, _, drawn in rows_of_young] == sorted(len(drawn) for _, _, drawn in rows_of_young)
     assert len(rows_of_young[-1][2]) > 0, "its new row gets what it had drawn"
-    assert scheduler.pool.num_held == 0
+    assert scheduler.pages.num_held == 0
 
 
 def test_preempted_sequence_reuses_its_own_pages() -> None:
@@ -313,7 +313,7 @@ def test_drop_frees_everything_at_once_in_every_phase(phase: str) -> None:
             collect(scheduler, last)
     end(scheduler, sequence)
     scheduler.check_integrity()
-    assert scheduler.pool.num_held == 0
+    assert scheduler.pages.num_held == 0
     assert scheduler.plan() is None
 
 
@@ -322,7 +322,7 @@ def test_retracted_step_is_computed_again_and_its_pages_are_not_shared() -> None
     sequence = scheduler.submit(request("r", 10, max_tokens=2))
     scheduler.retract(planned(scheduler))
     scheduler.check_integrity()
-    assert scheduler.pool.num_held == scheduler.pool.num_idle == 0
+    assert scheduler.pages.num_held == scheduler.pages.num_idle == 0
     assert sequence.in_flight == 0
     plan = planned(scheduler)
     assert spans(plan) == [(0, 10)]

@@ -128,14 +128,14 @@ def test_moved_weights_free_device_memory_and_return_to_every_view(make_engine: 
     engine = make_engine(moves=True)
     model = engine.model
     storages = model.storages()
-    rows = model.head.weight[3:5]
+    rows = model.head.matrix.tensors[0][3:5]
     expected = rows.clone()
-    assert model.head.weight is model.embedding.weight, "tied"
+    assert model.head.matrix is model.embedding.matrix, "tied"
     engine.sleep()
     assert sum(storage.nbytes() for storage in storages) == 0
     wake(engine)
     assert torch.equal(rows, expected)
-    assert rows.data_ptr() == model.embedding.weight[3:5].data_ptr()
+    assert rows.data_ptr() == model.embedding.matrix.tensors[0][3:5].data_ptr()
 
 
 def test_sleep_and_wake_are_idempotent(make_engine: EngineMaker) -> None:
@@ -264,7 +264,7 @@ def test_wake_rejects_weights_that_changed_in_host_memory(
 def test_wake_rejects_a_model_that_responds_differently(make_engine: EngineMaker) -> None:
     engine = make_engine()
     engine.sleep()
-    engine.model.embedding.weight.normal_()
+    engine.model.embedding.matrix.tensors[0].normal_()
     with pytest.raises(DamagedError, match="responds differently"):
         wake(engine)
 

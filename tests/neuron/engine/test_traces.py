@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cortex.neuron.engine.pages import PADDING_PAGE, PagePool
+from cortex.neuron.engine.kv_pages import KVPages, Window, window_pages
+from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import NO_ROW, Sequence
@@ -48,34 +49,35 @@ def continuation(request: EngineRequest) -> list[int]:
     return tokens[len(request.prompt) :]
 
 
+Slot = tuple[int, int, int]
+"""(group, page, position within the page)"""
+
+
 class Device:
     """Runs plans like the worst real device: every row reads the pages as they were before the step."""
 
-    def __init__(self, page_tokens: int) -> None:
+    def __init__(self, page_tokens: int, windows: Ordered[Window]) -> None:
         self._page_tokens = page_tokens
-        self._slots: dict[tuple[int, int], History] = {}
-        self._tables: dict[int, list[int]] = {}
+        self._windows = windows
+        self._slots: dict[Slot, History] = {}
+        self._tables: dict[tuple[int, int], dict[int, int]] = {}
+        """By row and group: the page at each index."""
         self._last_tokens: dict[int, int] = {}
-        self._tokens: dict[int, list[int]] = {}
-        """Of each row: every token it was given or drew, by position."""
 
     def launch(self, plan: StepPlan, truth: dict[int, list[int]]) -> list[tuple[int, ...]]:
         """The tokens that each row drew. `truth`: of each row in the plan, its tokens so far."""
         self._extend_tables(plan)
-        written: dict[tuple[int, int], int] = {}
+        written: set[Slot] = set()
         for row in plan.rows:
-            for position in range(row.start, row.start + row.count):
-                if row.writes:
-                    slot = self._slot(row.row, position)
-                    assert slot not in written, "two rows write the same slot"
-                    written[slot] = row.row
+            for slot in self._written(row):
+                assert slot not in written, "two rows write the same slot"
+                written.add(slot)
         results = [self._compute(row, truth[row.row], written) for row in plan.rows]
         drawn = []
         for row, past in zip(plan.rows, results, strict=True):
-            for position in range(row.start, row.start + row.count):
-                if row.writes:
-                    self._slots[self._slot(row.row, position)] = past[position]
-            self._last_tokens[row.row] = next_token(past[row.start + row.count - 1])
+            own = past[row.start : row.start + row.count]
+            self._slots.update(zip(self._written(row), own * len(self._windows), strict=False))
+            self._last_tokens[row.row] = next_token(own[-1])
             drawn.append((self._last_tokens[row.row],) * row.outputs.draws)
         return drawn
 
@@ -83,34 +85,42 @@ class Device:
         """A step that failed half-way: everything that it was to write is garbage."""
         self._extend_tables(plan)
         for row in plan.rows:
-            for position in range(row.start, row.start + row.count):
-                if row.writes:
-                    self._slots[self._slot(row.row, position)] = -1
+            self._slots.update(dict.fromkeys(self._written(row), -1))
 
-    def _compute(self, row: RowPlan, truth: list[int], written: dict[tuple[int, int], int]) -> list[History]:
+    def _written(self, row: RowPlan) -> list[Slot]:
+        if not row.writes:
+            return []
+        own = range(row.start, row.start + row.count)
+        return [self._slot(group, row.row, position) for group in range(len(self._windows)) for position in own]
+
+    def _compute(self, row: RowPlan, truth: list[int], written: set[Slot]) -> list[History]:
         past = histories(truth)
         own = range(row.start, row.start + row.count)
         tokens = [self._last_tokens[row.row]] if row.inputs.tokens is None else list(row.inputs.tokens)
         assert tokens == truth[row.start : row.start + row.count], "a row computes tokens that are not its own"
         assert row.outputs.draws == (own.stop == len(truth)), "a row draws if and only if it computes its last token"
-        for position in range(own.stop if not row.writes else row.start):
-            slot = self._slot(row.row, position)
-            assert slot not in written, "a row reads what another writes in the same step"
-            assert self._slots[slot] == past[position], "a row attends to another history than its own"
+        for group, window in enumerate(self._windows):
+            first = 0 if window is None else max(0, row.start + 1 - window)
+            for position in range(first, own.stop if not row.writes else row.start):
+                slot = self._slot(group, row.row, position)
+                assert slot not in written, "a row reads what another writes in the same step"
+                assert self._slots[slot] == past[position], "a row attends to another history than its own"
         return past
 
     def _extend_tables(self, plan: StepPlan) -> None:
         for row, *_ in plan.new_rows:
-            self._tables[row] = []
             self._last_tokens.pop(row, None)
-        for row, first, pages in plan.new_pages:
-            assert len(self._tables[row]) == first, "pages do not follow on the row's table"
-            self._tables[row] += pages
+            for group in range(len(self._windows)):
+                self._tables[row, group] = {}
+        for row, group, first, pages in plan.new_pages:
+            table = self._tables[row, group]
+            assert not table or max(table) == first - 1, "pages do not follow on the row's table"
+            table.update(enumerate(pages, first))
 
-    def _slot(self, row: int, position: int) -> tuple[int, int]:
-        page = self._tables[row][position // self._page_tokens]
+    def _slot(self, group: int, row: int, position: int) -> Slot:
+        page = self._tables[row, group][position // self._page_tokens]
         assert page != PADDING_PAGE
-        return page, position % self._page_tokens
+        return group, page, position % self._page_tokens
 
 
 class Trace(RuleBasedStateMachine):
@@ -124,10 +134,22 @@ class Trace(RuleBasedStateMachine):
         mixed=st.integers(1, 6),
         reserved=st.integers(0, 12),
         late=st.booleans(),
+        windows=st.sampled_from([(None,), (None,), (None, 3), (None, 7, 1), (5,), (9, 4)]),
+        spare=st.integers(0, 6),
     )
     def begin(
-        self, num_pages: int, page_tokens: int, max_rows: int, step_tokens: int, mixed: int, reserved: int, late: bool
+        self,
+        num_pages: int,
+        page_tokens: int,
+        max_rows: int,
+        step_tokens: int,
+        mixed: int,
+        reserved: int,
+        late: bool,
+        windows: tuple[Window, ...],
+        spare: int,
     ) -> None:
+        """`spare`: pages in the groups with a window besides those that one sequence needs."""
         self.limits = SchedulerLimits(
             max_rows=max_rows,
             step_tokens=step_tokens,
@@ -135,8 +157,12 @@ class Trace(RuleBasedStateMachine):
             context_tokens=num_pages * page_tokens,
             reserved_tokens=reserved,
         )
-        self.scheduler = Scheduler(PagePool(num_pages + 1, page_tokens), self.limits)
-        self.device = Device(page_tokens)
+        counts = {
+            window: 1 + (num_pages if window is None else min(num_pages, window_pages(window, page_tokens) + spare))
+            for window in windows
+        }
+        self.scheduler = Scheduler(KVPages(counts, page_tokens), self.limits)
+        self.device = Device(page_tokens, windows)
         self.late = late
         """Steps are collected after the next one is launched, as on a GPU."""
         self.live: dict[str, Sequence] = {}
@@ -194,8 +220,8 @@ class Trace(RuleBasedStateMachine):
     def a_result_is_not_finite(self, data: st.DataObject) -> None:
         sequence = self.live[data.draw(st.sampled_from(sorted(self.live)))]
         self.scheduler.distrust(sequence)
-        page_tokens = self.scheduler.pool.page_tokens
-        assert self.scheduler.pool.match(sequence.digests_of_full_pages(page_tokens)) == []
+        page_tokens = self.scheduler.pages.page_tokens
+        assert [*self.scheduler.pages.match(sequence.digests_of_full_pages(page_tokens))] == [0]
         self._end(sequence)
 
     @invariant()
@@ -207,7 +233,16 @@ class Trace(RuleBasedStateMachine):
                 assert sequence.planned == sum(row.count for row in rows), "positions in flight are miscounted"
                 assert sequence.in_flight == sum(row.outputs.draws for row in rows)
                 assert sequence.row != NO_ROW or sequence.computed == 0
+                self._check_windows(sequence)
             assert len(self.scheduler.running) + len(self.scheduler.waiting) == len(self.live)
+
+    def _check_windows(self, sequence: Sequence) -> None:
+        """Besides a window, a sequence holds pages of the latest step only."""
+        page_tokens = self.scheduler.pages.page_tokens
+        for group, held in zip(self.scheduler.pages.groups, sequence.pages, strict=False):
+            if group.window is not None:
+                most = window_pages(group.window, page_tokens) + -(-self.limits.step_tokens // page_tokens)
+                assert len(held.pages) <= most, "pages behind the window are held"
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -223,7 +258,7 @@ class Trace(RuleBasedStateMachine):
         while self.in_flight:
             self._collect()
         assert self.scheduler.plan() is None
-        assert self.scheduler.pool.num_held == 0, "a page was leaked"
+        assert self.scheduler.pages.num_held == 0, "a page was leaked"
 
     def _plan(self) -> StepPlan | None:
         num_sequences = len(self.scheduler.running) + len(self.scheduler.waiting)
@@ -265,13 +300,15 @@ class Trace(RuleBasedStateMachine):
                 self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        held = set(sequence.pages)
-        free = self.scheduler.pool.num_free
+        held = [set(each.pages) for each in sequence.pages]
+        pools = [group.pool for group in self.scheduler.pages.groups]
+        free = [pool.num_free for pool in pools]
         sequence.finished = True
         self.scheduler.drop(sequence)
         del self.live[sequence.request.id]
-        others = {page for other in self.scheduler.running for page in other.pages}
-        assert self.scheduler.pool.num_free == free + len(held - others), "its pages are not free at once"
+        for group, own in enumerate(held):
+            others = {page for other in self.scheduler.running for page in other.pages[group].pages}
+            assert pools[group].num_free == free[group] + len(own - others), "its pages are not free at once"
 
 
 Trace.TestCase.settings = settings(

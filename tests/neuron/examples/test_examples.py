@@ -28,10 +28,9 @@ from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import inspect
-from cortex.neuron.weights.hub.listing import fetch_listing
+from cortex.neuron.weights.hub.listing import parse_listing
 from cortex.neuron.weights.hub.selection import Selection, select
 from cortex.neuron.weights.hub.source import HubSource, parse_source
-from cortex.neuron.weights.hub.transport import Transport
 from cortex.settings import loads
 from cortex.wire.node.protocol import Device, ModelState, ModelStatus
 
@@ -54,7 +53,7 @@ def selection(start_hub: Any, source: str, quant: str | None = None) -> tuple[Se
     assert isinstance(parsed, HubSource), source
     sizes = LISTINGS[parsed.repository]["files"]
     hub = start_hub(dict.fromkeys(sizes, b""), repository=parsed.repository, sizes=sizes)
-    listing = fetch_listing(Transport(hub.endpoint, None), parsed)
+    listing = parse_listing(json.dumps(hub.listing()).encode(), hub.endpoint)
     chosen = select(parsed.repository, listing.files, quant or parsed.quant)
     return chosen, sum(listing.files[path].num_bytes for path in chosen.paths)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +17,15 @@ import msgspec
 from lasting_workers import lasting_workers
 
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.node.loading.files import find_local
+from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.node import Node, Parts
+from cortex.neuron.node.survey_process.jobs import read_facts
+from cortex.neuron.node.survey_process.protocol import Read
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.settings import SamplingDefaults
 from cortex.wire.node.protocol import Capabilities
+from cortex.wire.node.sampling import SamplingDefaults
 
 CONFIG = {
     "model_type": "llama",
@@ -79,13 +85,36 @@ def survey_text(path: Path) -> TextSurvey:
     return TextSurvey(Capabilities(tools=True, notes=("from the template",)), SamplingDefaults(top_k=40))
 
 
+@dataclass(frozen=True, slots=True)
+class LocalSurveys:
+    """Reads the files of models on threads of this process."""
+
+    find: Callable[[str, Path, str | None], Path | None] = find_local
+
+    async def find_local(self, source: str, cache: Path, quant: str | None) -> Path | None:
+        return await asyncio.to_thread(self.find, source, cache, quant)
+
+    async def read(self, job: Read) -> ModelFacts:
+        return await asyncio.to_thread(read_facts, job)
+
+    async def read_text(self, path: Path, name: str) -> TextSurvey:
+        return survey_text(path)
+
+    async def rest_idle(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
 def parts(**changes: Any) -> Parts:
-    """The real node but for the engine and the tokenizer, and impatient."""
+    """The real node but for the engine, the survey process and the tokenizer, and impatient."""
+    find = changes.pop("find_local", find_local)
     return Parts(
         **{
             "make_workers": partial(lasting_workers, "faulty_engine:load"),
             "open_text": PlainText,
-            "survey_text": survey_text,
+            "surveys": partial(LocalSurveys, find),
             "policy": BackoffPolicy(first_delay_s=0.05, max_streak=3),
             "first_retry_s": 0.1,
             **changes,

@@ -11,8 +11,7 @@ if INTERPRETED:  # no kernel of Triton is in them, and the rest of the suite run
     collect_ignore = [
         "native",
         "attention/test_cpu.py",
-        "products/test_cpu_matrix.py",
-        "products/test_native.py",
+        "cpu",
         "delta/test_reference.py",
         "quantised/test_quantise.py",
         "quantised/test_recipes.py",

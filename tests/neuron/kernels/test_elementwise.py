@@ -4,10 +4,10 @@ import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
 
+from cortex.neuron.kernels.activations import ACTIVATIONS, activate, activate_reference
 from cortex.neuron.kernels.attention.rotate import Rotation, rotate_and_store, rotate_and_store_by
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_in_two, rms_norm_reference, rms_norm_small
-from cortex.neuron.kernels.silu import silu_mul, silu_mul_reference
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 4096), (3, 7, 128), (2, 33)])
@@ -49,11 +49,12 @@ def test_norm_in_two_of_zeros_without_epsilon_is_zero() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(1, 1536), (5, 100), (33, 2050)])
-def test_silu_mul_matches_its_reference(
-    tokens: int, size: int, device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_matches_its_reference(
+    tokens: int, size: int, activation: str, device: torch.device, dtype: torch.dtype, assert_close: AssertClose
 ) -> None:
-    x = torch.randn(tokens, 2 * size, device=device, dtype=dtype)
-    assert_close(silu_mul(x), silu_mul_reference(x.float()))
+    x = torch.randn(tokens, 2 * size, device=device, dtype=dtype) * 3
+    assert_close(activate(x, activation), activate_reference(x.float(), activation))
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Model:
         for binding in self._decoder.parameters.bindings:
             torch.nn.init.normal_(binding.destination, std=0.3)
         num_pages = 1 + ROWS * PAGES_PER_ROW
-        SequenceMemory(self._decoder, num_pages, PAGE_TOKENS, StateSlots(ROWS), dtype, device)
+        SequenceMemory(self._decoder, {None: num_pages}, PAGE_TOKENS, StateSlots(ROWS), dtype, device)
         pages = np.arange(1, num_pages, dtype=np.int32).reshape(ROWS, PAGES_PER_ROW)
         self._pages = np.concatenate((pages, np.zeros((1, PAGES_PER_ROW), np.int32)))  # the last: padding
         self._device = device
@@ -71,9 +71,9 @@ class Model:
         """(row, start, end) each → by row, the residual stream after the last layer of its tokens in this step."""
         texts = {0: SEQUENCE, **OTHERS}
         rows = tuple(RowPlan(row, start, RowInputs(end - start, texts[row][start:end])) for row, start, end in spans)
-        inputs = StepInputs.of(StepPlan(rows, 0, (), ()), self._pages, PAGE_TOKENS)
+        inputs = StepInputs.of(StepPlan(rows, 0, (), ()), [self._pages], PAGE_TOKENS)
         tokens, table = self._upload(inputs.tokens), self._upload(self._pages)
-        blocks = batches(rows, BLOCK, inputs, tokens, table, self._upload)
+        blocks = batches(rows, BLOCK, inputs, tokens, [table], self._upload)
         hidden = torch.cat([self._decoder(batch)[:count] for batch, count in blocks])
         parts = hidden.split([row.count for row in rows])
         return dict(zip((row.row for row in rows), parts, strict=True))

@@ -15,13 +15,13 @@ def make(dtype: torch.dtype) -> tuple[Head, RMSNorm, torch.Tensor]:
     parameters = Parameters(torch.device("cpu"), dtype)
     head, norm = Head(parameters, VOCAB, HIDDEN, "head", None), RMSNorm(parameters, HIDDEN, NormConfig(1e-6), "norm")
     # The rows of the matrix share a large component, so the logits are large compared to their differences.
-    head.weight.copy_(torch.randn(VOCAB, HIDDEN) * 0.1 + torch.randn(HIDDEN).sign())
+    head.matrix.tensors[0].copy_(torch.randn(VOCAB, HIDDEN) * 0.1 + torch.randn(HIDDEN).sign())
     norm.weight.fill_(1.0)
-    return head, norm, head.weight.float().mean(0)
+    return head, norm, head.matrix.tensors[0].float().mean(0)
 
 
 def exact(head: Head, norm: RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
-    return norm(hidden.float()) @ head.weight.float().t()
+    return norm(hidden.float()) @ head.matrix.tensors[0].float().t()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -41,7 +41,7 @@ def test_most_likely_token_matches_float32(num_rows: int, dtype: torch.dtype) ->
 
 def test_logits_with_too_many_near_ties_are_not_recomputed() -> None:
     head, norm, _ = make(torch.bfloat16)
-    head.weight.fill_(0.5)
+    head.matrix.tensors[0].fill_(0.5)
     hidden = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
     assert torch.equal(head.logits(hidden, norm), head(hidden, norm=norm).float())
 

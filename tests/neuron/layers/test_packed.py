@@ -7,21 +7,23 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
+from cortex.neuron.kernels.matrix import StackedMatrix
 from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, unpacked
+from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 from cortex.neuron.layers.configs import NormConfig
 from cortex.neuron.layers.embedding import Embedding, Head
 from cortex.neuron.layers.linear import GatedLinear, Linear
 from cortex.neuron.layers.norm import RMSNorm
-from cortex.neuron.layers.parameters import PackingOffer, Parameters
+from cortex.neuron.layers.parameters import Parameters
 
 CPU = torch.device("cpu")
 INPUTS = 160
 
 
 def parameters_for(layouts_by_name: Mapping[str, Layout]) -> Parameters:
-    return Parameters(CPU, torch.float32, packing=PackingOffer(layouts_by_name))
+    return Parameters(CPU, torch.float32, packing=layouts_by_name)
 
 
 def fill(parameters: Parameters) -> dict[str, torch.Tensor]:
@@ -31,10 +33,9 @@ def fill(parameters: Parameters) -> dict[str, torch.Tensor]:
     for binding in parameters.bindings:
         binding.destination.normal_()
     for packed in parameters.packed_bindings:
-        assert isinstance(packed.matrix, PackedMatrix)
         rows = slice(packed.first_row, packed.first_row + packed.num_rows)
-        packed.matrix.put_numbers(packed.first_row, torch.randn(packed.num_rows, packed.matrix.inputs))
-        dense[packed.source] = unpacked(packed.matrix)[rows]
+        packed.matrix.put_values(packed.first_row, torch.randn(packed.num_rows, packed.matrix.inputs))
+        dense[packed.source] = packed.matrix.values(rows)
     return dense
 
 
@@ -43,8 +44,8 @@ def test_projections_of_mixed_formats_equal_the_dense_product() -> None:
     norm = RMSNorm(parameters, INPUTS, NormConfig(1e-6), "norm.weight")
     linear = Linear(parameters, INPUTS, {"q": 48, "k": 16, "v": 16}, bias=True)
     dense = fill(parameters)
-    assert linear.packed is not None
-    assert [matrix.outputs for matrix in linear.packed.matrices] == [64, 16]
+    assert isinstance(linear.matrix, StackedMatrix)
+    assert [matrix.outputs for matrix in linear.matrix.parts] == [64, 16]
     x, residual = torch.randn(3, INPUTS), torch.randn(3, 80)
     weight = torch.cat([dense[f"{name}.weight"] for name in "qkv"])
     expected = torch.nn.functional.linear(norm(x), weight, linear.bias) + residual
@@ -53,8 +54,8 @@ def test_projections_of_mixed_formats_equal_the_dense_product() -> None:
 
 def test_one_unpacked_projection_makes_all_of_them_dense() -> None:
     linear = Linear(parameters_for({"q.weight": layouts.Q4}), INPUTS, {"q": 48, "k": 16})
-    assert linear.packed is None
-    assert linear.weight.shape == (64, INPUTS)
+    assert isinstance(linear.matrix, DenseMatrix)
+    assert linear.matrix.weight.shape == (64, INPUTS)
 
 
 def test_gated_projections_equal_the_dense_product() -> None:
@@ -102,9 +103,9 @@ def test_quantisation_error_stays_within_the_bound_of_the_bits(layout: Layout, b
     numbers = torch.randn(64, 256)
     numbers[0] = 0.0
     numbers[1] = 0.25
-    matrix = empty_matrix(layout, 64, 256, CPU)
-    matrix.put_numbers(0, numbers)
-    error = (unpacked(matrix) - numbers).norm() / numbers.norm()
+    matrix = PackedMatrix(layout, 64, 256, CPU)
+    matrix.put_values(0, numbers)
+    error = (matrix.values() - numbers).norm() / numbers.norm()
     assert bound / 4 < error < bound
-    assert not unpacked(matrix)[0].any()
-    assert unpacked(matrix).isfinite().all()
+    assert not matrix.values()[0].any()
+    assert matrix.values().isfinite().all()

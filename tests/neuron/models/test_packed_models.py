@@ -16,21 +16,24 @@ from tests.neuron.models.test_qwen3_next import logits_of
 
 from cortex.neuron.engine.loading import LoadedModel, build_model
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.kernels.device_matrix import empty_device_matrix, numbers_of
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout
-from cortex.neuron.kernels.moe.quantised import PackedExperts
-from cortex.neuron.kernels.quantised.recipes import RECIPES, DeviceLayout, Recipe
+from cortex.neuron.kernels.float8.matrix import Float8Matrix
+from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
+from cortex.neuron.kernels.quantised.matrix import PackedMatrix
+from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
+from cortex.neuron.kernels.storages import empty_matrix
 from cortex.neuron.layers.moe import MoE
-from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
-from cortex.neuron.models.packing import packed_layouts
+from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
 from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
 
 CPU = torch.device("cpu")
+GPU = MatrixDevice("cuda", "bfloat16")
 NUM_TOKENS = 20
 
 
-def load(checkpoint: Checkpoint, packing: PackingOffer) -> LoadedModel:
+def load(checkpoint: Checkpoint, packing: Mapping[str, MatrixLayout]) -> LoadedModel:
     def fill(parameters: Parameters) -> None:
         placements = [
             Placement(binding.source, binding.destination, transform=binding.transform, shape=binding.shape)
@@ -57,15 +60,15 @@ def as_in_files(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor
     return heads.view_as(tensor)
 
 
-def rounded(checkpoint: Checkpoint, layouts: Mapping[str, DeviceLayout], path: Path) -> Checkpoint:
+def rounded(checkpoint: Checkpoint, layouts: Mapping[str, MatrixLayout], path: Path) -> Checkpoint:
     """The checkpoint in dense form with the numbers that packed matrices have."""
     tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
     for name, layout in layouts.items():
         outputs, inputs = checkpoint.stored(name).shape
-        matrix = empty_device_matrix(layout, outputs, inputs, CPU)
+        matrix = empty_matrix(layout, outputs, inputs, CPU)
         placement = PackedPlacement(name, matrix, 0, matrix.outputs)
         load_into(checkpoint, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
-        tensors[name] = numbers_of(matrix)
+        tensors[name] = matrix.values()
     for name in [
         name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"))
     ]:
@@ -97,11 +100,11 @@ def write_float8(path: Path, architecture: str, size: int) -> None:
 def assert_packed_computes_as_dense(path: Path, dense_path: Path, recipe: Recipe | None = None) -> LoadedModel:
     checkpoint = open_checkpoint(path)
     routers = (".mlp.gate.weight", ".shared_expert_gate.weight")
-    layouts = packed_layouts(checkpoint.tensors, recipe)
+    layouts = choose_layouts(GPU, checkpoint.tensors, recipe)
     layouts = {name: layout for name, layout in layouts.items() if not name.endswith(routers)}
-    packed = load(checkpoint, PackingOffer(layouts))
+    packed = load(checkpoint, layouts)
     assert sorted(binding.source for binding in packed.model.parameters.packed_bindings) == sorted(layouts)
-    dense = load(rounded(checkpoint, layouts, dense_path), NOTHING_PACKED)
+    dense = load(rounded(checkpoint, layouts, dense_path), {})
     tokens = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=torch.Generator().manual_seed(2))
     expected = logits_of(dense, tokens, [NUM_TOKENS - 2])
     assert (logits_of(packed, tokens, [NUM_TOKENS - 2]) - expected).abs().max() < 1e-3 * expected.abs().max()
@@ -112,13 +115,8 @@ def expert_layouts(loaded: LoadedModel) -> set[DeviceLayout]:
     """Of all mixtures of a model."""
     mixtures = [layer.mlp.experts for layer in loaded.model.layers if isinstance(layer.mlp, MoE)]
     assert mixtures
-    assert all(isinstance(experts, PackedExperts) for experts in mixtures)
-    return {
-        matrix.layout
-        for experts in mixtures
-        if isinstance(experts, PackedExperts)
-        for matrix in (experts.gate_up, experts.down)
-    }
+    matrices = [matrix for experts in mixtures for matrix in (experts.gate_up, experts.down)]
+    return {matrix.codes.layout for matrix in matrices if isinstance(matrix, PackedMatrix | Float8Matrix)}
 
 
 @pytest.mark.parametrize("architecture", BUILDS)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from cortex.neuron.engine.memory.sequences import KVCache, StateMemory
+from cortex.neuron.kernels.cpu.layout import CpuForm, cpu_layout
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
-from cortex.neuron.kernels.products.cpu_layout import CpuForm, cpu_layouts
+from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.quantised import layout as layouts
-from cortex.neuron.kernels.quantised.recipes import DeviceLayout
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import SingleRank
-from cortex.neuron.layers.parameters import PackingOffer, Parameters
+from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import FAMILIES, read_architecture
 from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
@@ -71,7 +71,7 @@ def test_computed_size_is_what_the_layers_allocate(family: str, changes: str, dt
     architecture = read_architecture(config_of(family, CHANGES[changes]))
     model = Decoder(architecture, Parameters(META, dtype), num_positions=1)
     assert weight_bytes(architecture, WeightStorage(dtype.itemsize)) == model.parameters.num_bytes
-    kv = KVCache(model.attentions, 3, 8, dtype, META)
+    kv = KVCache(model.attentions, dict.fromkeys(architecture.windows, 3), 8, dtype, META)
     assert 3 * 8 * kv_bytes_per_token(architecture, dtype.itemsize) == kv.num_bytes
     states = StateMemory(model.gated_deltas, 3, dtype, META).num_bytes if model.gated_deltas else 0
     assert 3 * state_bytes(architecture, dtype.itemsize) == states
@@ -88,7 +88,7 @@ def test_computed_size_of_a_rank_is_what_its_layers_allocate(family: str, change
     rank = whole.sharded(OneOfTwo.shard)
     model = Decoder(rank, Parameters(META, torch.float32, group=OneOfTwo()), num_positions=1)
     assert weight_bytes(rank, WeightStorage(4)) == model.parameters.num_bytes < weight_bytes(whole, WeightStorage(4))
-    kv = KVCache(model.attentions, 1, 1, torch.float32, META)
+    kv = KVCache(model.attentions, dict.fromkeys(rank.windows, 1), 1, torch.float32, META)
     assert kv_bytes_per_token(rank, 4) == kv.num_bytes == kv_bytes_per_token(whole, 4) // 2
     assert state_bytes(rank, 4) == state_bytes(whole, 4) // 2
 
@@ -100,7 +100,8 @@ def test_computed_size_of_a_stage_is_what_its_layers_allocate(family: str, chang
     architecture = read_architecture(config_of(family, CHANGES[changes])).staged(stage)
     model = Decoder(architecture, Parameters(META, torch.float32), num_positions=1)
     assert weight_bytes(architecture, WeightStorage(4)) == model.parameters.num_bytes
-    assert kv_bytes_per_token(architecture, 4) == KVCache(model.attentions, 1, 1, torch.float32, META).num_bytes
+    kv = KVCache(model.attentions, dict.fromkeys(architecture.windows, 1), 1, torch.float32, META)
+    assert kv_bytes_per_token(architecture, 4) == kv.num_bytes
     states = StateMemory(model.gated_deltas, 1, torch.float32, META).num_bytes if model.gated_deltas else 0
     assert state_bytes(architecture, 4) == states
 
@@ -116,9 +117,10 @@ def test_computed_size_on_a_cpu_is_what_the_layers_allocate(family: str, changes
     place = list(FAMILIES).index(family) + list(CHANGES).index(changes)
     for number, mixed in enumerate(("Q4_K", "Q6_K", "Q8_0", "F32")):
         form = FORMS[(place + number) % len(FORMS)]
-        offer = PackingOffer(cpu_layouts({name: mixed if "v_proj" in name else "Q4_K" for name in matrices}, form))
+        chosen = {name: cpu_layout(mixed if "v_proj" in name else "Q4_K", form) for name in matrices}
+        offer = {name: layout for name, layout in chosen.items() if layout is not None}
         allocated = Decoder(architecture, Parameters(META, torch.float32, offer), num_positions=1).parameters.num_bytes
-        computed = weight_bytes(architecture, WeightStorage(4, offer.layouts))
+        computed = weight_bytes(architecture, WeightStorage(4, offer))
         assert computed == allocated < dense.parameters.num_bytes, (mixed, form)
 
 
@@ -132,9 +134,9 @@ def test_computed_size_of_packed_matrices_is_what_the_layers_allocate(family: st
     of_their_own: list[DeviceLayout | None] = [layouts.Q4, layouts.Q6, layouts.IQ4, FLOAT8_ROWS, None]
     for mixed in of_their_own:
         packing = {name: mixed if "v_proj" in name or "down_proj" in name else layouts.Q4 for name in names}
-        offer = PackingOffer({name: layout for name, layout in packing.items() if layout is not None})
+        offer = {name: layout for name, layout in packing.items() if layout is not None}
         packed = Decoder(architecture, Parameters(META, torch.bfloat16, packing=offer), num_positions=1).parameters
-        computed = weight_bytes(architecture, WeightStorage(2, packing=offer.layouts))
+        computed = weight_bytes(architecture, WeightStorage(2, packing=offer))
         assert computed == packed.num_bytes < dense.num_bytes, mixed
 
 

@@ -57,7 +57,10 @@ async def test_replicas_serve_side_by_side_and_a_lost_one_comes_back(tmp_path: P
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "3 attention heads cannot be divided among 2"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16},
+            "3 attention heads cannot be divided among 2",
+        ),
         ({"intermediate_size": 127}, "an inner width of 127 cannot be divided among 2"),
     ],
 )

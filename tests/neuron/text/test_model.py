@@ -16,9 +16,9 @@ from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.text.tokenizer.local import text_of_gguf
 from cortex.neuron.weights.errors import CheckpointError
-from cortex.settings import SamplingDefaults
 from cortex.wire.errors import ContextLengthExceeded, InvalidValue
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallStart
+from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import (
     GenerateRequest,
     Message,

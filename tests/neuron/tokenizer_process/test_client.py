@@ -23,6 +23,7 @@ from cortex.ipc.pool import WorkerPool
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare
+from cortex.neuron.text.template import chat_template
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.neuron.tokenizer_process.client import TokenizerClient
@@ -351,3 +352,36 @@ async def test_process_ends_when_its_daemon_is_killed(model: Path, when: str) ->
     daemon.kill()
     daemon.wait(60)
     await until(lambda: not alive(process_id))
+
+
+FOLDED_FOR_EVER = "{{ (7**99999999) % 7 }}"
+FOLDED_TO_GIGABYTES = '{{ "a"*2999999999 }}'
+
+
+async def test_template_that_compiles_for_ever_is_an_error_of_its_file(model: Path) -> None:
+    """Jinja computes constants while it compiles a template."""
+    write_model(model, chat_template=FOLDED_FOR_EVER)
+    tokenizer = TokenizerClient(model, read_s=3.0)
+    with pytest.raises(TextFileMalformed, match=r"takes more than 3 s .*text\.timeout_s"):
+        await tokenizer.read()
+    assert tokenizer.process_id is None
+    await tokenizer.close()
+
+
+async def test_template_whose_constants_take_gigabytes_rejects_requests_within_its_memory(model: Path) -> None:
+    write_model(model, chat_template=FOLDED_TO_GIGABYTES)
+    tokenizer = TokenizerClient(model, memory_bytes=512 << 20)
+    await tokenizer.read()
+    with pytest.raises(PreparationLimitExceeded, match=r"text\.memory_mb"):
+        await tokenizer.prepare(pack(user_request("hi")).whole, NO_RULES, is_long=False)
+    await tokenizer.close()
+
+
+async def test_daemon_side_of_a_text_compiles_no_template(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = TokenizerClient(model)
+    monkeypatch.setattr(chat_template, "_ENVIRONMENT", None)
+    text = await tokenizer.read()
+    assert text.capabilities.tools
+    prepared = await tokenizer.prepare(pack(user_request("hi")).whole, NO_RULES, is_long=False)
+    assert text.parser(user_request("hi"), prepared.prompts[0])
+    await tokenizer.close()

@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cortex.neuron.kernels.device_matrix import empty_device_matrix
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
-from cortex.neuron.kernels.quantised import packing
+from cortex.neuron.kernels.layouts import DeviceLayout
+from cortex.neuron.kernels.quantised import codes
 from cortex.neuron.kernels.quantised.layout import Q4, Q6, Q8
-from cortex.neuron.kernels.quantised.recipes import DeviceLayout
+from cortex.neuron.kernels.storages import empty_device_matrix
 from cortex.neuron.weights import placement
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.transfer import PackedPlacement, load_into
@@ -61,7 +61,7 @@ def test_every_tensor_is_of_one_piece(
 ) -> None:
     piece_weights = 64 * 256
     monkeypatch.setattr(placement, "CACHED_PIECE_WEIGHTS", piece_weights)
-    monkeypatch.setattr(packing, "has_kernels", lambda _: False)  # the interpreter of kernels has its own memory
+    monkeypatch.setattr(codes, "has_kernels", lambda _: False)  # the interpreter of kernels has its own memory
     largest = LargestTensor()  # type: ignore[no-untyped-call]
     directory = model_directory({"matrix": torch.randn(16 * 64, 256).bfloat16()})
     load_quantised(directory, layout, torch.device("cpu"), lambda: largest)

@@ -12,9 +12,10 @@ import torch
 from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.execution.uniform import block_tokens
+from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
+from cortex.neuron.engine.memory.plan import STEP_TOKENS
 from cortex.neuron.engine.memory.sequences import StateMemory
-from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.sampling.constraints import Constraints
@@ -23,7 +24,6 @@ from cortex.neuron.engine.sleep import ModelSleep
 from cortex.neuron.engine.step_loop import Counters, StepLoop
 from cortex.neuron.models.decoder import Decoder
 
-STEP_TOKENS = {"cuda": 16_384, "cpu": 512}
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
 RESERVED_TOKENS = 512
 """Responses up to this length do not preempt each other."""
@@ -102,7 +102,7 @@ class Engine:
             # Slots: one for each row, one for padding rows, then the checkpoints.
             spacing_tokens = CHECKPOINT_SPACING_TOKENS[self._device.type]
             checkpoints = RecurrentCheckpoints(limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)
-        scheduler = Scheduler(PagePool(memory.num_pages, memory.page_tokens), limits, checkpoints)
+        scheduler = Scheduler(KVPages(memory.num_pages, memory.page_tokens), limits, checkpoints)
         return StepLoop(scheduler, self._new_runner(), self._constraints, self._counters, overlaps=self._overlaps)
 
     def _new_runner(self) -> Runner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import torch
 
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.memory.device import compute_dtype, device_memory
+from cortex.neuron.engine.memory.dtypes import dtype_name
 from cortex.neuron.engine.memory.plan import (
     MIN_PAGES,
     PAGE_TOKENS,
@@ -22,16 +23,17 @@ from cortex.neuron.engine.memory.plan import (
 )
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.kernels.products.cpu_layout import cpu_layouts
-from cortex.neuron.kernels.products.cpu_matrix import best_form
+from cortex.neuron.kernels.cpu.forms import best_form
+from cortex.neuron.kernels.cpu.layout import CpuForm
+from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
-from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
+from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.layer_count import check_layer_count
-from cortex.neuron.models.packing import QUANTISABLE, chosen_codes, packed_layouts, suits_cpus
+from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
@@ -113,7 +115,7 @@ def load_model(
             spec,
             device,
             fill,
-            packing_offer(checkpoint.tensors, spec, device),
+            matrix_layouts(checkpoint.tensors, spec, device),
             group,
         )
     except UnsupportedModel as error:
@@ -126,29 +128,27 @@ def load_model(
         checkpoint.close()
 
 
-def packing_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: torch.device) -> PackingOffer:
-    """The matrices that are quantised in memory: on a GPU with bfloat16, on a CPU unless a dtype is set. Raises
-    LoadError."""
+def matrix_layouts(
+    tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: torch.device
+) -> Mapping[str, MatrixLayout]:
+    """The matrices that are quantised in memory, by tensor. Raises LoadError."""
     recipe = None
     if spec.quant is not None:
         recipe = recipe_of(spec.quant)
         if recipe is None:
             raise LoadError(f"quant {spec.quant!r} is not known; choose one of {', '.join(RECIPES)}")
-    if device.type == "cuda" and compute_dtype(spec.dtype, device) == torch.bfloat16:
-        return PackingOffer(packed_layouts(tensors, recipe))
-    formats = {name: info.dtype for name, info in tensors.items() if info.dtype not in QUANTISABLE}
-    codes = chosen_codes(packed_layouts(tensors, recipe), formats)
-    if recipe is None and not formats and not codes:
-        return NOTHING_PACKED  # before `best_form`, which takes longer than the load of a small model
-    form = None
-    if device.type == "cpu" and spec.dtype == "auto" and (recipe is None or suits_cpus(recipe)):
-        form = best_form(compute_dtype(spec.dtype, device))
-    if recipe is not None and form is None:
+    may_be_packed = device.type == "cpu" and spec.dtype == "auto"
+    place = MatrixDevice(device.type, dtype_name(spec.dtype, device.type), CpuForm.NATIVE if may_be_packed else None)
+    layouts = choose_layouts(place, tensors, recipe)
+    if layouts and may_be_packed:  # only then: to measure takes longer than the load of a small model
+        place = replace(place, cpu_form=best_form(compute_dtype(spec.dtype, device)))
+        layouts = choose_layouts(place, tensors, recipe)
+    if recipe is not None and not place.quantises(recipe):
         raise LoadError(
             f"weights cannot be quantised as {recipe.name} at load here: that takes a GPU that computes in bfloat16, "
             "or for formats of GGUF files the dtype auto on a CPU whose products with codes are faster than dense ones"
         )
-    return PackingOffer(cpu_layouts(formats, form, codes))
+    return layouts
 
 
 def build_model(
@@ -156,17 +156,17 @@ def build_model(
     spec: LoadSpec,
     device: torch.device,
     fill: Callable[[Parameters], None],
-    packing: PackingOffer = NOTHING_PACKED,
+    packing: Mapping[str, MatrixLayout] | None = None,
     group: AgreeingGroup | None = None,
 ) -> LoadedModel:
     """Sizes the model, rejects one that does not fit, allocates it, fills its weights with `fill`, and adds the pages.
 
-    `group`: see `load_model`.
+    `packing`: the layouts of tensors that stay quantised. `group`: see `load_model`.
     """
     architecture = _share_of(read_architecture(config), spec, group)
     dtype = compute_dtype(spec.dtype, device)
     kv_dtype = kv_cache_dtype(spec, dtype, device)
-    storage = WeightStorage(dtype.itemsize, packing.layouts, kv_dtype.itemsize)
+    storage = WeightStorage(dtype.itemsize, {} if packing is None else packing, kv_dtype.itemsize)
     sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
     have_bytes = usable_bytes(spec, device)
     if architecture.has_ends:  # tokens are drawn where the head is
@@ -175,7 +175,7 @@ def build_model(
     if limit_bytes is not None:
         have_bytes = min(have_bytes, limit_bytes - (0 if group is None else group.num_bytes))
     plan = plan_memory(sizes, have_bytes, max_rows=spec.max_num_seqs, device_kind=device.type)
-    if plan.num_pages < MIN_PAGES:
+    if not plan.fits:
         raise _no_room(sizes, limit_bytes, device, have_bytes - plan.slots.num_bytes)
     if group is not None:
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
@@ -218,8 +218,8 @@ def _agreed(plan: MemoryPlan, sizes: ModelSizes, group: AgreeingGroup, *, is_rec
     """The plan that every rank has memory for: the ranks use the same rows and page numbers."""
     slots = plan.slots
     offered = UNLIMITED if is_recurrent and not sizes.slot_bytes else slots.checkpoints
-    num_pages, rows, checkpoints = group.smallest((plan.num_pages, slots.rows, offered))
-    return plan.limited(sizes, num_pages, rows, checkpoints)
+    *counts, rows, checkpoints = group.smallest((*plan.num_pages.values(), slots.rows, offered))
+    return plan.limited(sizes, dict(zip(plan.num_pages, counts, strict=True)), rows, checkpoints)
 
 
 def usable_bytes(spec: LoadSpec, device: torch.device) -> int:

@@ -32,7 +32,7 @@ def page_digests(parent: Digest, tokens: Sequence[int], page_tokens: int) -> lis
 
 
 class PagePool:
-    """Owns the state of every page of one model. Not thread-safe: it belongs to the engine thread."""
+    """Owns the state of every page of one group of layers. Not thread-safe: it belongs to the engine thread."""
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
         if num_pages < 2:
@@ -68,6 +68,9 @@ class PagePool:
                 break
             pages.append(page)
         return pages
+
+    def knows(self, digest: Digest) -> bool:
+        return digest in self._page_of
 
     def hold(self, pages: Iterable[int]) -> None:
         """Takes a reference on pages that `match` returned."""

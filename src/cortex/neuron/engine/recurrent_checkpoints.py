@@ -56,13 +56,9 @@ class RecurrentCheckpoints:
         self._slot_of: OrderedDict[Digest, int] = OrderedDict()
         """Known slots, the least recently used first."""
 
-    @property
-    def num_known(self) -> int:
-        return len(self._slot_of)
-
-    def longest(self, digests: Sequence[Digest]) -> int:
-        """Number of pages of the longest prefix with a known state; `digests`: a sequence's pages in order."""
-        return next((count for count in range(len(digests), 0, -1) if digests[count - 1] in self._slot_of), 0)
+    def knows(self, digest: Digest) -> bool:
+        """Whether the state after `digest` is saved."""
+        return digest in self._slot_of
 
     def lacks(self, digest: Digest) -> bool:
         """Whether saving the state after `digest` would help: it is not known, and there are slots."""

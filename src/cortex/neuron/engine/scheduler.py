@@ -13,7 +13,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 from cortex.neuron.engine.errors import RequestError
-from cortex.neuron.engine.pages import PagePool
+from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.sequence import NO_ROW, Sequence
@@ -53,17 +53,17 @@ class Scheduler:
     """Owns the sequences of one engine and their pages. Belongs to the engine thread."""
 
     def __init__(
-        self, pool: PagePool, limits: SchedulerLimits, checkpoints: RecurrentCheckpoints | None = None
+        self, pages: KVPages, limits: SchedulerLimits, checkpoints: RecurrentCheckpoints | None = None
     ) -> None:
         """`checkpoints`: only for a model with recurrent layers."""
-        self.pool = pool
+        self.pages = pages
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
         """First in, first out; preempted sequences go to the front. The node decides whose request is sent when."""
         self.running: list[Sequence] = []
         """In order of admission: the first is the oldest."""
         self.preemptions = 0
-        self._states = SequenceStates(checkpoints, pool.page_tokens)
+        self._states = SequenceStates(checkpoints, pages.page_tokens)
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -98,14 +98,14 @@ class Scheduler:
 
     def distrust(self, sequence: Sequence) -> None:
         """Forgets all cached pages and states of a sequence: any of them may have caused its failure."""
-        digests = sequence.digests_of_full_pages(self.pool.page_tokens)
-        self.pool.disown(digests)
+        digests = sequence.digests_of_full_pages(self.pages.page_tokens)
+        self.pages.disown(digests)
         self._states.distrust(sequence, digests)
 
     def _release(self, sequence: Sequence) -> None:
         self._states.release(sequence)
-        self.pool.release(sequence.pages)
-        sequence.pages = []
+        self.pages.release(sequence.pages)
+        sequence.pages = ()
         sequence.computed = sequence.committed = 0
         sequence.drew_in_row = False
         self._free_rows.append(sequence.row)
@@ -116,6 +116,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can be computed now."""
         draft = StepDraft()
+        self._trim()
         self._plan_decodes(draft)
         num_prefilling = sum(not sequence.is_decoding for sequence in self.running)
         budget = self.limits.prefill_tokens(len(draft.rows), num_prefilling + len(self.waiting))
@@ -126,6 +127,7 @@ class Scheduler:
     def plan_alone(self, sequence: Sequence) -> StepPlan | None:
         """A step that prefills this sequence and nothing else, or None if it cannot be computed now."""
         draft = StepDraft()
+        self._trim()
         if sequence.row == NO_ROW:
             cached = self._cached_pages(sequence, draft) if self._free_rows else None
             if cached is None or not self._try_admit(sequence, cached, draft):
@@ -136,17 +138,23 @@ class Scheduler:
     def retract(self, plan: StepPlan) -> None:
         """Undoes the latest plan, whose step failed. Its sequences are queued again and recomputed; what the step may
         have written in part is forgotten."""
-        page_tokens = self.pool.page_tokens
+        page_tokens = self.pages.page_tokens
         planned = {row.row: row for row in plan.rows}
         for sequence in [sequence for sequence in reversed(self.running) if sequence.row in planned]:
             row = planned[sequence.row]
             if row.writes:
                 touched = sequence.digests[row.start // page_tokens : sequence.scheduled // page_tokens]
-                self.pool.disown(touched)
+                self.pages.disown(touched)
                 self._states.retract(sequence, touched)
             sequence.planned -= row.count
             sequence.in_flight -= row.outputs.draws
             self._preempt(sequence)
+
+    def _trim(self) -> None:
+        """Releases the pages that no further step reads: those behind the windows of the model's layers."""
+        if self.pages.has_windows:
+            for sequence in self.running:
+                self.pages.trim(sequence.pages, sequence.scheduled)
 
     def _plan_decodes(self, draft: StepDraft) -> None:
         for sequence in list(self.running):
@@ -176,51 +184,50 @@ class Scheduler:
                 return
             budget -= self._prefill(first, draft, budget)
 
-    def _cached_pages(self, sequence: Sequence, draft: StepDraft) -> list[int] | None:
-        """The pages of its prefix that are already computed; None if the sequence must wait for the next step."""
+    def _cached_pages(self, sequence: Sequence, draft: StepDraft) -> int | None:
+        """How many pages of its prefix are already computed; None if the sequence must wait for the next step."""
         if sequence.planned:
             return None  # preempted while a step was in flight: what it drew is not known yet
-        digests = sequence.digests_of_full_pages(self.pool.page_tokens)  # also names saved states
+        digests = sequence.digests_of_full_pages(self.pages.page_tokens)  # also names saved states
         if sequence.scores_prompt:
-            return []
-        cached = self.pool.match(digests)
-        if not draft.being_computed.isdisjoint(digests[: len(cached)]):
+            return 0
+        counts = self.pages.match(digests)
+        if not draft.being_computed.isdisjoint(digests[: counts[-1]]):
             return None  # rows of one step must not depend on each other's writes
-        return self._states.usable(sequence, cached)
+        return self._states.usable(sequence, counts)
 
-    def _try_admit(self, sequence: Sequence, cached: list[int], draft: StepDraft) -> bool:
-        needed = self._pages_ahead(sequence) - len(cached)
-        reserved = sum(max(0, self._pages_ahead(other) - len(other.pages)) for other in self.running)
-        if needed + self.pool.num_idle_among(cached) + reserved > self.pool.num_free:
+    def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:
+        others = [(other.pages, self._length_ahead(other)) for other in self.running]
+        if not self.pages.fits(sequence.digests, cached, self._length_ahead(sequence), others):
             return False
         self.waiting.remove(sequence)
-        self.pool.hold(cached)
-        sequence.pages = cached
-        sequence.committed = len(cached)
+        sequence.pages = self.pages.hold(sequence.digests, cached)
+        sequence.committed = cached
         # The last token is computed even if it is cached: the next token is drawn from its logits.
-        sequence.computed = min(len(cached) * self.pool.page_tokens, len(sequence.tokens) - 1)
+        sequence.computed = min(cached * self.pages.page_tokens, len(sequence.tokens) - 1)
         if sequence.cached is None:
             sequence.cached = sequence.computed
         sequence.row = self._free_rows.pop()
         self.running.append(sequence)
         drawn = tuple(sequence.tokens[len(sequence.request.prompt) :])
         draft.new_rows.append((sequence.row, sequence.request, drawn))
-        if cached:
-            draft.new_pages.append((sequence.row, 0, tuple(cached)))
+        for group, held in enumerate(sequence.pages):
+            if held.pages:
+                draft.new_pages.append((sequence.row, group, held.first, tuple(held.pages)))
         self._states.admit(sequence, draft)
         return True
 
-    def _pages_ahead(self, sequence: Sequence) -> int:
-        """Pages that admission counts for a sequence: its prompt and the reserved part of its response."""
+    def _length_ahead(self, sequence: Sequence) -> int:
+        """The positions that admission counts for a sequence: its prompt and the reserved part of its response."""
         allowed = sequence.request.max_tokens - sequence.num_drawn
-        ahead = max(1, min(self.limits.reserved_tokens, allowed))
-        return -(-(sequence.length + ahead) // self.pool.page_tokens)
+        return sequence.length + max(1, min(self.limits.reserved_tokens, allowed))
 
     def _prefill(self, sequence: Sequence, draft: StepDraft, budget: int) -> int:
         """Adds the next chunk of `sequence` to the draft; returns its number of tokens (0 if there is no page)."""
         start = sequence.scheduled
         end = start + min(budget, sequence.remaining)
         end = next((cut for cut in sequence.checkpoints if start < cut < end), end)
+        end = max(start + 1, self.pages.reach(sequence.pages, end))
         if not self._make_room(sequence, end, draft):
             return 0
         self._add_row(sequence, end, draft)
@@ -229,40 +236,36 @@ class Scheduler:
 
     def _add_row(self, sequence: Sequence, end: int, draft: StepDraft) -> None:
         """Adds the next positions of `sequence`, up to `end`, to the draft."""
-        writes = sequence.scheduled >= sequence.committed * self.pool.page_tokens
+        writes = sequence.scheduled >= sequence.committed * self.pages.page_tokens
         row = sequence.next_row(end, writes=writes)
         draft.rows.append(row)
-        sequence.planned += row.count
-        sequence.in_flight += row.outputs.draws
-        sequence.drew_in_row |= row.outputs.draws > 0
+        draws = row.outputs.draws
+        sequence.planned += row.inputs.count
+        sequence.in_flight += draws
+        sequence.drew_in_row |= draws > 0
         first_new = sequence.committed
         self._commit(sequence)
-        draft.being_computed.update(sequence.digests[first_new : sequence.committed])
+        if sequence.committed > first_new:
+            draft.being_computed.update(sequence.digests[first_new : sequence.committed])
 
     def _commit(self, sequence: Sequence) -> None:
         """Registers the pages that the launched steps fill with known tokens."""
-        digests = sequence.digests_of_full_pages(self.pool.page_tokens)
-        full = min(len(digests), sequence.scheduled // self.pool.page_tokens)
+        digests = sequence.digests_of_full_pages(self.pages.page_tokens)
+        full = min(len(digests), sequence.scheduled // self.pages.page_tokens)
         for index in range(sequence.committed, full):
-            self.pool.commit(sequence.pages[index], digests[index])
+            self.pages.commit(sequence.pages, index, digests[index])
         sequence.committed = max(sequence.committed, full)
 
     def _make_room(self, sequence: Sequence, length: int, draft: StepDraft) -> bool:
         """Extends the sequence's pages to hold `length` positions, preempting younger sequences if necessary."""
-        missing = -(-length // self.pool.page_tokens) - len(sequence.pages)
-        if missing <= 0:
-            return True
-        pages = self.pool.allocate(missing)
-        while pages is None:
+        while (added := self.pages.extend(sequence.pages, length)) is None:
             victim = self._youngest_after(sequence, draft)
             if victim is None:
                 if self.running[0] is not sequence:
                     self._preempt(sequence)
                 return False
             self._preempt(victim)
-            pages = self.pool.allocate(missing)
-        draft.new_pages.append((sequence.row, len(sequence.pages), tuple(pages)))
-        sequence.pages.extend(pages)
+        draft.new_pages += [(sequence.row, *pages) for pages in added]
         return True
 
     def _youngest_after(self, sequence: Sequence, draft: StepDraft) -> Sequence | None:
@@ -286,7 +289,7 @@ class Scheduler:
     def row_read(self, sequence: Sequence, row: RowPlan, tokens: Ordered[int]) -> None:
         """Records the results of a launched row, once the host has read them. `tokens`: the accepted ones of those
         drawn."""
-        sequence.planned -= row.count
+        sequence.planned -= row.inputs.count
         sequence.in_flight -= row.outputs.draws
         sequence.tokens += tokens
         if sequence.row != NO_ROW:  # else it was preempted: its pages are gone
@@ -296,11 +299,11 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless rows and pages are accounted for exactly once."""
-        self.pool.check_integrity([sequence.pages for sequence in self.running])
+        self.pages.check_integrity([sequence.pages for sequence in self.running])
         rows = [sequence.row for sequence in self.running] + self._free_rows
         assert sorted(rows) == list(range(self.limits.max_rows)), "a row is lost or used twice"
         for sequence in self.running:
-            held = len(sequence.pages) * self.pool.page_tokens
+            held = sequence.pages[0].end * self.pages.page_tokens
             assert sequence.scheduled <= held, "a sequence has computed past its pages"
         assert all(not sequence.pages and sequence.row == NO_ROW for sequence in self.waiting), "a waiter holds memory"
         self._states.check_integrity((*self.running, *self.waiting))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cortex.neuron.engine.kv_pages import Holding
 from cortex.neuron.engine.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.recurrent_checkpoints import DecodeCheckpoint
 from cortex.neuron.engine.request import EngineRequest, TokenLogprobs
@@ -33,7 +34,7 @@ class Sequence:
     tokens: list[int]
     """Those of the prompt and the drawn ones that the host knows."""
     row: int = NO_ROW
-    pages: list[int] = field(default_factory=list)
+    pages: Holding = ()
     digests: list[Digest] = field(default_factory=list)
     computed: int = 0
     """Positions whose KV is in its pages, as far as results were read."""

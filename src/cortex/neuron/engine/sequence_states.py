@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
 
 from cortex.neuron.engine.pages import Digest
 from cortex.neuron.engine.recurrent_checkpoints import DecodeCheckpoint, RecurrentCheckpoints, checkpoint_positions
@@ -20,21 +21,26 @@ class SequenceStates:
         self._checkpoints = checkpoints
         self._page_tokens = page_tokens
 
-    def usable(self, sequence: Sequence, pages: list[int]) -> list[int]:
-        """The leading part of a sequence's cached `pages` from which it can continue."""
+    def usable(self, sequence: Sequence, counts: Ordered[int]) -> int:
+        """The largest of `counts` after which the sequence can continue: numbers of cached pages, ascending."""
         if self._checkpoints is None:
-            return pages
+            return counts[-1]
         # The last token is always computed, so a state that includes it is of no use.
-        most = min(len(pages), (len(sequence.tokens) - 1) // self._page_tokens)
-        return pages[: self._checkpoints.longest(sequence.digests[:most])]
+        most = (len(sequence.tokens) - 1) // self._page_tokens
+        known = (count for count in reversed(counts) if count <= most and self._is_known(sequence, count))
+        return next(known, 0)
+
+    def _is_known(self, sequence: Sequence, num_pages: int) -> bool:
+        checkpoints = self._checkpoints
+        return checkpoints is not None and num_pages > 0 and checkpoints.knows(sequence.digests[num_pages - 1])
 
     def admit(self, sequence: Sequence, draft: StepDraft) -> None:
         """Restores the state after the sequence's cached pages, and decides where its own states will be saved."""
         checkpoints = self._checkpoints
         if checkpoints is None:
             return
-        if sequence.pages:
-            draft.restores.append((checkpoints.use(sequence.digests[len(sequence.pages) - 1]), sequence.row))
+        if sequence.committed:
+            draft.restores.append((checkpoints.use(sequence.digests[sequence.committed - 1]), sequence.row))
         positions = checkpoint_positions(
             sequence.request.checkpoint_at,
             sequence.scheduled,

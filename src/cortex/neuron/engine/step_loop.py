@@ -257,9 +257,9 @@ class StepLoop:
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            used_pages=scheduler.pool.num_held,
-            cached_pages=scheduler.pool.num_idle,
-            num_pages=scheduler.pool.num_pages,
+            used_pages=scheduler.pages.num_held,
+            cached_pages=scheduler.pages.num_idle,
+            num_pages=scheduler.pages.num_pages,
             **asdict(self.counters),
         )
 

@@ -9,8 +9,8 @@ from cortex.neuron.engine.request import EngineRequest
 
 NewRow = tuple[int, EngineRequest, tuple[int, ...]]
 """(row, request, tokens drawn for it earlier)"""
-NewPages = tuple[int, int, tuple[int, ...]]
-"""(row, index of the first in the row's page table, pages)"""
+NewPages = tuple[int, int, int, tuple[int, ...]]
+"""(row, KV group, index of the first in the row's page table of the group, pages)"""
 StateCopy = tuple[int, int]
 """(source, destination): slots of recurrent states; the first slots are the rows' own."""
 

@@ -6,7 +6,7 @@ The tokens of the decode rows come first, one per row. The tokens of the prefill
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -54,10 +54,24 @@ class Batch:
     uniform: bool = False
     """Whether a token's result may depend only on its own sequence: then all rows are prefill rows, and no kernel adds
     in an order that follows the batch. A captured graph gives no `prefills`: its rows have one token each."""
+    groups: tuple[Batch, ...] = ()
+    """The step as the layers of each KV group after the first see it; empty: all layers see the same."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    def with_groups(self, slots: Sequence[Tensor], page_tables: Sequence[Tensor]) -> Batch:
+        """The same step for a model with more KV groups, which have these slots and page tables."""
+        if not slots:
+            return self
+        pairs = zip(slots, page_tables, strict=True)
+        return replace(self, groups=tuple(replace(self, slots=own, page_table=table) for own, table in pairs))
+
+    def of_group(self, group: int) -> Batch:
+        """The step as the layers of a KV group see it, with their slots and their page table."""
+        return self.groups[group - 1] if group and self.groups else self
+
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, which runs once per step and key. All layers of the step share the result.
+        """The result of `make`, which runs once per step and key. All layers of the step share the result: what depends
+        on the pages needs the window in its key, because each KV group has another.
 
         Only for eager execution: a captured graph would keep the tensors of the first step.
         """

@@ -19,9 +19,10 @@ from cortex.neuron.layers.rope import RopeTables
 class LayerCache:
     """The KV pages of one layer."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, group: int = 0) -> None:
         self.keys = keys  # [pages, page tokens, kv heads, head dim]
         self.values = values
+        self.group = group
 
 
 class Attention:
@@ -72,7 +73,8 @@ class Attention:
             q, k = rotation(q), rotation(k)
         if self._growth is not None:
             q = (q * self._growth[batch.positions]).to(q.dtype)
-        out = attention(q, k, v, self.rules, batch, self.cache.keys, self.cache.values)
+        cache = self.cache
+        out = attention(q, k, v, self.rules, batch.of_group(cache.group), cache.keys, cache.values)
         if gate is not None:
             out = out * torch.sigmoid(gate)
         return self.output(out.flatten(1), residual=residual)

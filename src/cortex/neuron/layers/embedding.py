@@ -6,16 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.float8.matrix import Float8Matrix
-from cortex.neuron.kernels.float8.product import float8_embedding
-from cortex.neuron.kernels.products.native import DTYPES, NativeMatrix
-from cortex.neuron.kernels.quantised.packing import PackedMatrix
-from cortex.neuron.kernels.quantised.product import packed_rows
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.linear import Linear
 from cortex.neuron.layers.norm import RMSNorm
-from cortex.neuron.layers.packed import CpuProjections, projections
-from cortex.neuron.layers.parameters import Parameters, QuantisedMatrix
+from cortex.neuron.layers.parameters import Parameters
 
 NEAR_TIE = 2.0**-6
 """Relative to the highest logit: half precision may have swapped logits that differ by less."""
@@ -30,9 +24,8 @@ class Embedding:
         self.source = source
         self._group = parameters.group
         self._held = self._group.shard.part(vocab)
-        self.packed = parameters.packed({source: len(self._held)}, size)
-        rows = 0 if self.packed else len(self._held)
-        self.weight = parameters.load(source, rows, size) if rows else parameters.empty(0, size)
+        self._dtype = parameters.dtype
+        self.matrix = parameters.matrix({source: len(self._held)}, size)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens: [tokens] → [tokens, size]"""
@@ -42,10 +35,8 @@ class Embedding:
         elsewhere = (own < 0) | (own >= len(self._held))
         return self._group.all_reduce(self._rows(own.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0))
 
-    def _rows(self, numbers: Tensor) -> Tensor:
-        if self.packed is not None:
-            return _rows(self.packed[0], numbers, self.weight.dtype)
-        return F.embedding(numbers, self.weight)
+    def _rows(self, ids: Tensor) -> Tensor:
+        return self.matrix.rows(ids, self._dtype)
 
 
 class Head(Linear):
@@ -60,8 +51,7 @@ class Head(Linear):
         if tied is None:
             super().__init__(parameters, size, {source: rows})
         else:
-            self.inputs, self.splits, self.weight, self.bias = size, [rows], tied.weight, None
-            self.packed = None if tied.packed is None else projections(tied.packed)
+            self.inputs, self.splits, self.matrix, self.bias = size, [rows], tied.matrix, None
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [rows, hidden] → [rows, vocab]
@@ -69,10 +59,10 @@ class Head(Linear):
         On a CPU in half precision, which rounds the highest logits to eighths and quarters, near ties are recomputed in
         float32. Otherwise the response to a prompt would depend on whether the prompt is cached.
         """
-        if isinstance(self.packed, CpuProjections):
+        if self.matrix.takes_float32:
             hidden = hidden.float()
         logits = self._gathered(self(hidden, norm=norm))
-        if logits.is_cuda or not self._rounds(logits):
+        if logits.is_cuda or not self.matrix.rounds(hidden.dtype):
             return logits
         logits = logits.float()
         highest = logits.amax(-1, keepdim=True)
@@ -82,20 +72,11 @@ class Head(Linear):
         logits[rows, tokens] = self._exact(norm(hidden.float())[rows], tokens)
         return logits
 
-    def _rounds(self, logits: Tensor) -> bool:
-        """Whether logits have the precision of half precision."""
-        if isinstance(self.packed, CpuProjections):
-            return any(matrix.rounds_products for matrix in self.packed.matrices)
-        return self.packed is None and logits.dtype != torch.float32
-
     def _exact(self, inputs: Tensor, tokens: Tensor) -> Tensor:
         """The products of each input with the row of its token, in float32. inputs: [n, hidden], tokens: [n] → [n]"""
         own = tokens - self._held.start
         elsewhere = (own < 0) | (own >= len(self._held))
-        numbers = own.masked_fill(elsewhere, 0)
-        packed = self.packed
-        weights = self.weight[numbers] if packed is None else _rows(packed.matrices[0], numbers, torch.float32)
-        weights = weights.float()
+        weights = self.matrix.rows(own.masked_fill(elsewhere, 0), torch.float32)
         return self._group.all_reduce(torch.einsum("ni,ni->n", weights, inputs).masked_fill_(elsewhere, 0))
 
     def _gathered(self, logits: Tensor) -> Tensor:
@@ -109,14 +90,3 @@ class Head(Linear):
             return every
         parts = zip(every.split(max(sizes), dim=-1), sizes, strict=True)
         return torch.cat([part[:, :size] for part, size in parts], dim=-1)
-
-
-def _rows(matrix: QuantisedMatrix, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """numbers: [n] → [n, inputs]"""
-    if isinstance(matrix, PackedMatrix):
-        return packed_rows(matrix, numbers, dtype)
-    if isinstance(matrix, Float8Matrix):
-        return float8_embedding(matrix, numbers, dtype)
-    if isinstance(matrix, NativeMatrix) and dtype in DTYPES:
-        return matrix.rows(numbers, dtype)
-    return matrix.rows(numbers).to(dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.layers.configs import MLPConfig
@@ -15,16 +14,12 @@ class MLP:
     def __init__(self, parameters: Parameters, config: MLPConfig, prefix: str) -> None:
         hidden, inner = config.hidden, config.inner
         gate, up = config.input_rows(prefix)
-        self.gate_up = GatedLinear(parameters, hidden, inner, gate, up, bias=config.bias)
+        self.gate_up = GatedLinear(parameters, hidden, inner, gate, up, bias=config.bias, activation=config.activation)
         self.down = RowParallelLinear(parameters, inner, {f"{prefix}.down_proj": hidden}, bias=config.output_bias)
-        self._activation = config.activation
 
     def __call__(self, x: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] → residual + mlp(norm(x)). `residual` may be overwritten: use the result."""
-        if self._activation == "gelu_tanh":
-            gate, up = self.gate_up.gate_up(x, norm=norm).chunk(2, dim=-1)
-            return self.down(F.gelu(gate, approximate="tanh") * up, residual=residual)
-        inner = None if norm is None else self.gate_up.fused(x, norm)
+        inner = self.gate_up.fused(x, norm)
         if inner is not None:
             return self.down(inner, residual=residual)
-        return self.down.activated(self.gate_up.gate_up(x, norm=norm), residual)
+        return self.down.activated(self.gate_up.gate_up(x, norm=norm), residual, self.gate_up.activation)

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
+from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
-from cortex.neuron.kernels.moe.quantised import PackedExperts
 from cortex.neuron.layers.configs import MoEConfig
 from cortex.neuron.layers.linear import GatedLinear, Linear
 from cortex.neuron.layers.norm import RMSNorm
@@ -27,47 +28,31 @@ class MoE:
     def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
         self._group = parameters.group
         self.shared: SharedExpert | None = None
-        hidden, inner, routed = config.hidden, config.inner, len(config.held)
-        packed = _packed_experts(parameters, config, prefix)
-        if packed is not None:
-            self.experts: Experts | PackedExperts = packed
+        num_shared = 0
+        quantised = _quantised_experts(parameters, config, prefix)
+        gate_up: ExpertMatrix
+        down: ExpertMatrix
+        if quantised is None:
+            num_shared = config.num_shared
+            gate_up, down = _dense_experts(parameters, config, prefix)
+        else:
+            gate_up, down = quantised
             if config.shared_inner:
                 self.shared = SharedExpert(parameters, config, prefix)
-            return
-        num_experts = routed + config.num_shared
-        gate_up = parameters.empty(num_experts, 2 * inner, hidden)
-        down = parameters.empty(num_experts, hidden, inner)
-        router = parameters.empty(config.num_scores, hidden)
+        router = parameters.empty(config.num_scores if num_shared else config.experts, config.hidden)
         parameters.bind(f"{prefix}.gate.weight", router[: config.experts])
-        names = [f"{prefix}.experts.{expert}" for expert in range(routed)]
-        parameters.bind(
-            f"{prefix}.experts.gate_up_proj",
-            gate_up[:routed],
-            parts=[
-                Binding(f"{name}.{half}_proj.weight", rows)
-                for name, matrix in zip(names, gate_up, strict=False)
-                for half, rows in zip(("gate", "up"), matrix.chunk(2), strict=True)
-            ],
-        )
-        parameters.bind(
-            f"{prefix}.experts.down_proj",
-            down[:routed],
-            parts=[Binding(f"{name}.down_proj.weight", matrix) for name, matrix in zip(names, down, strict=False)],
-        )
-        if config.shared_inner:
-            if config.router.gates_shared:
-                parameters.bind(f"{prefix}.shared_expert_gate.weight", router[config.experts :])
-            _bind_shared(parameters, gate_up[routed:], down[routed:], config.shared_inner, f"{prefix}.shared_expert")
+        if num_shared and config.router.gates_shared:
+            parameters.bind(f"{prefix}.shared_expert_gate.weight", router[config.experts :])
         self.experts = Experts(
             router,
             gate_up,
             down,
             config.top_k,
             config.renormalise,
-            config.num_shared,
+            num_shared,
             config.held.start,
-            config.router,
-            _bias(parameters, config, prefix),
+            rule=config.router,
+            bias=_bias(parameters, config, prefix),
         )
 
     def __call__(self, x: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
@@ -99,25 +84,42 @@ class SharedExpert:
         return out if self._gate is None else out * torch.sigmoid(F.linear(norm(hidden), self._gate))
 
 
-def _packed_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> PackedExperts | None:
-    """Routed experts that stay quantised; None if they are dense or of several formats."""
+def _quantised_experts(
+    parameters: Parameters, config: MoEConfig, prefix: str
+) -> tuple[ExpertMatrix, ExpertMatrix] | None:
+    """Gate and up of the routed experts, and down; None if they are dense or of several formats."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
-    halves = [(f"{name}.{half}_proj.weight", config.inner) for name in names for half in ("gate", "up")]
-    downs = [(f"{name}.down_proj.weight", config.hidden) for name in names]
+    halves = {f"{name}.{half}_proj.weight": config.inner for name in names for half in ("gate", "up")}
+    downs = {f"{name}.down_proj.weight": config.hidden for name in names}
     if not parameters.can_stack(halves) or not parameters.can_stack(downs):
         return None
-    gate_up, down = parameters.packed_stack(halves, config.hidden), parameters.packed_stack(downs, config.inner)
-    router = parameters.load(f"{prefix}.gate.weight", config.experts, config.hidden)
-    return PackedExperts(
-        router,
-        gate_up,
-        down,
-        config.top_k,
-        config.renormalise,
-        first=config.held.start,
-        rule=config.router,
-        bias=_bias(parameters, config, prefix),
+    return parameters.expert_matrix(halves, config.hidden), parameters.expert_matrix(downs, config.inner)
+
+
+def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tuple[DenseMatrix, DenseMatrix]:
+    """Gate and up of the routed and shared experts, and down."""
+    hidden, inner, routed = config.hidden, config.inner, len(config.held)
+    num_experts = routed + config.num_shared
+    gate_up = parameters.empty(num_experts, 2 * inner, hidden)
+    down = parameters.empty(num_experts, hidden, inner)
+    names = [f"{prefix}.experts.{expert}" for expert in range(routed)]
+    parameters.bind(
+        f"{prefix}.experts.gate_up_proj",
+        gate_up[:routed],
+        parts=[
+            Binding(f"{name}.{half}_proj.weight", rows)
+            for name, matrix in zip(names, gate_up, strict=False)
+            for half, rows in zip(("gate", "up"), matrix.chunk(2), strict=True)
+        ],
     )
+    parameters.bind(
+        f"{prefix}.experts.down_proj",
+        down[:routed],
+        parts=[Binding(f"{name}.down_proj.weight", matrix) for name, matrix in zip(names, down, strict=False)],
+    )
+    if config.shared_inner:
+        _bind_shared(parameters, gate_up[routed:], down[routed:], config.shared_inner, f"{prefix}.shared_expert")
+    return DenseMatrix(gate_up.flatten(0, 1)), DenseMatrix(down.flatten(0, 1))
 
 
 def _bias(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | None:

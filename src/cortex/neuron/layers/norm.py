@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.norm import rms_norm, rms_norm_in_two
+from cortex.neuron.kernels.norm import rms_norm
 from cortex.neuron.layers.configs import NormConfig
 from cortex.neuron.layers.parameters import Parameters
 
@@ -32,7 +32,3 @@ class RMSNorm:
         if not self._subtracts_mean:
             return x
         return (x - x.mean(-1, keepdim=True, dtype=torch.float32)).to(x.dtype)
-
-    def in_two(self, x: Tensor) -> tuple[Tensor, float]:
-        """x: [rows, size], normalised but for the factor, which products on a CPU apply to their result."""
-        return rms_norm_in_two(x, self.weight, self.eps)

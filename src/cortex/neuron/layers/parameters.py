@@ -6,7 +6,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -14,14 +14,11 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.device_matrix import DeviceMatrix, empty_device_matrix
-from cortex.neuron.kernels.products.cpu_layout import ROW_BLOCK, CpuLayout
-from cortex.neuron.kernels.products.cpu_matrix import CpuMatrix, empty_cpu_matrix
-from cortex.neuron.kernels.quantised.recipes import DeviceLayout
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
+from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
+from cortex.neuron.kernels.matrix import ExpertMatrix, Matrix, StackedMatrix, StoredMatrix
+from cortex.neuron.kernels.storages import empty_device_matrix, empty_matrix
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
-
-QuantisedMatrix = DeviceMatrix | CpuMatrix
-MatrixLayout = DeviceLayout | CpuLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +37,11 @@ class Binding:
 
 
 @dataclass(frozen=True, slots=True)
-class PackingOffer:
-    """Which tensors of a checkpoint are kept packed, by name, and in which layout."""
-
-    layouts: Mapping[str, MatrixLayout]
-
-
-NOTHING_PACKED = PackingOffer({})
-
-
-@dataclass(frozen=True, slots=True)
 class PackedBinding:
     """A tensor of the checkpoint that fills rows of a packed matrix, starting at `first_row`."""
 
     source: str
-    matrix: QuantisedMatrix
+    matrix: StoredMatrix
     first_row: int
     num_rows: int
 
@@ -66,17 +53,18 @@ class Parameters:
         self,
         device: torch.device,
         dtype: torch.dtype,
-        packing: PackingOffer = NOTHING_PACKED,
+        packing: Mapping[str, MatrixLayout] | None = None,
         group: ParallelGroup = SINGLE_RANK,
     ) -> None:
-        """`group`: the ranks that the model is divided among. The layers get the sizes of this rank's share."""
+        """`packing`: in which layouts tensors of the checkpoint are kept quantised, by name; others are dense.
+        `group`: the ranks that the model is divided among. The layers get the sizes of this rank's share."""
         self.device = device
         self.group = group
         self.dtype = dtype
         self.bindings: list[Binding] = []
         self.packed_bindings: list[PackedBinding] = []
         self.num_bytes = 0
-        self._packing = packing
+        self._packing = {} if packing is None else packing
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for a parameter, contents undefined until its bindings are loaded."""
@@ -109,48 +97,45 @@ class Parameters:
         self.bind(source, tensor)
         return tensor
 
-    def packed(self, sources: Mapping[str, int], inputs: int) -> list[QuantisedMatrix] | None:
-        """Quantised matrices for the rows of `sources` (name → rows), in order, one per run of equal layouts.
-
-        None if one of the sources is not packed: then all of them are dense.
-        """
-        layouts = [self._packing.layouts.get(source) for source in sources]
+    def matrix(self, sources: Mapping[str, int], inputs: int) -> Matrix:
+        """A matrix for the rows of `sources` (name → rows), in order. It is quantised if all of them are."""
+        layouts = [self._packing.get(source) for source in sources]
         if None in layouts:
-            return None
-        matrices: list[QuantisedMatrix] = []
+            return self._dense(sources, inputs)
+        parts: list[Matrix] = []
         for layout, members in groupby(zip(sources.items(), layouts, strict=True), key=itemgetter(1)):
+            assert layout is not None
             run = [source for source, _ in members]
-            if isinstance(layout, CpuLayout):
-                is_stack = not any(rows % ROW_BLOCK for _, rows in run[:-1])
-                matrices += [self._cpu_matrix(layout, part, inputs) for part in ([run] if is_stack else zip(run))]
-            else:
-                assert layout is not None
-                matrices.append(self._device_matrix(layout, run, inputs))
-        return matrices
+            is_whole = not any(rows % layout.row_block for _, rows in run[:-1])
+            parts += [self._quantised(layout, part, inputs) for part in ([run] if is_whole else zip(run))]
+        return parts[0] if len(parts) == 1 else StackedMatrix(parts)
 
-    def can_stack(self, sources: Sequence[tuple[str, int]]) -> bool:
-        """Whether all of `sources` (name, rows) are packed in the same layout of a GPU."""
-        layouts = {self._packing.layouts.get(source) for source, _ in sources}
-        return len(layouts) == 1 and all(isinstance(layout, DeviceLayout) for layout in layouts)
+    def can_stack(self, sources: Collection[str]) -> bool:
+        """Whether all of `sources` are quantised in the same layout, in which matrices may hold experts."""
+        layouts = {self._packing.get(source) for source in sources}
+        return len(layouts) == 1 and isinstance(layouts.pop(), DeviceLayout)
 
-    def packed_stack(self, sources: Sequence[tuple[str, int]], inputs: int) -> DeviceMatrix:
-        """One matrix for the rows of `sources` (name, rows), in order. Requires `can_stack(sources)`."""
-        layout = self._packing.layouts[sources[0][0]]
+    def expert_matrix(self, sources: Mapping[str, int], inputs: int) -> ExpertMatrix:
+        """One matrix for the rows of all experts (name → rows), in order. Requires `can_stack(sources)`."""
+        layout = self._packing[next(iter(sources))]
         assert isinstance(layout, DeviceLayout)
-        return self._device_matrix(layout, sources, inputs)
-
-    def _device_matrix(self, layout: DeviceLayout, sources: Sequence[tuple[str, int]], inputs: int) -> DeviceMatrix:
-        matrix = empty_device_matrix(layout, sum(rows for _, rows in sources), inputs, self.device)
-        self._bind_rows(matrix, layout, sources)
+        matrix = empty_device_matrix(layout, sum(sources.values()), inputs, self.device)
+        self._bind_rows(matrix, sources.items())
         return matrix
 
-    def _cpu_matrix(self, layout: CpuLayout, sources: Sequence[tuple[str, int]], inputs: int) -> CpuMatrix:
-        matrix = empty_cpu_matrix(layout, sum(rows for _, rows in sources), inputs, self.device)
-        self._bind_rows(matrix, layout, sources)
+    def _dense(self, sources: Mapping[str, int], inputs: int) -> DenseMatrix:
+        weight = self.empty(sum(sources.values()), inputs)
+        for source, part in zip(sources, weight.split(list(sources.values())), strict=True):
+            self.bind(source, part)
+        return DenseMatrix(weight)
+
+    def _quantised(self, layout: MatrixLayout, sources: Sequence[tuple[str, int]], inputs: int) -> StoredMatrix:
+        matrix = empty_matrix(layout, sum(rows for _, rows in sources), inputs, self.device)
+        self._bind_rows(matrix, sources)
         return matrix
 
-    def _bind_rows(self, matrix: QuantisedMatrix, layout: MatrixLayout, sources: Sequence[tuple[str, int]]) -> None:
-        self.num_bytes += layout.num_bytes(matrix.outputs, matrix.inputs)
+    def _bind_rows(self, matrix: StoredMatrix, sources: Iterable[tuple[str, int]]) -> None:
+        self.num_bytes += matrix.num_bytes
         first_row = 0
         for source, rows in sources:
             self.packed_bindings.append(PackedBinding(source, matrix, first_row, rows))

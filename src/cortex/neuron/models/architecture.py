@@ -7,6 +7,7 @@ description.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -113,6 +114,10 @@ class Architecture(ABC):
         self.layers = tuple(self._layer(index) for index in range(self.config.num_layers))
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
+        found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, AttentionConfig)} or {None}
+        self.windows = tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
+        """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
+        layers of a window are one KV group, which shares page numbers."""
 
     def _layer(self, index: int) -> LayerConfig:
         mixer, feed_forward = self.mixer(index), self.feed_forward(index)

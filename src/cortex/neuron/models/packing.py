@@ -1,13 +1,17 @@
-"""Which tensors of a checkpoint are quantised in memory. Imports no torch: preflight asks it as well as the engine."""
+"""In which layout a device keeps each matrix of a checkpoint. Pure, and imports no torch: the engine asks it at load,
+and the node's forecast before."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
+from cortex.neuron.kernels.cpu.layout import CpuForm, CpuLayout, cpu_layout
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS, float8_layout
+from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
 from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, PUBLISHED_LAYOUTS, Q8, SCALED_COLUMNS, Layout
-from cortex.neuron.kernels.quantised.recipes import DeviceLayout, Recipe
+from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.weights.safetensors.arranged import expert_infos
 from cortex.neuron.weights.stored import TensorInfo
 
@@ -16,34 +20,53 @@ QUANTISABLE: Final = frozenset({"F32", "F16", "BF16"})
 STORED_LAYOUTS: Final = {**GGML_LAYOUTS, **PUBLISHED_LAYOUTS}
 
 
-def packed_layouts(tensors: Mapping[str, TensorInfo], recipe: Recipe | None) -> dict[str, DeviceLayout]:
-    """By tensor: the matrices that are stored quantised, and with a recipe the dense ones, which it quantises.
+@dataclass(frozen=True, slots=True)
+class MatrixDevice:
+    """What of a device decides in which layouts it keeps matrices."""
 
-    The experts of a stack are matrices of their own.
-    """
-    layouts: dict[str, DeviceLayout] = {}
+    kind: str
+    """`cuda` or `cpu`."""
+    dtype: str
+    """The name of the dtype that the model computes in."""
+    cpu_form: CpuForm | None = None
+    """The form of quantised matrices on a CPU; None: it keeps all matrices dense."""
+
+    def quantises(self, recipe: Recipe) -> bool:
+        """Whether it has products for what the recipe makes of dense matrices."""
+        if self.kind == "cuda":
+            return self.dtype == "bfloat16"
+        return self.cpu_form is not None and isinstance(recipe.matrices, Layout)
+
+
+def choose_layouts(
+    device: MatrixDevice, tensors: Mapping[str, TensorInfo], recipe: Recipe | None
+) -> dict[str, MatrixLayout]:
+    """By tensor: those that are quantised in memory. The experts of a stack are matrices of their own."""
     matrices = dict(tensors)
     for name, info in tensors.items():
         matrices |= expert_infos(name, info)
-    for name, info in matrices.items():
-        if len(info.shape) != 2:
-            continue
-        if info.dtype in STORED_LAYOUTS and info.shape[1] % SCALED_COLUMNS == 0:
-            float8 = float8_layout(info.shape, info.scaled) if info.dtype == "FP8" else None
-            layouts[name] = float8 or STORED_LAYOUTS[info.dtype]
-        elif recipe is not None and info.dtype in QUANTISABLE and info.shape[1] % SCALED_COLUMNS == 0:
-            layout = recipe.layout_of(name)
-            is_possible = layout != FLOAT8_ROWS or float8_layout(info.shape, (1, info.shape[1])) is not None
-            layouts[name] = layout if is_possible else Q8
-    return layouts
+    chosen = ((name, choose_layout(device, name, info, recipe)) for name, info in matrices.items())
+    return {name: layout for name, layout in chosen if layout is not None}
 
 
-def suits_cpus(recipe: Recipe) -> bool:
-    """Whether a CPU has products for it."""
-    return isinstance(recipe.matrices, Layout)
+def choose_layout(device: MatrixDevice, name: str, info: TensorInfo, recipe: Recipe | None) -> MatrixLayout | None:
+    """The layout of a matrix that is stored quantised, or dense and quantised by the recipe; None: it is dense."""
+    if len(info.shape) != 2 or info.shape[1] % SCALED_COLUMNS:
+        return None
+    made = recipe.layout_of(name) if recipe is not None and info.dtype in QUANTISABLE else None
+    if device.kind == "cuda":
+        return _device_layout(info, made) if device.dtype == "bfloat16" else None
+    if device.cpu_form is None or ".experts." in name:  # experts are one stack, for which CPUs have dense products
+        return None
+    if isinstance(made, Layout):
+        return CpuLayout(device.cpu_form, made.bits, made.group, made.zero)
+    return cpu_layout(info.dtype, device.cpu_form)
 
 
-def chosen_codes(layouts: Mapping[str, DeviceLayout], formats: Container[str]) -> dict[str, Layout]:
-    """Of `packed_layouts`, those of tensors that a recipe quantises with scales of groups, as a CPU has them.
-    `formats`: has the names of tensors that are stored quantised."""
-    return {name: layout for name, layout in layouts.items() if name not in formats and isinstance(layout, Layout)}
+def _device_layout(info: TensorInfo, made: DeviceLayout | None) -> DeviceLayout | None:
+    """On a GPU. `made`: what the recipe makes of it."""
+    if info.dtype == "FP8":
+        return float8_layout(info.shape, info.scaled) or STORED_LAYOUTS["FP8"]
+    if made == FLOAT8_ROWS and float8_layout(info.shape, (1, info.shape[1])) is None:
+        return Q8
+    return made or STORED_LAYOUTS.get(info.dtype)

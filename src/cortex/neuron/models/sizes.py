@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cortex.neuron.kernels.products.cpu_layout import CpuLayout
-from cortex.neuron.kernels.quantised.recipes import DeviceLayout
+from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, NormConfig
 from cortex.neuron.models.architecture import Architecture
 
@@ -23,7 +22,7 @@ class WeightStorage:
 
     item_bytes: int
     """Of one number in the dtype that the model computes in."""
-    packing: Mapping[str, DeviceLayout | CpuLayout] = field(default_factory=dict)
+    packing: Mapping[str, MatrixLayout] = field(default_factory=dict)
     """Name of a tensor → the layout in which it stays quantised; tensors left out are dense."""
     kv_item_bytes: int | None = None
     """Of one number in the KV cache; None: `item_bytes`."""
@@ -86,10 +85,18 @@ def _norm_bytes(norm: NormConfig, size: int, storage: WeightStorage) -> int:
     return size * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
 
 
+def kv_bytes_by_window(architecture: Architecture, item_bytes: int) -> dict[int | None, int]:
+    """Keys and values of one token over the layers that keep them, for each of the model's windows."""
+    sizes = dict.fromkeys(architecture.windows, 0)
+    for layer in architecture.layers:
+        if isinstance(layer.mixer, AttentionConfig):
+            sizes[layer.mixer.window] += 2 * layer.mixer.kv_heads * layer.mixer.head_dim * item_bytes
+    return sizes
+
+
 def kv_bytes_per_token(architecture: Architecture, item_bytes: int) -> int:
-    """Keys and values of one token over the layers that keep them."""
-    attentions = [layer.mixer for layer in architecture.layers if isinstance(layer.mixer, AttentionConfig)]
-    return sum(2 * attention.kv_heads * attention.head_dim for attention in attentions) * item_bytes
+    """Keys and values of one token over all layers that keep them."""
+    return sum(kv_bytes_by_window(architecture, item_bytes).values())
 
 
 def state_bytes(architecture: Architecture, item_bytes: int) -> int:

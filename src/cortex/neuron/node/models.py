@@ -75,6 +75,7 @@ class Models:
             self._texts.num_jobs(model_id),
             self._files.disk_bytes(model),
             self._max_prompt_tokens,
+            self._loader.damaged.get(model_id),
         )
 
     def engine_stats(self) -> dict[str, EngineStats]:

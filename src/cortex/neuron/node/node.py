@@ -15,16 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cortex.neuron.config import HARNESSES, NeuronConfig
+from cortex.neuron.config import HARNESSES, Limits, NeuronConfig
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.event_feed import EventFeed
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.loading.device_room import DeviceRoom
-from cortex.neuron.node.loading.files import fetch, find_local
+from cortex.neuron.node.loading.files import fetch
 from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_cache
+from cortex.neuron.node.loading.library import Fetch, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding, equal_parts
@@ -37,9 +37,9 @@ from cortex.neuron.node.spanning.peer import HostedShares
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe_node
+from cortex.neuron.node.survey_process.client import SurveyProcess, Surveys
 from cortex.neuron.node.text.models import Texts, TextSource
 from cortex.neuron.node.text.prompts import Prompts
-from cortex.neuron.text.model import TextSurvey, survey_text
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices
@@ -53,7 +53,7 @@ from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStat
 log = logging.getLogger(__name__)
 
 _SAMPLE_S = 1.0
-_SCAN_EVERY_SAMPLES = 30
+_SCAN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class Parts:
     discover: Callable[[], Inventory] = discover
     read_devices: ReadDevices = read_devices
     fetch: Fetch = fetch
-    find_local: FindLocal = find_local
+    surveys: Callable[[], Surveys] | None = None
+    """None: a process with limits."""
     open_text: Callable[[Path], TextSource] | None = None
     """None: a tokenizer process for each model."""
-    survey_text: Callable[[Path], TextSurvey] = survey_text
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
@@ -89,7 +89,10 @@ class Node:
         self._config = config
         self._started_s = time.monotonic()
         self._library = Library(config)
-        open_text = parts.open_text or partial(TokenizerClient, memory_bytes=config.text.memory_mb << 20)
+        open_text = parts.open_text or partial(
+            TokenizerClient, memory_bytes=config.text.memory_mb << 20, read_s=config.text.timeout_s
+        )
+        self._surveys = (parts.surveys or partial(_survey_process, limits))()
         self._texts = Texts(open_text, config.text, limits.max_queue)
         held = MemoryCeilings(ceilings, self._holdings)
         room = DeviceRoom(self.devices, forecast, held, parts.read_devices)
@@ -100,9 +103,8 @@ class Node:
             forecast,
             room,
             fetch=parts.fetch,
-            find_local=parts.find_local,
+            surveys=self._surveys,
             texts=self._texts,
-            survey_text=parts.survey_text,
             lead=Lead(config, self.devices, forecast, parts.connect_peer),
         )
         sleep_budget = SleepBudget(
@@ -150,6 +152,7 @@ class Node:
         await node._scan_cache()
         node._regular = [
             node._tasks.start("sample devices", node._keep_sampling),
+            node._tasks.start("survey models", node._keep_surveying),
             node._tasks.start("load default models", node._startup_models.run),
             node._tasks.start("replicas", node._replica_demand.run),
         ]
@@ -276,6 +279,7 @@ class Node:
         await self.devices.close()
         await self._texts.close()
         await self.files.close()
+        await self._surveys.close()
         await self._models.closed()
         await asyncio.gather(*self._background, *(task.ended() for task in self._regular), return_exceptions=True)
         self._feed.close()
@@ -323,20 +327,27 @@ class Node:
         self._background.append(run_once(work, name))
 
     async def _keep_sampling(self) -> None:
-        """Keeps device readings and library up to date."""
-        sample = 0
+        """Keeps device readings up to date."""
         while True:
             await self.devices.sample()
-            if sample % _SCAN_EVERY_SAMPLES == 0:
-                await self._scan_cache()
-                await self._loader.survey_library()
             await self._texts.rest_idle(self._models.is_in_memory)
+            await self._surveys.rest_idle()
             await asyncio.sleep(_SAMPLE_S)
-            sample += 1
+
+    async def _keep_surveying(self) -> None:
+        """Keeps the library up to date. A damaged model may take minutes."""
+        while True:
+            await self._loader.survey_library()
+            await asyncio.sleep(_SCAN_S)
+            await self._scan_cache()
 
     async def _scan_cache(self) -> None:
         self._library.discovered(await asyncio.to_thread(scan_cache, self._library.cache))
         await self.files.scan()
+
+
+def _survey_process(limits: Limits) -> SurveyProcess:
+    return SurveyProcess(cpu_s=limits.survey_cpu_s, memory_bytes=limits.survey_memory_mb << 20)
 
 
 def _warn_of_unknown_devices(config: NeuronConfig, inventory: Inventory) -> None:

@@ -39,8 +39,10 @@ def describe_model(
     num_in_preparation: int,
     disk_bytes: int | None,
     max_prompt_tokens: int | None,
+    damage: str | None,
 ) -> ModelStatus:
-    """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet."""
+    """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet.
+    `damage`: why its files cannot be used."""
     facts = survey.facts if survey is not None else None
     life = controller.life if controller is not None else None
     instance = controller.instance if controller is not None else None
@@ -83,7 +85,7 @@ def describe_model(
         sampling=model.sampling if survey is None else model.sampling.over(survey.text.generation),
         progress=controller.progress.snapshot() if controller is not None and controller.progress is not None else None,
         load=instance.load(num_in_preparation) if instance is not None else ModelLoad(),
-        reason=life.reason if life is not None else None,
+        reason=(life.reason if life is not None else None) or damage,
         state_age_s=round(time.monotonic() - life.since_s, 3) if life is not None else 0.0,
         idle_s=round(instance.idle_s, 3) if instance is not None else 0.0,
     )

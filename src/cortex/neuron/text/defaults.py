@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.settings import SamplingDefaults
+from cortex.wire.node.sampling import SamplingDefaults
 
 _GGUF_KEYS = {
     "temperature": "general.sampling.temp",

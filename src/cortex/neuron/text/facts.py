@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cortex.neuron.text.template.template_source import TemplateSources
 from cortex.neuron.text.tokenizer.vocabulary import Vocabulary
-from cortex.settings import SamplingDefaults
+from cortex.wire.node.sampling import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)

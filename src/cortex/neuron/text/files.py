@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from cortex.neuron.text.errors import TextFileMalformed
+
+MAX_JSON_BYTES: Final = 16 << 20
+MAX_TEMPLATE_BYTES: Final = 1 << 20
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -21,13 +24,22 @@ def gguf_file(path: Path) -> Path | None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file, `{}` if there is no file; raises TextFileMalformed."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_limited(path, MAX_JSON_BYTES))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
         raise TextFileMalformed(f"{path} is not JSON ({error}); download the model again") from error
     if not isinstance(content, dict):
         raise TextFileMalformed(f"{path} is not a JSON object; download the model again")
+    return content
+
+
+def read_limited(path: Path, max_bytes: int) -> bytes:
+    """The content of a file; raises OSError, or TextFileMalformed for one that is too large to be what it should."""
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise TextFileMalformed(f"{path} is larger than {max_bytes >> 20} MiB; download the model again")
     return content
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,9 +41,10 @@ from cortex.neuron.text.tokenizer.encoder import NoEncoder, TextEncoder
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.weights.gguf.metadata import read_metadata
-from cortex.settings import SamplingDefaults
+from cortex.wire.errors import TemplateRenderFailed
 from cortex.wire.fields.constraints import is_constrained
 from cortex.wire.node.protocol import Capabilities
+from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import EFFORT_TOKENS, GenerateRequest
 
 _OUTPUT_MARKERS: Final = (PYTHON_TAG, TOOL_CALL_OPEN, TOOL_CALL_CLOSE)
@@ -76,13 +78,21 @@ class TextModel:
         )
 
     @classmethod
-    def without_encoder(cls, facts: TextFacts, reasoning_end: tuple[int, ...]) -> TextModel:
-        """For a process that only turns tokens into text: rendering and encoding raise AssertionError."""
-        template, tools_template = _templates(facts.templates)
+    def without_encoder(
+        cls, facts: TextFacts, reasoning_end: tuple[int, ...], takes_tools: tuple[bool, bool]
+    ) -> TextModel:
+        """For a process that only turns tokens into text: rendering and encoding raise AssertionError. `takes_tools`:
+        as the `takes_tools` of the complete model, so that no template is compiled."""
+        template, tools_template = _templates(facts.templates, *takes_tools)
         notes = _notes(facts.templates, tools_template, has_vision=facts.has_vision)
         return cls(
             Tokenizer(facts.vocabulary, NoEncoder()), template, tools_template, facts.generation, reasoning_end, notes
         )
+
+    @property
+    def takes_tools(self) -> tuple[bool, bool]:
+        """Whether `template` and `tools_template` have a place for the descriptions of tools."""
+        return self.template.takes_tools, self.tools_template.takes_tools
 
     @property
     def vocab_size(self) -> int:
@@ -223,7 +233,7 @@ def survey_text(path: Path) -> TextSurvey:
     """Surveys the model at `path`, from its templates and recommended options alone.
 
     It builds no tokenizer, which would take a second and 100 MB for a large vocabulary. Raises TextModelError, or
-    CheckpointError for a bad GGUF header.
+    CheckpointError for a bad GGUF header. A template that takes all memory or all time does so here.
     """
     gguf = files.gguf_file(path)
     if gguf is not None:
@@ -233,13 +243,25 @@ def survey_text(path: Path) -> TextSurvey:
         sources, has_vision = template_source.from_directory(path), files.has_vision(path)
         generation = defaults.from_generation_config(files.read_json(path / "generation_config.json"))
     template, tools_template = _templates(sources)
+    for each in {template, tools_template}:
+        _try_out(each)
     return TextSurvey(_capabilities(template, _notes(sources, tools_template, has_vision=has_vision)), generation)
 
 
-def _templates(sources: TemplateSources) -> tuple[ChatTemplate, ChatTemplate]:
+def _try_out(template: ChatTemplate) -> None:
+    """Renders the shortest conversation. A template may reject it."""
+    with contextlib.suppress(TemplateRenderFailed):
+        template.render({"messages": [{"role": "user", "content": "x"}], "tools": None, "add_generation_prompt": True})
+
+
+def _templates(
+    sources: TemplateSources, takes_tools: bool | None = None, tools_takes_tools: bool | None = None
+) -> tuple[ChatTemplate, ChatTemplate]:
     """For conversations without and with tools."""
-    template = ChatTemplate(sources.default or sources.with_tools or CHATML)
-    return template, ChatTemplate(sources.with_tools) if sources.with_tools else template
+    template = ChatTemplate(sources.default or sources.with_tools or CHATML, takes_tools=takes_tools)
+    if not sources.with_tools:
+        return template, template
+    return template, ChatTemplate(sources.with_tools, takes_tools=tools_takes_tools)
 
 
 def _notes(sources: TemplateSources, tools_template: ChatTemplate, *, has_vision: bool) -> tuple[str, ...]:

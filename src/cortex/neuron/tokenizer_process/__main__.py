@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 
 from cortex.ipc.child import attach_to_parent, name_thread
+from cortex.ipc.limits import lift_cpu_limit, limit_cpu, limit_memory
 from cortex.ipc.pool_process import serve_pool
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.text.model import TextModel
@@ -30,10 +31,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="cortex.neuron.tokenizer_process", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="the model's directory or GGUF file")
     parser.add_argument("--fingerprint", help="of the facts that the daemon read from these files before")
-    parser.add_argument("--memory-bytes", type=int, help="the most that one job may allocate")
+    parser.add_argument("--memory-bytes", type=int, help="the most that reading the files and one job may allocate")
+    parser.add_argument("--read-cpu-s", type=int, required=True, help="the most that reading the files may compute")
     options, control = attach_to_parent(parser)
     name_thread("neuron-tokenize")
+    if options.memory_bytes is not None:
+        limit_memory(options.memory_bytes)
+    limit_cpu(options.read_cpu_s)
     service = TokenizerService.open(options.model, options.fingerprint)
+    lift_cpu_limit()
     serve_pool(control, Job, service.run, memory_bytes=options.memory_bytes)
 
 
@@ -49,10 +55,12 @@ class TokenizerService:
         try:
             facts, encoder = read_text(model)
             text = TextModel.of(facts, encoder)
+        except MemoryError:
+            return cls(TextFileMalformed(f"the text files of {model} take more memory than this node allows"))
         except Exception as error:  # whatever it is, the daemon must get it
             log.debug("cannot read the text files of %s", model, exc_info=True)
             return cls(error)
-        described = protocol.Described(facts, protocol.fingerprint_of(facts), text.reasoning_end)
+        described = protocol.Described(facts, protocol.fingerprint_of(facts), text.reasoning_end, text.takes_tools)
         if fingerprint not in (None, described.fingerprint):
             # The daemon still decodes tokens with the facts that it read first.
             return cls(TextFileMalformed(f"the text files of {model} changed while the node runs; restart the node"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 from pathlib import Path
 
 from cortex.ipc.channel import Unsendable
 from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
-from cortex.neuron.text.errors import TextModelError
+from cortex.neuron.text.errors import TextFileMalformed, TextModelError
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules
@@ -28,10 +30,12 @@ class TokenizerClient:
     ends its job, wherever it is. Callers bound the number of concurrent jobs: each has a worker process.
     """
 
-    def __init__(self, model: Path, memory_bytes: int | None = None) -> None:
-        """`memory_bytes`: the most that one job may allocate. Does not start the process."""
+    def __init__(self, model: Path, memory_bytes: int | None = None, read_s: float = 60.0) -> None:
+        """`memory_bytes`: the most that reading the files may allocate, and each job. `read_s`: the most that reading
+        them may take. Does not start the process."""
         self._model = model
         self._memory_bytes = memory_bytes
+        self._read_s = read_s
         self._pool: RestartedPool[Reply] = RestartedPool(f"the tokenizer process of {model}", self._start)
         self._fingerprint: str | None = None
         self._num_calls = 0
@@ -48,11 +52,21 @@ class TokenizerClient:
         return self._pool.process_id
 
     async def read(self) -> TextModel:
-        """The model's text. Raises the errors in `UNREADABLE`, or Recovering."""
-        reply = await self._run(protocol.Describe(), is_long=False)
+        """The model's text. Raises the errors in `UNREADABLE`, or Recovering. A process that exceeds its limits
+        while it reads is ended."""
+        try:
+            async with asyncio.timeout(self._read_s):
+                reply = await self._run(protocol.Describe(), is_long=False)
+        except TimeoutError:
+            await self._pool.rest()
+            raise self._exceeded() from None
+        except (JobLost, Recovering):
+            if self._pool.is_closed:
+                raise
+            raise self._exceeded() from None
         assert isinstance(reply, protocol.Described)
         self._fingerprint = reply.fingerprint
-        return TextModel.without_encoder(reply.facts, reply.reasoning_end)
+        return TextModel.without_encoder(reply.facts, reply.reasoning_end, reply.takes_tools)
 
     async def wake(self) -> None:
         """Starts the process unless it runs, without waiting until it is ready. Raises OSError or Recovering."""
@@ -115,6 +129,13 @@ class TokenizerClient:
             raise protocol.error_of(reply)
         return reply
 
+    def _exceeded(self) -> TextFileMalformed:
+        memory = "" if self._memory_bytes is None else f", or {self._memory_bytes / 1e6:.0f} MB of memory"
+        return TextFileMalformed(
+            f"reading the text files of {self._model.name} takes more than {self._read_s:g} s{memory} "
+            "(text.timeout_s and text.memory_mb in neuron.toml); they are damaged: download the model again"
+        )
+
     def _recovering(self, error: PoolLost) -> Recovering:
         return Recovering(f"the tokenizer of {self._model.name} cannot run: {error}; try again")
 
@@ -127,6 +148,7 @@ class TokenizerClient:
             *("--model", str(self._model)),
             *fingerprint,
             *memory,
+            *("--read-cpu-s", str(math.ceil(self._read_s))),
             reply_type=Reply,
             # A worker is one job; threads of the library's own would also not survive a fork.
             environment={"TOKENIZERS_PARALLELISM": "false"},

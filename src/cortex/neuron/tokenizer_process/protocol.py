@@ -60,6 +60,7 @@ class Described(ChannelMessage, frozen=True):
     facts: TextFacts
     fingerprint: str
     reasoning_end: tuple[int, ...]
+    takes_tools: tuple[bool, bool]
 
 
 class Encoded(ChannelMessage, frozen=True):

@@ -6,6 +6,7 @@ import mmap
 import os
 import stat
 import sys
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -38,18 +39,28 @@ class MappedFile:
             self.num_bytes = status.st_size
             if self.num_bytes == 0:
                 raise Malformed(f"{path} is empty; download it again")
-            self.buffer = mmap.mmap(
-                self.descriptor,
-                self.num_bytes,
-                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            )
         except OSError as error:
             self.close()
-            raise FilesMissing(f"cannot map {path}: {error.strerror}; is its file system supported?") from error
+            raise FilesMissing(f"cannot read {path}: {error.strerror}; is its file system supported?") from error
         except BaseException:
             self.close()
             raise
+
+    def header(self, num_bytes: int) -> mmap.mmap:
+        """The first bytes of the file, or all of it. A process whose address space is limited could not map a whole
+        model."""
+        return self._mapped(min(num_bytes, self.num_bytes), mmap.MAP_PRIVATE, mmap.PROT_READ)
+
+    @cached_property
+    def buffer(self) -> mmap.mmap:
+        """The whole file, for tensors. Accessed first before `close`."""
+        return self._mapped(self.num_bytes, mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def _mapped(self, num_bytes: int, flags: int, prot: int) -> mmap.mmap:
+        try:
+            return mmap.mmap(self.descriptor, num_bytes, flags=flags, prot=prot)
+        except OSError as error:
+            raise FilesMissing(f"cannot map {self.path}: {error.strerror}; is its file system supported?") from error
 
     def close(self) -> None:
         """Close the descriptor; idempotent. Views of `buffer` stay valid."""

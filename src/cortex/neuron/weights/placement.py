@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 import torch
 
@@ -43,8 +43,8 @@ class Placement:
     shape: tuple[int, ...] | None = None
 
 
-class NumberSink(Protocol):
-    """A quantised matrix in memory that accepts dense rows."""
+class MatrixSink(Protocol):
+    """A quantised matrix in memory that accepts rows."""
 
     @property
     def device(self) -> torch.device: ...
@@ -52,20 +52,16 @@ class NumberSink(Protocol):
     @property
     def inputs(self) -> int: ...
 
-    def put_numbers(self, first_row: int, numbers: torch.Tensor) -> None:
-        """Quantise dense rows and write them. numbers: [rows, inputs]"""
+    @property
+    def keeps(self) -> str:
+        """The form of rows that it keeps without rounding them again: `codes`, `float8` or `values`."""
+        ...
 
+    def put_values(self, first_row: int, values: torch.Tensor) -> None:
+        """Quantise dense rows and write them. values: [rows, inputs]"""
 
-class RowSink(NumberSink, Protocol):
-    """One that accepts codes with scales and minimums of groups."""
-
-    def put(self, first_row: int, code: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> None:
+    def put_codes(self, first_row: int, code: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> None:
         """Write rows of `scale · code + minimum`. code: [rows, inputs] uint8; the others: [rows, groups] float32"""
-
-
-@runtime_checkable
-class Float8Sink(NumberSink, Protocol):
-    """One that keeps eight-bit floating-point numbers and their scales."""
 
     def put_float8(self, first_row: int, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """codes: [rows, inputs]; scales: [rows, blocks of columns], one for each row"""
@@ -76,7 +72,7 @@ class PackedPlacement:
     """One tensor of the checkpoint, quantised or dense, and the rows of a packed matrix that it fills."""
 
     name: str
-    matrix: RowSink | Float8Sink
+    matrix: MatrixSink
     first_row: int
     num_rows: int
 
@@ -154,17 +150,16 @@ class PackedTarget:
         """Repack or quantise the bytes of the piece, which are on the device of the matrix."""
         matrix = self._placement.matrix
         first_row = self._placement.first_row + piece.start_group * self.stored.group_rows
-        if isinstance(matrix, Float8Sink) and self.stored.format == "FP8":
+        if matrix.keeps == "float8" and self.stored.format == "FP8":
             codes, scales = decode_float8(self.stored, raw, piece.start_group)
             self.check.add_float8(codes)
             matrix.put_float8(first_row, codes, scales)
-            return
-        if isinstance(matrix, Float8Sink) or not has_groups(self.stored):
-            matrix.put_numbers(first_row, decode(self.stored, raw, piece.start_group))
-            return
-        groups = decode_groups(self.stored, raw, piece.start_group)
-        self.check.add(groups.scale + groups.minimum)
-        matrix.put(first_row, groups.q.flatten(1), groups.scale[..., 0], groups.minimum[..., 0])
+        elif matrix.keeps == "codes" and has_groups(self.stored):
+            groups = decode_groups(self.stored, raw, piece.start_group)
+            self.check.add(groups.scale + groups.minimum)
+            matrix.put_codes(first_row, groups.q.flatten(1), groups.scale[..., 0], groups.minimum[..., 0])
+        else:
+            matrix.put_values(first_row, decode(self.stored, raw, piece.start_group))
 
     def pieces(self) -> Iterator[WeightPiece]:
         """The pieces to read: whole blocks of rows, which a matrix may pack together."""

@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from cortex.settings import SamplingDefaults
 from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.sampling import SamplingDefaults
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.memory.dtypes import likely_cpu_form
-from cortex.neuron.kernels.products.cpu_matrix import best_form
+from cortex.neuron.kernels.cpu.forms import best_form
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ import torch
 
 from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, SIZES, GraphSizes, Outputs
 from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.memory.sequences import KVCache
-from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
@@ -72,10 +72,10 @@ class Bench:
         model = Decoder(Llama(CONFIG), Parameters(CPU, torch.float32), CONTEXT)
         for binding in model.parameters.bindings:
             torch.nn.init.normal_(binding.destination, std=0.3)
-        KVCache(model.attentions, 40, 8, torch.float32, CPU)
+        KVCache(model.attentions, {None: 40}, 8, torch.float32, CPU)
         self._capture = capture
         self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, 64, capture=capture)
-        self.scheduler = Scheduler(PagePool(40, 8), SchedulerLimits(MAX_ROWS, 64, 64, CONTEXT))
+        self.scheduler = Scheduler(KVPages({None: 40}, 8), SchedulerLimits(MAX_ROWS, 64, 64, CONTEXT))
 
     @property
     def capture(self) -> ReplayOnCpu:

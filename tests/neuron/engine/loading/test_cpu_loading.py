@@ -20,10 +20,11 @@ from cortex.neuron.engine.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.kernels.cpu.forms import FORMS
+from cortex.neuron.kernels.cpu.layout import ROW_BLOCK, CpuForm, CpuLayout
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.native.library import native_library_or_none
 from cortex.neuron.kernels.native.operations import Recording
-from cortex.neuron.kernels.products.cpu_layout import ROW_BLOCK, CpuForm, CpuLayout
-from cortex.neuron.kernels.products.cpu_matrix import empty_cpu_matrix
 from cortex.neuron.layers.mlp import MLP
 from cortex.neuron.weights import placement
 
@@ -129,9 +130,9 @@ def answers(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuForm:
     """Each form counts as fastest on any machine that has it, and matrices arrive in as many pieces as possible."""
     form: CpuForm = request.param
-    matrix = empty_cpu_matrix(CpuLayout(form, 4, 32, 8), ROW_BLOCK, 32, CPU)
+    matrix = FORMS[form](CpuLayout(form, 4, 32, 8), ROW_BLOCK, 32, CPU)
     try:
-        matrix.put(0, torch.zeros(ROW_BLOCK, 32, dtype=torch.uint8), torch.ones(ROW_BLOCK, 1), torch.ones(ROW_BLOCK, 1))
+        matrix.put_values(0, torch.ones(ROW_BLOCK, 32))
         matrix.product(torch.ones(1, 32))
     except (RuntimeError, AttributeError, NotImplementedError):
         pytest.skip(f"torch has no {form} products for this processor")
@@ -147,8 +148,7 @@ def test_quantised_model_responds_like_the_dense_model(tmp_path: Path, matrices:
     write_model(tmp_path / "model.gguf", matrices, embedding)
     tokens = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(2)).tolist()
     packed = load(tmp_path / "model.gguf")
-    assert packed.model.head.packed is not None
-    assert packed.model.head.weight.numel() == 0
+    assert not isinstance(packed.model.head.matrix, DenseMatrix)
     exact = answers(load(tmp_path / "model.gguf", "float32"), tokens)
     # Dynamic products also quantise the inputs of every layer, to eight bits.
     assert (answers(packed, tokens) - exact).norm() / exact.norm() < 0.05
@@ -162,8 +162,8 @@ def test_dense_weights_are_quantised_as_they_are_loaded(tmp_path: Path, quant: s
     loaded = load(tmp_path / "model.gguf", quant=quant)
     feed_forward = loaded.model.layers[0].mlp
     assert isinstance(feed_forward, MLP)
-    assert feed_forward.down.packed is not None
-    assert loaded.model.head.packed is not None
+    assert not isinstance(feed_forward.down.matrix, DenseMatrix)
+    assert not isinstance(loaded.model.head.matrix, DenseMatrix)
     exact = answers(load(tmp_path / "model.gguf"), tokens)
     assert (answers(loaded, tokens) - exact).norm() / exact.norm() < limit
 
@@ -241,7 +241,7 @@ def test_dense_model_is_loaded_without_measuring_quantised_products(
 ) -> None:
     write_model(tmp_path / "model.gguf", "F32", "F32")
     monkeypatch.delattr(loading, "best_form")
-    assert load(tmp_path / "model.gguf").model.head.packed is None
+    assert isinstance(load(tmp_path / "model.gguf").model.head.matrix, DenseMatrix)
     write_model(tmp_path / "model.gguf", "F32", "Q8_0")
     with pytest.raises(NameError, match="best_form"):
         load(tmp_path / "model.gguf")
@@ -274,7 +274,7 @@ def test_divided_quantised_model_responds_like_the_whole_one(tmp_path: Path, mat
         loaded = load_model(spec, CPU, lambda *_: None, lambda: False, group)
         feed_forward = loaded.model.layers[0].mlp
         assert isinstance(feed_forward, MLP)
-        assert feed_forward.down.packed is not None
+        assert not isinstance(feed_forward.down.matrix, DenseMatrix)
         return answers(loaded, tokens)
 
     with ThreadPoolExecutor(2) as pool:
@@ -297,12 +297,12 @@ def test_weights_take_at_most_a_third_more_than_the_file(tmp_path: Path, form: C
 @pytest.mark.usefixtures("form")
 def test_requested_dtype_keeps_the_dense_form(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
-    assert load(tmp_path / "model.gguf", "float32").model.head.packed is None
+    assert isinstance(load(tmp_path / "model.gguf", "float32").model.head.matrix, DenseMatrix)
 
 
 def test_keeps_the_dense_form_if_no_other_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "best_form", lambda _: None)
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     loaded = load(tmp_path / "model.gguf")
-    assert loaded.model.head.packed is None
+    assert isinstance(loaded.model.head.matrix, DenseMatrix)
     assert loaded.model.parameters.packed_bindings == []

@@ -17,8 +17,8 @@ from gguf import GGMLQuantizationType as Kind
 from cortex.neuron.engine import loading
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.layers.parameters import PackingOffer
-from cortex.neuron.models.packing import packed_layouts
+from cortex.neuron.kernels.layouts import MatrixLayout
+from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 256, 512, 320, 4, 2, 64
 LAYERS = (
@@ -111,10 +111,10 @@ def every_format(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packing_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offers packing on a CPU, too, where it is not worth it outside of tests."""
 
-    def offer(tensors: Any, spec: LoadSpec, device: torch.device) -> PackingOffer:
-        return PackingOffer(packed_layouts(tensors, None) if spec.dtype == "auto" else {})
+    def offer(tensors: Any, spec: LoadSpec, device: torch.device) -> dict[str, MatrixLayout]:
+        return choose_layouts(MatrixDevice("cuda", "bfloat16"), tensors, None) if spec.dtype == "auto" else {}
 
-    monkeypatch.setattr(loading, "packing_offer", offer)
+    monkeypatch.setattr(loading, "matrix_layouts", offer)
 
 
 def first_tokens(

@@ -23,10 +23,10 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams, StageSpec
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.layers.mlp import MLP
-from cortex.neuron.layers.parameters import PackingOffer
 from cortex.neuron.models.decoder import Decoder
-from cortex.neuron.models.packing import packed_layouts
+from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.node.loading.preflight import inspect
 from cortex.wire.errors import LoadFailed
 
@@ -34,6 +34,7 @@ from ...rank_threads import RankThreads, run, tokens_of
 from ...tiny_models import tiny_sizes
 
 CPU = torch.device("cpu")
+GPU = MatrixDevice("cuda", "bfloat16")
 VOCAB = 96
 
 
@@ -129,7 +130,7 @@ def test_published_model_agrees_with_the_reference_on_its_numbers(
 ) -> None:
     path, reference = published
     if is_packed:
-        monkeypatch.setattr(loading, "packing_offer", lambda tensors, *_: PackingOffer(packed_layouts(tensors, None)))
+        monkeypatch.setattr(loading, "matrix_layouts", lambda tensors, *_: choose_layouts(GPU, tensors, None))
     tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(5))
     model = loaded(path)
     [logits] = Driver(model, 1).logits([tokens], [[33, 7]])
@@ -139,7 +140,7 @@ def test_published_model_agrees_with_the_reference_on_its_numbers(
     assert error < 0.02 if is_packed else error < 0.008  # scales are rounded to bfloat16; some FP8 to eight-bit groups
     dense = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MLP)]
     assert len(dense) == len(model.layers)
-    assert any(mlp.down.packed is not None for mlp in dense) == is_packed
+    assert any(not isinstance(mlp.down.matrix, DenseMatrix) for mlp in dense) == is_packed
 
 
 def test_preflight_counts_the_quantised_bytes_and_rejects_another_quantisation(published: tuple[Path, Any]) -> None:
@@ -147,8 +148,8 @@ def test_preflight_counts_the_quantised_bytes_and_rejects_another_quantisation(p
     facts = inspect(path)
     assert facts.quant in ("int4", "fp8")
     assert (
-        ModelSizes.of(facts.architecture, facts.storage(2, is_packed=True)).weight_bytes
-        < 0.7 * ModelSizes.of(facts.architecture, facts.storage(2)).weight_bytes
+        ModelSizes.of(facts.architecture, facts.storage(GPU)).weight_bytes
+        < 0.7 * ModelSizes.of(facts.architecture, facts.storage(MatrixDevice("cpu", "bfloat16"))).weight_bytes
     )
     inspect(path, facts.quant)
     with pytest.raises(LoadFailed, match=f"is quantised as {facts.quant}, not as q6_k; name the unquantised model"):
@@ -163,7 +164,7 @@ def test_published_model_is_divided_within_its_layers(
     path, _ = published
     inspect(path, num_ranks=num_ranks)
     if is_packed:
-        monkeypatch.setattr(loading, "packing_offer", lambda tensors, *_: PackingOffer(packed_layouts(tensors, None)))
+        monkeypatch.setattr(loading, "matrix_layouts", lambda tensors, *_: choose_layouts(GPU, tensors, None))
     expected = logits_of(path)
     ranks = [RankSpec(rank, num_ranks, str(tmp_path)) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as pool:

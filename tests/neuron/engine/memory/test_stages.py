@@ -26,7 +26,7 @@ from ...tiny_models import tiny_delta, tiny_sizes
 
 GB = 10**9
 LAYER = LayerSizes(weight_bytes=400_000_000, page_bytes=100_000)
-NOTHING = CacheSize(0)
+NOTHING = CacheSize({None: 0})
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_layers_are_divided_in_proportion_to_memory(
 def test_cache_is_as_large_as_the_tightest_stage_allows() -> None:
     """Two layers of 10 bytes and 1 byte a page on devices of 20 and 50 bytes."""
     layer = LayerSizes(10, page_bytes=1)
-    plans = divide_layers([layer, layer], 0, (20, 50), CacheSize(2), CacheSize(1026))
+    plans = divide_layers([layer, layer], 0, (20, 50), CacheSize({None: 2}), CacheSize({None: 1026}))
     assert plans is not None
     assert [plan.num_bytes for plan in plans] == [20, 20]
 
 
 def test_recurrent_layers_count_with_their_states() -> None:
     recurrent, attention = LayerSizes(10, slot_bytes=10), LayerSizes(10, page_bytes=1)
-    cache = CacheSize(10, 4)
+    cache = CacheSize({None: 10}, 4)
     plans = divide_layers([recurrent, recurrent, attention, attention], 0, (60, 90), cache, cache)
     assert plans is not None
     assert [(plan.layers, plan.num_bytes) for plan in plans] == [(range(1), 50), (range(1, 4), 90)]
@@ -82,7 +82,7 @@ def test_no_other_division_has_a_larger_cache_or_a_less_full_device(seed: int) -
     num_stages = pick.randint(1, min(4, len(layers)))
     first_bytes = pick.choice((0, 50, 150))
     capacities = [pick.randint(50, 900) for _ in range(num_stages)]
-    least, most = CacheSize(2, 2), CacheSize(pick.randint(2, 100), pick.randint(2, 20))
+    least, most = CacheSize({None: 2}, 2), CacheSize({None: pick.randint(2, 100)}, pick.randint(2, 20))
 
     def used(division: list[range], cache: CacheSize) -> list[int]:
         return [

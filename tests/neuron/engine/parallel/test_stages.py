@@ -40,6 +40,15 @@ DELTA: dict[str, Any] = {
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"tie_word_embeddings": True}),
+    "windows": (
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
+        },
+    ),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", EXPERTS | SHARED | DELTA),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
@@ -48,13 +57,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 DIVISIONS: dict[str, list[tuple[int, ...]]] = {
     "llama": [(3, 2), (2, 1, 2)],
     "qwen3": [(1, 4)],
+    "windows": [(2, 1, 2)],
     "qwen3_moe": [(2, 1, 2)],
     "qwen3_next": [(3, 2), (1, 4), (2, 1, 2)],
     "qwen3_5": [(1, 4)],
     "qwen3_5_moe": [(2, 1, 2)],
 }
 """Layers of each stage. In (1, 4), the first stage of hybrid models has no attention; in (2, 1, 2), the second one has
-no recurrent layer."""
+no recurrent layer, or no window."""
 
 
 def write_family(family: str, folder: Path) -> str:

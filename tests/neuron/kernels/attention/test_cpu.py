@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.neuron.kernels.attention.test_paged import PAGE_TOKENS, make_batch
+from tests.neuron.kernels.attention.test_paged import PAGE_TOKENS, behind_windows, make_batch
 
 from cortex.neuron.kernels.attention import native
 from cortex.neuron.kernels.attention.native import DTYPES
@@ -50,6 +50,18 @@ def test_attention_of_one_row_on_a_cpu_matches_the_reference(
     assert (out.shape, out.dtype) == (q.shape, dtype)
     assert (out.float() - expected).norm() / expected.norm() < limit
     assert (kept.float() - expected_kept).norm() / expected_kept.norm() < limit
+
+
+@pytest.mark.parametrize("window", [1, 40, 64])
+def test_attention_of_one_row_reads_no_pages_behind_the_window(window: int) -> None:
+    batch, num_pages = make_batch([300], [], torch.device("cpu"))
+    rules = AttentionRules(0.1, torch.randn(400, 64), window=window)
+    q, k, v = (torch.randn(1, heads, 64) for heads in (4, 2, 2))
+    pages = torch.randn(2, num_pages + 1, PAGE_TOKENS, 2, 64)
+    pages[:, num_pages] = torch.nan
+    expected = one_row_attention(q, k, v, rules, batch, *pages.clone())
+    found = one_row_attention(q, k, v, rules, behind_windows(batch, window, num_pages), *pages.clone())
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,36 @@ def test_attention_and_stored_kv_match_the_reference(
     expected, expected_kept = run(attention_reference, torch.float32)
     assert_close(out, expected)
     assert_close(kept, expected_kept)
+
+
+def behind_windows(batch: Batch, window: int, page: int) -> Batch:
+    """The same step after its rows have released the pages behind their windows: `page` is in their place."""
+    table = batch.page_table.clone()
+    firsts = [int(length) - 1 for length in batch.lengths[: batch.num_decodes]] + [row.start for row in batch.prefills]
+    for row, first in enumerate(firsts):
+        table[row, : max(0, first + 1 - window) // PAGE_TOKENS] = page
+    assert (table == page).any()
+    return replace(batch, page_table=table, _shared={})
+
+
+@pytest.mark.parametrize("window", [1, 40, 64])
+@pytest.mark.parametrize("rows", [([], [(200, 140), (0, 3), (130, 1)]), ([300, 200, 5], []), ([300], [])])
+@pytest.mark.parametrize("function", [attention, attention_reference])
+def test_pages_behind_the_window_are_not_read(
+    function: Callable[..., torch.Tensor],
+    rows: tuple[list[int], list[tuple[int, int]]],
+    window: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    batch, num_pages = make_batch(*rows, device)
+    rules = AttentionRules(0.1, torch.randn(400, 64, device=device), window=window)
+    q, k, v = (torch.randn(len(batch.positions), heads, 64, device=device, dtype=dtype) for heads in (4, 2, 2))
+    pages = torch.randn(2, num_pages + 1, PAGE_TOKENS, 2, 64, device=device, dtype=dtype)
+    pages[:, num_pages] = torch.nan
+    expected = function(q, k, v, rules, batch, *pages.clone())
+    found = function(q, k, v, rules, behind_windows(batch, window, num_pages), *pages.clone())
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.gpu

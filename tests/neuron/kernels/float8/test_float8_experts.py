@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cortex.neuron.kernels.activations import activate_reference
+from cortex.neuron.kernels.float8.codes import empty_float8_codes, widened
 from cortex.neuron.kernels.float8.experts import float8_grouped_product
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout
-from cortex.neuron.kernels.float8.matrix import empty_float8_matrix, widened
-from cortex.neuron.kernels.float8.rows import Float8Rows, float8_rows
+from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import INTERPRETED
-from cortex.neuron.kernels.moe.routing import PairLists
-from cortex.neuron.kernels.silu import silu_mul_reference
+from cortex.neuron.kernels.moe.pairs import PairLists
+from cortex.neuron.kernels.products.grouped import expert_load, tiling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KIND = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter multiplies no bfloat16
@@ -46,20 +47,29 @@ def test_pairs_agree_with_the_widened_matrix_of_their_expert(
         pytest.skip("needs a GPU with FP8 tensor cores")
     torch.manual_seed(0)
     lists, chosen = some_lists(tokens)
-    matrix = empty_float8_matrix(layout, HELD * outputs * (1 + gated), inputs, DEVICE)
-    matrix.put_numbers(0, torch.randn(matrix.outputs, inputs, device=DEVICE) * inputs**-0.5)
+    matrix = empty_float8_codes(layout, HELD * outputs * (1 + gated), inputs, DEVICE)
+    matrix.put_values(0, torch.randn(matrix.outputs, inputs, device=DEVICE) * inputs**-0.5)
     matrix.scales.mul_(torch.logspace(-1, 0.5, matrix.scales.numel(), device=DEVICE).view_as(matrix.scales))
     pairs_per_row = SLOTS if gated else 1
     x = torch.randn(tokens * SLOTS // pairs_per_row, inputs, device=DEVICE).to(KIND)
-    rows = float8_rows(x, grouped=False) if is_rounded else x
+    rows = float8_rows(x, grouped=False) if is_rounded else None
+    values = x.float() if rows is None else rows.codes.float() * rows.scales.t()
     out = torch.zeros(tokens * SLOTS, outputs, dtype=KIND, device=DEVICE)
-    float8_grouped_product(rows, matrix, HELD, lists, out, pairs_per_row=pairs_per_row, gated=gated)
+    float8_grouped_product(
+        x if rows is None else rows.codes,
+        None if rows is None else rows.scales,
+        matrix,
+        lists,
+        out,
+        tiling(expert_load(len(out), HELD)),
+        pairs_per_row=pairs_per_row,
+        activation="silu" if gated else None,
+    )
     weights = widened(matrix).view(HELD, -1, inputs)
-    values = rows.codes.float() * rows.scales.t() if isinstance(rows, Float8Rows) else x.float()
     for pair, expert in enumerate(chosen.tolist()):
         if expert >= HELD:
             assert not out[pair].any()
             continue
         expected = weights[expert] @ values[pair // pairs_per_row]
-        expected = silu_mul_reference(expected[None])[0] if gated else expected * lists.weights.view(-1)[pair]
+        expected = activate_reference(expected, "silu") if gated else expected * lists.weights.view(-1)[pair]
         assert (out[pair].float() - expected).norm() <= 0.01 * expected.norm() + 1e-6

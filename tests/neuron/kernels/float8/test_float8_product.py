@@ -5,21 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cortex.neuron.kernels.activations import ACTIVATIONS, activate_reference
+from cortex.neuron.kernels.float8.codes import FLOAT8, Float8Codes, empty_float8_codes, widened
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout, float8_layout
-from cortex.neuron.kernels.float8.matrix import FLOAT8, Float8Matrix, empty_float8_matrix, widened
+from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.float8.one_row import one_row_float8_product, one_row_reference
-from cortex.neuron.kernels.float8.product import (
-    float8_embedding,
-    float8_product,
-    float8_product_reference,
-    gated_float8_product,
-    widened_product,
-)
+from cortex.neuron.kernels.float8.product import float8_product, float8_product_reference, widened_product
 from cortex.neuron.kernels.float8.rows import float8_rows, float8_rows_reference
 from cortex.neuron.kernels.float8.support import has_float8_products, has_library_product
 from cortex.neuron.kernels.jit import INTERPRETED
+from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, Prologue
 from cortex.neuron.kernels.norm import rms_norm_reference
-from cortex.neuron.kernels.silu import silu_mul_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_kernels = pytest.mark.skipif(
@@ -36,11 +32,11 @@ def _same_numbers() -> None:
     torch.manual_seed(0)
 
 
-def random_matrix(layout: Float8Layout, outputs: int, inputs: int) -> Float8Matrix:
+def random_matrix(layout: Float8Layout, outputs: int, inputs: int) -> Float8Codes:
     """Whose blocks differ a thousandfold in size."""
-    matrix = empty_float8_matrix(layout, outputs, inputs, DEVICE)
+    matrix = empty_float8_codes(layout, outputs, inputs, DEVICE)
     numbers = torch.randn(outputs, inputs, device=DEVICE)
-    matrix.put_numbers(0, numbers)
+    matrix.put_values(0, numbers)
     matrix.scales.mul_(torch.logspace(-2, 1, matrix.scales.numel(), device=DEVICE).view_as(matrix.scales))
     return matrix
 
@@ -78,8 +74,7 @@ def test_layout_by_the_shape_and_what_shares_a_scale(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_num_bytes_is_what_the_tensors_take(layout: Float8Layout) -> None:
-    matrix = empty_float8_matrix(layout, 256, 384, DEVICE)
-    assert layout.num_bytes(256, 384) == sum(tensor.nbytes for tensor in matrix.tensors)
+    assert layout.num_bytes(256, 384) == Float8Matrix(layout, 256, 384, DEVICE).num_bytes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -87,21 +82,21 @@ def test_rows_put_in_pieces_come_back(layout: Float8Layout) -> None:
     codes = torch.randn(256, 384, device=DEVICE).to(FLOAT8)
     scales = torch.rand(layout.num_scales(256, 384), device=DEVICE) + 0.5
     by_row = scales.repeat_interleave(layout.block or 1, 0)
-    matrix = empty_float8_matrix(layout, 256, 384, DEVICE)
+    matrix = Float8Matrix(layout, 256, 384, DEVICE)
     for first, last in ((192, 256), (0, 64), (64, 192)):
         matrix.put_float8(first, codes[first:last], by_row[first:last])
     expected = codes.float() * by_row.repeat_interleave(layout.block or 384, 1)
-    torch.testing.assert_close(widened(matrix), expected, rtol=0, atol=0)
+    torch.testing.assert_close(matrix.values(), expected, rtol=0, atol=0)
     numbers = torch.tensor([3, 130, 3], device=DEVICE)
-    torch.testing.assert_close(float8_embedding(matrix, numbers, torch.float32), expected[numbers], rtol=0, atol=0)
+    torch.testing.assert_close(matrix.rows(numbers, torch.float32), expected[numbers], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_numbers_are_rounded_by_at_most_a_sixteenth(layout: Float8Layout) -> None:
     numbers = torch.randn(256, 384, device=DEVICE)
     numbers[:128, :128] = 0
-    matrix = empty_float8_matrix(layout, 256, 384, DEVICE)
-    matrix.put_numbers(0, numbers)
+    matrix = empty_float8_codes(layout, 256, 384, DEVICE)
+    matrix.put_values(0, numbers)
     assert ((widened(matrix) - numbers).abs() <= numbers.abs() / 16 + 2e-5).all()
 
 
@@ -121,15 +116,16 @@ def test_rows_are_rounded_as_the_reference_rounds_them(grouped: bool, rows: int,
 @pytest.mark.parametrize("grouped", [True, False])
 def test_norm_and_activation_come_before_the_rounding(grouped: bool) -> None:
     x, weight = random_rows(5, 512), torch.rand(512, device=DEVICE)
-    normed = float8_rows(x, grouped=grouped, norm_weight=weight, eps=1e-5)
+    normed = float8_rows(x, Prologue(weight, 1e-5), grouped=grouped)
     expected = float8_rows_reference(rms_norm_reference(x.float(), weight, 1e-5), grouped=grouped)
     torch.testing.assert_close(normed.scales[:, :5], expected.scales, rtol=1e-4, atol=1e-9)
     assert_near(normed.codes[:5].float(), expected.codes.float(), ROUNDING)
     both = random_rows(5, 1024) / 10
-    activated = float8_rows(both, grouped=grouped, gated=True)
-    expected = float8_rows_reference(silu_mul_reference(both.float()), grouped=grouped)
-    torch.testing.assert_close(activated.scales[:, :5], expected.scales, rtol=1e-4, atol=1e-9)
-    assert_near(activated.codes[:5].float(), expected.codes.float(), ROUNDING)
+    for activation in ACTIVATIONS:
+        activated = float8_rows(both, Prologue(activation=activation), grouped=grouped)
+        expected = float8_rows_reference(activate_reference(both.float(), activation), grouped=grouped)
+        torch.testing.assert_close(activated.scales[:, :5], expected.scales, rtol=1e-4, atol=1e-9)
+        assert_near(activated.codes[:5].float(), expected.codes.float(), ROUNDING)
 
 
 @needs_kernels
@@ -144,8 +140,8 @@ def test_product_of_rounded_rows_agrees_with_the_reference(
     bias, residual = torch.randn(outputs, device=DEVICE).to(KIND), torch.randn(rows, outputs, device=DEVICE).to(KIND)
     rounded = float8_rows(x, grouped=layout.block > 0)
     for _ in range(2):  # the second finds the counters as the first left them
-        out = float8_product(rounded, matrix, bias, residual)
-        assert_near(out, float8_product_reference(rounded, matrix, bias, residual))
+        out = float8_product(rounded, matrix, Epilogue(bias, residual))
+        assert_near(out, float8_product_reference(rounded, matrix, Epilogue(bias, residual)))
 
 
 @needs_kernels
@@ -153,9 +149,9 @@ def test_product_of_rounded_rows_agrees_with_the_reference(
 def test_gated_product_of_rounded_rows_agrees_with_the_reference(rows: int, outputs: int, inputs: int) -> None:
     matrix, x = random_matrix(FLOAT8_ROWS, 2 * outputs, inputs), random_rows(rows, inputs) / 1000
     rounded = float8_rows(x, grouped=False)
-    expected = silu_mul_reference(float8_product_reference(rounded, matrix))
-    for _ in range(2):
-        assert_near(gated_float8_product(rounded, matrix), expected)
+    for activation in ACTIVATIONS:
+        expected = activate_reference(float8_product_reference(rounded, matrix), activation)
+        assert_near(float8_product(rounded, matrix, Epilogue(activation=activation)), expected)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +180,8 @@ def test_product_with_a_large_batch_agrees_with_the_reference(layout: Float8Layo
     matrix, x = random_matrix(layout, 384, inputs), random_rows(rows, inputs)
     bias, residual = torch.randn(384, device=DEVICE).to(KIND), torch.randn(rows, 384, device=DEVICE).to(KIND)
     rounded = float8_rows(x, grouped=layout.block > 0)
-    expected = float8_product_reference(rounded, matrix, bias, residual)
-    assert_near(float8_product(rounded, matrix, bias, residual), expected)
+    expected = float8_product_reference(rounded, matrix, Epilogue(bias, residual))
+    assert_near(float8_product(rounded, matrix, Epilogue(bias, residual)), expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -197,7 +193,7 @@ def test_product_with_the_widened_matrix_agrees_with_it(
     bias, residual = torch.randn(outputs, device=DEVICE).to(KIND), torch.randn(rows, outputs, device=DEVICE).to(KIND)
     expected = x.float() @ widened(matrix).t() + bias.float() + residual.float()
     out = residual.clone()
-    widened_product(x, matrix, out, bias, out)
+    widened_product(x, matrix, Epilogue(bias, out), out)
     assert_near(out, expected)
 
 
@@ -220,8 +216,9 @@ def test_one_row_keeps_its_precision(layout: Float8Layout, outputs: int, inputs:
     weight = torch.rand(inputs, device=DEVICE).to(KIND) if normed else None
     bias, residual = (torch.randn(1, outputs, device=DEVICE).to(KIND) for _ in range(2))
     out = torch.full((1, outputs), torch.nan, dtype=KIND, device=DEVICE)
-    one_row_float8_product(x, matrix, out, bias[0], weight, 1e-6, residual)
-    assert_near(out, one_row_reference(x, matrix, bias[0], weight, 1e-6, residual))
+    prologue, epilogue = Prologue(weight, 1e-6), Epilogue(bias[0], residual)
+    one_row_float8_product(x, matrix, out, prologue, epilogue)
+    assert_near(out, one_row_reference(x, matrix, prologue, epilogue))
 
 
 @needs_kernels
@@ -231,8 +228,8 @@ def test_one_row_of_any_size(size: float) -> None:
     matrix = random_matrix(FLOAT8_ROWS, 16, 128)
     x = random_rows(1, 128) * size
     out = torch.full((1, 16), torch.nan, dtype=KIND, device=DEVICE)
-    one_row_float8_product(x, matrix, out, None, None, 0.0, None)
-    expected = one_row_reference(x, matrix, None, None, 0.0, None)
+    one_row_float8_product(x, matrix, out, PLAIN, BARE)
+    expected = one_row_reference(x, matrix, PLAIN, BARE)
     assert_near(out / (size or 1) + 1, expected / (size or 1) + 1)
 
 
@@ -241,6 +238,8 @@ def test_one_row_of_any_size(size: float) -> None:
 def test_one_row_through_gate_and_up(layout: Float8Layout) -> None:
     matrix, x = random_matrix(layout, 256, 384), random_rows(1, 384) / 100
     weight = torch.rand(384, device=DEVICE).to(KIND)
-    out = torch.full((1, 128), torch.nan, dtype=KIND, device=DEVICE)
-    one_row_float8_product(x, matrix, out, None, weight, 1e-6, None, gated=True)
-    assert_near(out, one_row_reference(x, matrix, None, weight, 1e-6, None, gated=True))
+    for activation in ACTIVATIONS:
+        prologue, epilogue = Prologue(weight, 1e-6), Epilogue(activation=activation)
+        out = torch.full((1, 128), torch.nan, dtype=KIND, device=DEVICE)
+        one_row_float8_product(x, matrix, out, prologue, epilogue)
+        assert_near(out, one_row_reference(x, matrix, prologue, epilogue))

@@ -5,6 +5,7 @@ import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
 
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture_grouped, mixture_of_rows, mixture_reference
 from cortex.neuron.kernels.moe.routing import choose_reference
@@ -25,8 +26,8 @@ def random_experts(
 
     return Experts(
         random(routed + bool(shared), hidden) * 3,
-        random(routed + shared, 2 * inner, hidden),
-        random(routed + shared, hidden, inner),
+        DenseMatrix(random((routed + shared) * 2 * inner, hidden)),
+        DenseMatrix(random((routed + shared) * hidden, inner)),
         num_shared=shared,
         top_k=top_k,
         renormalise=renormalise,
@@ -35,8 +36,14 @@ def random_experts(
 
 def exact(experts: Experts) -> Experts:
     """The same experts in float32."""
-    router, gate_up, down = (tensor.float() for tensor in (experts.router, experts.gate_up, experts.down))
-    return Experts(router, gate_up, down, experts.top_k, experts.renormalise, experts.num_shared)
+    gate_up, down = (DenseMatrix(matrix.values().float()) for matrix in (experts.gate_up, experts.down))
+    return dataclasses.replace(experts, router=experts.router.float(), gate_up=gate_up, down=down)
+
+
+def stacks(experts: Experts) -> list[torch.Tensor]:
+    """The weights of gate and up, and of down, by expert."""
+    matrices, num_experts = (experts.gate_up, experts.down), experts.num_held + experts.num_shared
+    return [matrix.values().unflatten(0, (num_experts, -1)) for matrix in matrices]
 
 
 def rows_with_clear_routing(count: int, norm: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -54,11 +61,12 @@ def mixture_by_definition(hidden: torch.Tensor, norm: torch.Tensor, experts: Exp
     """Token by token, expert by expert, by definition."""
     x = torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], norm, EPS)
     out = hidden.clone()
+    gate_up, down = stacks(experts)
     choice = choose_reference(x @ experts.router.t(), experts)
     for token, (chosen, weights) in enumerate(zip(choice.experts.tolist(), choice.weights, strict=True)):
         for expert, weight in zip(chosen, weights, strict=True):
-            gate, up = (x[token] @ experts.gate_up[expert].t()).chunk(2)
-            out[token] += weight * ((torch.nn.functional.silu(gate) * up) @ experts.down[expert].t())
+            gate, up = (x[token] @ gate_up[expert].t()).chunk(2)
+            out[token] += weight * ((torch.nn.functional.silu(gate) * up) @ down[expert].t())
     return out
 
 
@@ -98,7 +106,7 @@ def test_small_and_large_batches_match_the_reference(
 def held(experts: Experts, first: int, count: int) -> Experts:
     """What a rank of a divided model has of `experts`: some routed ones, and all shared ones."""
     parts = (slice(first, first + count), slice(experts.num_routed, experts.num_experts))
-    gate_up, down = (torch.cat([stack[part] for part in parts]) for stack in (experts.gate_up, experts.down))
+    gate_up, down = (DenseMatrix(torch.cat([stack[part] for part in parts]).flatten(0, 1)) for stack in stacks(experts))
     return dataclasses.replace(experts, gate_up=gate_up, down=down, first=first)
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
-from cortex.neuron.kernels.device_matrix import DeviceMatrix, empty_device_matrix
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import INTERPRETED
+from cortex.neuron.kernels.layouts import DeviceLayout
+from cortex.neuron.kernels.matrix import ExpertMatrix
+from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture, mixture_grouped, mixture_of_rows, mixture_reference
-from cortex.neuron.kernels.moe.quantised import PackedExperts
 from cortex.neuron.kernels.quantised import experts as packed_experts
 from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.kernels.quantised.experts import PackedExpertTiles
-from cortex.neuron.kernels.quantised.packing import PackedMatrix
-from cortex.neuron.kernels.quantised.recipes import DeviceLayout
+from cortex.neuron.kernels.quantised.matrix import PackedMatrix
+from cortex.neuron.kernels.storages import empty_device_matrix
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KIND = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -29,30 +32,36 @@ EPS = 1e-6
 Mixture = Callable[..., torch.Tensor]
 
 
-def random_matrix(layout: DeviceLayout, outputs: int, inputs: int) -> DeviceMatrix:
+def random_matrix(layout: DeviceLayout, outputs: int, inputs: int) -> ExpertMatrix:
     matrix = empty_device_matrix(layout, outputs, inputs, DEVICE)
     if isinstance(matrix, PackedMatrix):
-        bits, group, levels = matrix.layout.bits, matrix.layout.group, matrix.layout.levels
-        zero = 1 << bits - 1 if matrix.layout.zero is None else matrix.layout.zero
+        bits, group, levels = matrix.codes.layout.bits, matrix.codes.layout.group, matrix.codes.layout.levels
+        zero = 1 << bits - 1 if matrix.codes.layout.zero is None else matrix.codes.layout.zero
         code = torch.randint(0, 1 << bits, (outputs, inputs), device=DEVICE)
         if levels:
             code = torch.tensor(levels, device=DEVICE)[code] + zero
         scale = torch.rand(outputs, inputs // group, device=DEVICE) * (2 * inputs**-0.5 / zero)
-        matrix.put(0, code.to(torch.uint8), scale, scale * -zero)
+        matrix.put_codes(0, code.to(torch.uint8), scale, scale * -zero)
     else:
-        matrix.put_numbers(0, torch.randn(outputs, inputs, device=DEVICE) * inputs**-0.5)
+        matrix.put_values(0, torch.randn(outputs, inputs, device=DEVICE) * inputs**-0.5)
     return matrix
 
 
-def random_experts(gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner: int) -> PackedExperts:
+def random_experts(gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner: int) -> Experts:
     experts = 4
-    return PackedExperts(
+    return Experts(
         torch.randn(experts, hidden, device=DEVICE).to(KIND),
         random_matrix(gate_up, experts * 2 * inner, hidden),
         random_matrix(down, experts * hidden, inner),
         top_k=2,
         renormalise=True,
     )
+
+
+def dense(experts: Experts) -> Experts:
+    """The same experts as dense weights."""
+    gate_up, down = (DenseMatrix(matrix.values().to(KIND)) for matrix in (experts.gate_up, experts.down))
+    return replace(experts, gate_up=gate_up, down=down)
 
 
 GROUPED = ((mixture_grouped, 2), (mixture_grouped, 9))
@@ -82,7 +91,7 @@ def test_mixture_agrees_with_dense_experts(
     is_rounded = isinstance(experts.gate_up, Float8Matrix) and has_float8_products(DEVICE)
     for function, rows in runs:
         x = torch.randn(rows, hidden, device=DEVICE).to(KIND)
-        expected = mixture_reference(x, norm_weight, EPS, experts.dense())
+        expected = mixture_reference(x, norm_weight, EPS, dense(experts))
         tolerance = 0.15 if is_rounded and function is mixture_grouped else 0.03
         torch.testing.assert_close(function(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=tolerance)
 
@@ -97,7 +106,7 @@ def test_programs_take_blocks_of_rows_one_after_another(monkeypatch: pytest.Monk
     torch.manual_seed(0)
     experts = random_experts(layouts.Q4, layouts.Q4, 192, 32)
     x, norm_weight = torch.randn(3, 192, device=DEVICE).to(KIND), torch.ones(192, device=DEVICE).to(KIND)
-    expected = mixture_reference(x, norm_weight, EPS, experts.dense())
+    expected = mixture_reference(x, norm_weight, EPS, dense(experts))
     torch.testing.assert_close(mixture_grouped(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=0.03)
 
 
@@ -108,5 +117,5 @@ def test_a_cpu_without_kernels_computes_with_dense_weights(layout: DeviceLayout)
     experts = random_experts(layout, layout, 128, 128)
     x, norm_weight = torch.randn(2, 128), torch.rand(128)
     torch.testing.assert_close(
-        mixture(x, norm_weight, EPS, experts), mixture_reference(x, norm_weight, EPS, experts.dense())
+        mixture(x, norm_weight, EPS, experts), mixture_reference(x, norm_weight, EPS, dense(experts))
     )

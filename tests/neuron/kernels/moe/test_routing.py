@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
 
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.routing import (
     choose_reference,
@@ -40,7 +41,8 @@ def make_experts(
     router = torch.randn(routed + (shared > 0 and rule.gates_shared), hidden, device=device)
     unused = torch.empty(routed + shared, 2, hidden, device=device)
     bias = torch.randn(routed, device=device) if biased else None
-    return Experts(router, unused, unused.mT[..., :1], top_k, renormalise, shared, rule=rule, bias=bias)
+    gate_up, down = DenseMatrix(unused.flatten(0, 1)), DenseMatrix(unused.mT[..., :1].flatten(0, 1))
+    return Experts(router, gate_up, down, top_k, renormalise, shared, rule=rule, bias=bias)
 
 
 @pytest.mark.parametrize("rule", RULES)

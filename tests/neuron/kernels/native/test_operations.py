@@ -11,12 +11,12 @@ from torch import Tensor
 from cortex.neuron.kernels.attention.native import native_attention
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.kernels.cpu.layout import CpuForm, CpuLayout
+from cortex.neuron.kernels.cpu.native import NativeMatrix
 from cortex.neuron.kernels.greedy import likeliest, likeliest_reference
+from cortex.neuron.kernels.matrix import PLAIN, Epilogue, Prologue, StackedMatrix
 from cortex.neuron.kernels.native.library import native_library_or_none
 from cortex.neuron.kernels.native.operations import NotRecorded, Recording
-from cortex.neuron.kernels.products.cpu_layout import CpuForm, CpuLayout
-from cortex.neuron.kernels.products.native import NativeMatrix
-from cortex.neuron.layers.packed import CpuProjections
 
 HEADS, KV_HEADS, DIM, ROWS, PAGE_TOKENS, PAGES = 4, 2, 32, 5, 8, 20
 HIDDEN = HEADS * DIM
@@ -30,8 +30,8 @@ def library() -> None:
 
 
 def matrix(outputs: int, inputs: int, bits: int = 8) -> NativeMatrix:
-    made = NativeMatrix.empty(CpuLayout(CpuForm.NATIVE, bits, 32, 1 << bits - 1), outputs, inputs, torch.device("cpu"))
-    made.put_numbers(0, torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(bits)) * inputs**-0.5)
+    made = NativeMatrix(CpuLayout(CpuForm.NATIVE, bits, 32, 1 << bits - 1), outputs, inputs, torch.device("cpu"))
+    made.put_values(0, torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(bits)) * inputs**-0.5)
     return made
 
 
@@ -42,9 +42,9 @@ class Layer:
     def __init__(self, dtype: torch.dtype) -> None:
         kv = KV_HEADS * DIM
         self.embedding = matrix(VOCAB, HIDDEN)
-        self.qkv = CpuProjections([matrix(HIDDEN + kv, HIDDEN, 4), matrix(kv, HIDDEN, 6)])
+        self.qkv = StackedMatrix([matrix(HIDDEN + kv, HIDDEN, 4), matrix(kv, HIDDEN, 6)])
         self.output, self.gate_up, self.down = (
-            CpuProjections([matrix(*shape)]) for shape in ((HIDDEN, HIDDEN), (2 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN))
+            matrix(*shape) for shape in ((HIDDEN, HIDDEN), (2 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN))
         )
         self.bias = torch.randn(HIDDEN + 2 * kv).to(dtype)
         angles = torch.randn(PAGES * PAGE_TOKENS, DIM // 2)
@@ -54,11 +54,11 @@ class Layer:
 
     def __call__(self, tokens: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         hidden = self.embedding.rows(tokens, self.dtype)
-        heads = self.qkv(hidden, self.bias, None, None).view(-1, HEADS + 2 * KV_HEADS, DIM)
+        heads = self.qkv.product(hidden, PLAIN, Epilogue(self.bias)).view(-1, HEADS + 2 * KV_HEADS, DIM)
         q, k, v = torch.split_with_sizes(heads, [HEADS, KV_HEADS, KV_HEADS], 1)
         mixed = native_attention(q, k, v, self.rules, batch, *self.pages)
-        hidden = self.output(mixed.flatten(1), None, None, hidden)
-        hidden = self.down.activated(self.gate_up(hidden, None, None, None), None, hidden)
+        hidden = self.output.product(mixed.flatten(1), PLAIN, Epilogue(residual=hidden))
+        hidden = self.down.product(self.gate_up.product(hidden), Prologue(activation="silu"), Epilogue(residual=hidden))
         logits = self.embedding.product(hidden.float())
         return logits, *likeliest(logits)
 
@@ -121,7 +121,7 @@ def test_operations_that_are_not_known_are_not_run() -> None:
 def test_replay_reports_a_token_that_does_not_exist() -> None:
     tokens, embedding = torch.tensor([3]), matrix(VOCAB, HIDDEN)
     with Recording() as recording:
-        embedding.rows(tokens)
+        embedding.rows(tokens, torch.float32)
     recording.replay(1)
     tokens.fill_(VOCAB)
     with pytest.raises(IndexError):

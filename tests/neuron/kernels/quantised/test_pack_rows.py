@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised.codes import PackedCodes, empty_codes, pack_codes_reference, unpacked
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_numbers
-from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, pack_codes_reference, unpacked
+from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_values
 from cortex.neuron.kernels.quantised.quantise import quantised
 
 LAYOUTS = [layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q8]
@@ -24,14 +24,14 @@ def numbers_like(kind: str, columns: int, device: torch.device) -> Tensor:
     return torch.randint(-64, 65, (ROWS, columns), device=device).to(torch.bfloat16) / 64
 
 
-def both(layout: Layout, numbers: Tensor) -> tuple[PackedMatrix, PackedMatrix]:
+def both(layout: Layout, numbers: Tensor) -> tuple[PackedCodes, PackedCodes]:
     """Of the kernel and of plain torch. The memory has other contents before."""
     rows, columns = numbers.shape
-    made = empty_matrix(layout, rows, columns, numbers.device), empty_matrix(layout, rows, columns, numbers.device)
+    made = empty_codes(layout, rows, columns, numbers.device), empty_codes(layout, rows, columns, numbers.device)
     for matrix in made:
         for tensor in matrix.tensors:
             tensor.fill_(77)
-    pack_numbers(numbers, layout, *made[0].tensors)
+    pack_values(numbers, layout, *made[0].tensors)
     pack_codes_reference(*quantised(numbers, layout), layout, *made[1].tensors)
     return made
 
@@ -77,7 +77,7 @@ def test_codes_are_packed_to_the_same_bits(layout: Layout, columns: int, device:
     groups = columns // layout.group
     code = torch.randint(0, 1 << layout.bits, (ROWS, columns), dtype=torch.uint8, device=device)
     scale, minimum = torch.randn(2, ROWS, groups, device=device)
-    made = empty_matrix(layout, ROWS, columns, device), empty_matrix(layout, ROWS, columns, device)
+    made = empty_codes(layout, ROWS, columns, device), empty_codes(layout, ROWS, columns, device)
     pack_codes(code, scale, minimum, layout, *made[0].tensors)
     pack_codes_reference(code, scale, minimum, layout, *made[1].tensors)
     for ours, theirs in zip(made[0].tensors, made[1].tensors, strict=True):
@@ -89,6 +89,6 @@ def test_codes_are_packed_to_the_same_bits(layout: Layout, columns: int, device:
 def test_scales_that_are_no_numbers_stay_visible(layout: Layout, bits: int, device: torch.device) -> None:
     code = torch.zeros(ROWS, 32, dtype=torch.uint8, device=device)
     scale = torch.full((ROWS, 32 // layout.group), bits, dtype=torch.int32, device=device).view(torch.float32)
-    matrix = empty_matrix(layout, ROWS, 32, device)
+    matrix = empty_codes(layout, ROWS, 32, device)
     pack_codes(code, scale, scale, layout, *matrix.tensors)
     assert unpacked(matrix).isnan().all()

@@ -7,20 +7,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from cortex.neuron.kernels.activations import ACTIVATIONS, activate_reference
 from cortex.neuron.kernels.jit import INTERPRETED
+from cortex.neuron.kernels.matrix import PLAIN, Epilogue, Prologue
 from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.kernels.quantised import product
-from cortex.neuron.kernels.quantised.few_rows import few_rows_product, gated_few_rows_product
+from cortex.neuron.kernels.quantised.codes import empty_codes, unpacked
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
-from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, unpacked
-from cortex.neuron.kernels.quantised.product import (
-    dequantise,
-    gated_product,
-    packed_product,
-    packed_product_reference,
-    packed_rows,
-)
+from cortex.neuron.kernels.quantised.matrix import PackedMatrix
+from cortex.neuron.kernels.quantised.product import dequantise, packed_product_reference
 from cortex.neuron.kernels.quantised.tiles import PackedTiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,8 +55,8 @@ def dense(codes: Codes, layout: Layout) -> torch.Tensor:
 
 
 def random_matrix(layout: Layout, outputs: int, inputs: int) -> PackedMatrix:
-    matrix = empty_matrix(layout, outputs, inputs, DEVICE)
-    matrix.put(0, *random_codes(layout, outputs, inputs))
+    matrix = PackedMatrix(layout, outputs, inputs, DEVICE)
+    matrix.put_codes(0, *random_codes(layout, outputs, inputs))
     return matrix
 
 
@@ -69,9 +64,9 @@ def random_matrix(layout: Layout, outputs: int, inputs: int) -> PackedMatrix:
 @pytest.mark.parametrize("inputs", [32, 128, 160, 384])
 def test_unpacked_matrix_equals_codes_times_scales(layout: Layout, inputs: int) -> None:
     codes = random_codes(layout, 24, inputs)
-    matrix = empty_matrix(layout, 24, inputs, DEVICE)
-    matrix.put(0, *(part[:16] for part in codes))
-    matrix.put(16, *(part[16:] for part in codes))
+    matrix = empty_codes(layout, 24, inputs, DEVICE)
+    matrix.put_codes(0, *(part[:16] for part in codes))
+    matrix.put_codes(16, *(part[16:] for part in codes))
     torch.testing.assert_close(unpacked(matrix), dense(codes, layout), rtol=1e-6, atol=1e-6)
     rows = torch.tensor([5, 17, 5], device=DEVICE)
     torch.testing.assert_close(unpacked(matrix, rows), unpacked(matrix)[rows], rtol=0, atol=0)
@@ -79,8 +74,7 @@ def test_unpacked_matrix_equals_codes_times_scales(layout: Layout, inputs: int) 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_num_bytes_is_what_the_tensors_take(layout: Layout) -> None:
-    matrix = empty_matrix(layout, 48, 160, DEVICE)
-    assert layout.num_bytes(48, 160) == sum(tensor.numel() * tensor.element_size() for tensor in matrix.tensors)
+    assert layout.num_bytes(48, 160) == PackedMatrix(layout, 48, 160, DEVICE).num_bytes
 
 
 @needs_kernels
@@ -89,11 +83,11 @@ def test_num_bytes_is_what_the_tensors_take(layout: Layout) -> None:
 def test_dequantised_rows_equal_the_reference(layout: Layout, outputs: int, inputs: int) -> None:
     matrix = random_matrix(layout, outputs, inputs)
     out = torch.full((outputs - 7, inputs), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    dequantise(matrix, 3, outputs - 7, out)
-    torch.testing.assert_close(out, unpacked(matrix)[3:-4].bfloat16(), rtol=0.01, atol=1e-3)
+    dequantise(matrix.codes, 3, outputs - 7, out)
+    torch.testing.assert_close(out, matrix.values()[3:-4].bfloat16(), rtol=0.01, atol=1e-3)
     tokens = torch.randint(0, outputs, (19,), device=DEVICE)
-    looked_up = packed_rows(matrix, tokens, torch.bfloat16)
-    torch.testing.assert_close(looked_up, unpacked(matrix)[tokens].bfloat16(), rtol=0.01, atol=1e-3)
+    looked_up = matrix.rows(tokens, torch.bfloat16)
+    torch.testing.assert_close(looked_up, matrix.values()[tokens].bfloat16(), rtol=0.01, atol=1e-3)
 
 
 @needs_kernels
@@ -114,18 +108,19 @@ def test_product_agrees_with_the_dequantised_matrix(layout: Layout, rows: int, o
     x = torch.randn(rows, inputs, device=DEVICE).to(KIND)
     bias = torch.randn(outputs, device=DEVICE).to(KIND)
     residual = torch.randn(rows, outputs, device=DEVICE).to(KIND)
+    epilogue = Epilogue(bias, residual)
     wide = torch.full((rows, outputs + 24), torch.nan, dtype=KIND, device=DEVICE)
     for _ in range(2 if inputs > 512 else 1):  # the second split product finds the counters as the first left them
-        packed_product(x, matrix, wide[:, 8 : 8 + outputs], bias, residual)
+        matrix.product(x, PLAIN, epilogue, wide[:, 8 : 8 + outputs])
         torch.testing.assert_close(
             wide[:, 8 : 8 + outputs].float(),
-            packed_product_reference(x, matrix, bias, residual).float(),
+            packed_product_reference(x, matrix.codes, epilogue).float(),
             rtol=0.02,
             atol=0.02 * inputs**0.5,
         )
     assert wide[:, :8].isnan().all()
     assert wide[:, 8 + outputs :].isnan().all()
-    assert not matrix.counters.any()
+    assert not matrix.codes.counters.any()
 
 
 @needs_kernels
@@ -140,11 +135,9 @@ def test_product_agrees_with_the_dequantised_matrix(layout: Layout, rows: int, o
 def test_product_with_two_chunks_at_a_time(layout: Layout, tiles: PackedTiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "small_batch_tiles", lambda *_: tiles)
     matrix, x = random_matrix(layout, 72, 992), torch.randn(9, 992, device=DEVICE).to(KIND)
-    out = torch.full((9, 72), torch.nan, dtype=KIND, device=DEVICE)
-    packed_product(x, matrix, out)
-    expected = packed_product_reference(x, matrix, None, None)
-    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02 * 1000**0.5)
-    assert not matrix.counters.any()
+    expected = packed_product_reference(x, matrix.codes)
+    torch.testing.assert_close(matrix.product(x), expected, rtol=0.02, atol=0.02 * 1000**0.5)
+    assert not matrix.codes.counters.any()
 
 
 @needs_kernels
@@ -152,8 +145,8 @@ def test_product_with_two_chunks_at_a_time(layout: Layout, tiles: PackedTiles, m
 def test_product_adds_to_what_it_overwrites(rows: int) -> None:
     matrix = random_matrix(layouts.Q4, 40, 160)
     x, residual = (torch.randn(rows, size, device=DEVICE).to(KIND) for size in (160, 40))
-    expected = packed_product_reference(x, matrix, None, residual)
-    packed_product(x, matrix, residual, None, residual)
+    expected = packed_product_reference(x, matrix.codes, Epilogue(residual=residual))
+    matrix.product(x, PLAIN, Epilogue(residual=residual), residual)
     torch.testing.assert_close(residual.float(), expected.float(), rtol=0.02, atol=0.02 * 160**0.5)
 
 
@@ -175,30 +168,35 @@ def test_product_adds_to_what_it_overwrites(rows: int) -> None:
 def test_one_row_agrees_with_the_dequantised_matrix(layout: Layout, outputs: int, inputs: int, has_norm: bool) -> None:
     matrix = random_matrix(layout, outputs, inputs)
     x = torch.randn(1, inputs, device=DEVICE).to(KIND)
-    norm_weight = torch.rand(inputs, device=DEVICE).to(KIND) if has_norm else None
+    norm = torch.rand(inputs, device=DEVICE).to(KIND) if has_norm else None
     bias = torch.randn(outputs, device=DEVICE).to(KIND)
     residual = torch.randn(1, outputs, device=DEVICE).to(KIND)
     out = torch.full((1, outputs), torch.nan, dtype=KIND, device=DEVICE)
-    one_row_product(x, matrix, out, bias, norm_weight, 1e-6, residual)
+    matrix.product(x, Prologue(norm, 1e-6), Epilogue(bias, residual), out)
     value = x.float()
-    if norm_weight is not None:
-        value = torch.nn.functional.rms_norm(value, (inputs,), norm_weight.float(), 1e-6)
-    expected = value @ unpacked(matrix).t() + bias.float() + residual.float()
+    if norm is not None:
+        value = torch.nn.functional.rms_norm(value, (inputs,), norm.float(), 1e-6)
+    expected = value @ matrix.values().t() + bias.float() + residual.float()
     torch.testing.assert_close(out.float(), expected, rtol=0.01, atol=2e-3 * inputs**0.5)
 
 
+def gated(activation: str = "silu") -> Epilogue:
+    return Epilogue(activation=activation)
+
+
 @needs_kernels
-@pytest.mark.parametrize("layout", [layouts.Q4, layouts.Q6, layouts.Q8, layouts.IQ4], ids=layout_name)
-@pytest.mark.parametrize(("outputs", "inputs"), [(20, 160)])
-def test_gated_row_agrees_with_the_dequantised_matrices(layout: Layout, outputs: int, inputs: int) -> None:
-    matrix = random_matrix(layout, 2 * outputs, inputs)
-    x = torch.randn(1, inputs, device=DEVICE).to(KIND)
-    norm_weight = torch.rand(inputs, device=DEVICE).to(KIND)
-    out = torch.full((1, outputs), torch.nan, dtype=KIND, device=DEVICE)
-    gated_one_row_product(x, matrix, out, norm_weight, 1e-6)
-    value = torch.nn.functional.rms_norm(x.float(), (inputs,), norm_weight.float(), 1e-6)
-    gate, up = (value @ unpacked(matrix).t()).chunk(2, dim=-1)
-    torch.testing.assert_close(out.float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=4e-3 * inputs)
+@pytest.mark.parametrize(
+    ("layout", "activation"),
+    [*((layout, "silu") for layout in (layouts.Q4, layouts.Q6, layouts.Q8, layouts.IQ4)), (layouts.Q4, "gelu_tanh")],
+)
+def test_gated_row_agrees_with_the_dequantised_matrices(layout: Layout, activation: str) -> None:
+    matrix = random_matrix(layout, 40, 160)
+    x = torch.randn(1, 160, device=DEVICE).to(KIND)
+    norm = torch.rand(160, device=DEVICE).to(KIND)
+    out = matrix.product(x, Prologue(norm, 1e-6), gated(activation))
+    value = torch.nn.functional.rms_norm(x.float(), (160,), norm.float(), 1e-6)
+    expected = activate_reference(value @ matrix.values().t(), activation)
+    torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.64)
 
 
 @needs_kernels
@@ -206,40 +204,42 @@ def test_gated_row_agrees_with_the_dequantised_matrices(layout: Layout, outputs:
 def test_normed_rows_agree_with_the_dequantised_matrix(layout: Layout, inputs: int) -> None:
     matrix = random_matrix(layout, 2 * 12, inputs)
     x = (torch.randn(5, inputs, device=DEVICE) * torch.arange(1, 6, device=DEVICE)[:, None]).to(KIND)
-    norm_weight = torch.rand(inputs, device=DEVICE).to(KIND)
+    norm = Prologue(torch.rand(inputs, device=DEVICE).to(KIND), 1e-6)
     residual = torch.randn(5, 24, device=DEVICE).to(KIND)
-    expected = torch.nn.functional.rms_norm(x.float(), (inputs,), norm_weight.float(), 1e-6) @ unpacked(matrix).t()
-    out = torch.full((5, 24), torch.nan, dtype=KIND, device=DEVICE)
-    few_rows_product(x, matrix, out, None, norm_weight, 1e-6, residual)
+    assert norm.norm is not None
+    expected = torch.nn.functional.rms_norm(x.float(), (inputs,), norm.norm.float(), 1e-6) @ matrix.values().t()
+    out = matrix.product(x, norm, Epilogue(residual=residual))
     torch.testing.assert_close(out.float(), expected + residual.float(), rtol=0.02, atol=4e-3 * inputs**0.5)
-    gate, up = expected.chunk(2, dim=-1)
-    out = gated_few_rows_product(x, matrix, norm_weight, 1e-6)
-    torch.testing.assert_close(out.float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=4e-3 * inputs)
+    for activation in ACTIVATIONS:
+        out = matrix.product(x, norm, gated(activation))
+        torch.testing.assert_close(out.float(), activate_reference(expected, activation), rtol=0.02, atol=4e-3 * inputs)
 
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("layout", "tiles"),
-    [(layouts.Q4, PackedTiles(64, 2, 4, 3, 2, 255)), (layouts.Q6, PackedTiles(128, 2, 8, 3, 1, 128))],
+    ("layout", "activation", "tiles"),
+    [
+        (layouts.Q4, "silu", PackedTiles(64, 2, 4, 3, 2, 255)),
+        (layouts.Q6, "gelu_tanh", PackedTiles(128, 2, 8, 3, 1, 128)),
+    ],
 )
 def test_gated_rows_agree_with_the_dequantised_matrices(
-    layout: Layout, tiles: PackedTiles, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, activation: str, tiles: PackedTiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(product, "small_batch_tiles", lambda *_: tiles)
     outputs, inputs = tiles.outputs // 2 + 8, 512  # two programs, the second with outputs that do not exist
     matrix = random_matrix(layout, 2 * outputs, inputs)
     x = (torch.randn(9, inputs, device=DEVICE) * inputs**-0.5).to(KIND)
-    gate, up = (x.float() @ unpacked(matrix).t()).chunk(2, dim=-1)
-    out = gated_product(x, matrix)
-    torch.testing.assert_close(out.float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=0.03)
+    expected = activate_reference(x.float() @ matrix.values().t(), activation)
+    torch.testing.assert_close(matrix.product(x, PLAIN, gated(activation)).float(), expected, rtol=0.02, atol=0.03)
 
 
 @needs_kernels
 def test_norm_of_another_dtype_is_applied_before_the_row() -> None:
     matrix = random_matrix(layouts.Q4, 24, 160)
     x = torch.randn(1, 160, device=DEVICE).to(KIND)
-    norm_weight = torch.rand(160, device=DEVICE, dtype=torch.float64 if torch.float32 == KIND else torch.float32)
-    out = torch.full((1, 24), torch.nan, dtype=KIND, device=DEVICE)
-    one_row_product(x, matrix, out, None, norm_weight, 1e-6, None)
-    value = torch.nn.functional.rms_norm(x.float(), (160,), norm_weight.float(), 1e-6)
-    torch.testing.assert_close(out.float(), value @ unpacked(matrix).t(), rtol=0.02, atol=0.05)
+    norm = torch.rand(160, device=DEVICE, dtype=torch.float64 if torch.float32 == KIND else torch.float32)
+    value = torch.nn.functional.rms_norm(x.float(), (160,), norm.float(), 1e-6)
+    torch.testing.assert_close(
+        matrix.product(x, Prologue(norm, 1e-6)).float(), value @ matrix.values().t(), rtol=0.02, atol=0.05
+    )

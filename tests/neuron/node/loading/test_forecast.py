@@ -15,9 +15,10 @@ from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.kernels.cpu.layout import CpuForm
 from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES
-from cortex.neuron.kernels.products.cpu_layout import CpuForm
 from cortex.neuron.kernels.quantised.recipes import RECIPES
+from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import quantised_footprints
@@ -27,6 +28,7 @@ from cortex.wire.node.protocol import Device
 from ...tiny_models import tiny_delta, tiny_sizes
 
 CPU = torch.device("cpu")
+GPU = MatrixDevice("cuda", "bfloat16")
 GIB = 1 << 30
 SIZES: dict[str, Any] = {
     **tiny_sizes(vocab_size=512, num_hidden_layers=4),
@@ -94,8 +96,9 @@ def test_demo_model_takes_the_forecast_bytes() -> None:
     loaded = load_model(LoadSpec(str(path)), CPU, lambda *_: None, lambda: False)
     taken = loaded.weight_bytes + loaded.memory.num_bytes
     # The engine measures at load which form is fastest; the forecast goes by the processor.
+    dtype = str(loaded.dtype).removeprefix("torch.")
     dense_bytes, *packed_bytes = (
-        ModelSizes.of(facts.architecture, facts.storage(loaded.dtype.itemsize, cpu_form=form)).weight_bytes
+        ModelSizes.of(facts.architecture, facts.storage(MatrixDevice("cpu", dtype, form))).weight_bytes
         for form in (None, *CpuForm)
     )
     assert loaded.weight_bytes in (dense_bytes, *packed_bytes)
@@ -107,7 +110,7 @@ def test_demo_model_takes_the_forecast_bytes() -> None:
 def test_gpu_gives_a_model_a_few_full_contexts_if_free(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
     facts, forecaster = inspect(tmp_path), forecast(max_num_seqs=8, min_free_vram_mb=0)
-    sizes = ModelSizes.of(facts.architecture, facts.storage(2))
+    sizes = ModelSizes.of(facts.architecture, facts.storage(GPU))
     whole = forecaster.expected_bytes(model_at(tmp_path), facts, gpu(24 * GIB))
     assert whole == pytest.approx(sizes.weight_bytes + 4 * 8 * sizes.page_bytes, rel=0.03)
     small = gpu(GIB + forecaster.least_bytes(model_at(tmp_path), facts, gpu(GIB)) + 5 * sizes.page_bytes)
@@ -139,7 +142,7 @@ def test_forecast_counts_the_buffer_for_messages_between_ranks(
     assert forecaster.least_bytes(divided, facts, device) - forecaster.least_bytes(plain, facts, device) == expected
     if kind == "cuda":
         limited = KnownModel("m", source=str(tmp_path), memory_bytes=facts.num_ranks * GIB, **options)
-        sizes = ModelSizes.of(facts.architecture, facts.storage(2))
+        sizes = ModelSizes.of(facts.architecture, facts.storage(GPU))
         taken = forecaster.expected_bytes(limited, facts, device)
         assert GIB - sizes.page_bytes < taken <= GIB
         assert (taken - expected - sizes.weight_bytes) % sizes.page_bytes == 0
@@ -147,8 +150,8 @@ def test_forecast_counts_the_buffer_for_messages_between_ranks(
 
 def test_dense_weights_are_forecast_in_every_quantised_form_that_a_gpu_can_give_them(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
-    facts, forecaster = inspect(tmp_path), forecast(max_num_seqs=8)
-    devices = (gpu(24 * GIB),)
+    forecaster, devices = forecast(max_num_seqs=8), (gpu(24 * GIB),)
+    facts = inspect(tmp_path)
     found = quantised_footprints(forecaster, model_at(tmp_path), facts, devices)
     dense = forecaster.footprint(model_at(tmp_path), facts, devices)
     assert set(found) == set(RECIPES)

@@ -5,9 +5,9 @@ import pytest
 
 from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, TorchHarness
 from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
-from cortex.settings import SamplingDefaults
 from cortex.wire.errors import LoadFailed, ModelNotFound
 from cortex.wire.node.protocol import LoadRequest
+from cortex.wire.node.sampling import SamplingDefaults
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from faulty_models import models, running_node, write_model
 
 from cortex.neuron.engine.memory.dtypes import likely_cpu_form
-from cortex.neuron.kernels.products.cpu_layout import CpuForm
+from cortex.neuron.kernels.cpu.layout import CpuForm
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader, Survey

@@ -7,15 +7,17 @@ from faulty_models import CONFIG, write_model
 
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.memory.reserve import MemoryReserve
-from cortex.neuron.kernels.quantised.layout import Q4
 from cortex.neuron.kernels.quantised.recipes import RECIPES
+from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, inspect, objection, recipe_for
+from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.protocol import Device
 
 GIGABYTE = 10**9
+HALF = MatrixDevice("cpu", "bfloat16")
 FACTS = ModelFacts(Path("m"), read_architecture(CONFIG))
 
 
@@ -121,13 +123,13 @@ def test_reads_facts_and_sizes_from_config_and_headers(tmp_path: Path) -> None:
     facts = inspect(write_model(tmp_path / "m"))
     assert (facts.family, facts.context_tokens, facts.quant) == ("llama", 4096, None)
     whole, short = (
-        ModelSizes.of(facts.architecture, facts.storage(2)),
-        ModelSizes.of(facts.architecture, facts.storage(2), 100),
+        ModelSizes.of(facts.architecture, facts.storage(HALF)),
+        ModelSizes.of(facts.architecture, facts.storage(HALF), 100),
     )
     assert whole.page_bytes == 32 * 2 * 2 * 2 * 16 * 2  # tokens × bytes × layers × heads × size × (key, value)
     assert (whole.context_tokens, short.context_tokens) == (4096, 100)
     assert whole.ceiling_bytes > short.ceiling_bytes
-    doubled = ModelSizes.of(facts.architecture, facts.storage(4))
+    doubled = ModelSizes.of(facts.architecture, facts.storage(MatrixDevice("cpu", "float32")))
     assert (doubled.page_bytes, doubled.weight_bytes) == (2 * whole.page_bytes, 2 * whole.weight_bytes)
 
 
@@ -142,7 +144,7 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:
     }
     layers = {"layer_types": ["linear_attention", "full_attention"], **delta}
     found = inspect(write_model(tmp_path / "m", config=layers)), inspect(write_model(tmp_path / "n"))
-    hybrid, plain = (ModelSizes.of(facts.architecture, facts.storage(2)) for facts in found)
+    hybrid, plain = (ModelSizes.of(facts.architecture, facts.storage(HALF)) for facts in found)
     assert hybrid.page_bytes == plain.page_bytes // 2
     assert (hybrid.slot_bytes, plain.slot_bytes) == (2 * 4 * (2 * 16 + 32) + 4 * 32 * 8, 0)
 
@@ -155,7 +157,7 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:
         ({"num_attention_heads": 0}, None, "0 for 'num_attention_heads'"),
         ({"max_position_embeddings": "many"}, None, "'many' for 'max_position_embeddings'"),
         ({"num_hidden_layers": 10**9}, None, "1000000000 layers; at most 1000 are supported"),
-        ({"rms_norm_eps": "small"}, None, "config is damaged"),
+        ({"rms_norm_eps": "small"}, None, "'small' for 'rms_norm_eps'; it must be a positive number"),
         ({"model_type": "qwen3", "layer_types": 7}, None, "config is damaged"),
         ({}, "q3_k_m", "cannot be quantised as q3_k_m at load; choose one of q4_k, q5_k, q6_k, q8_0"),
     ],
@@ -232,10 +234,12 @@ def test_dense_weights_are_not_downloaded_for_a_quantisation_without_a_recipe(qu
 
 
 def test_packed_matrices_are_counted_in_quantised_bytes_on_a_gpu() -> None:
-    dense = ModelSizes.of(FACTS.architecture, FACTS.storage(2, is_packed=True)).weight_bytes
-    packed = replace(FACTS, packing={"model.embed_tokens.weight": Q4, "lm_head.weight": Q4})
-    assert ModelSizes.of(packed.architecture, packed.storage(2, is_packed=True)).weight_bytes < dense
-    assert ModelSizes.of(packed.architecture, packed.storage(2)).weight_bytes == dense, "a CPU keeps them dense"
+    gpu = MatrixDevice("cuda", "bfloat16")
+    dense = ModelSizes.of(FACTS.architecture, FACTS.storage(gpu)).weight_bytes
+    ends = {name: TensorInfo((512, 64), "Q4_K", 0) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    packed = replace(FACTS, tensors=ends)
+    assert ModelSizes.of(packed.architecture, packed.storage(gpu)).weight_bytes < dense
+    assert ModelSizes.of(packed.architecture, packed.storage(HALF)).weight_bytes == dense, "a CPU keeps them dense"
 
 
 def test_dense_weights_are_quantised_at_load_by_the_requested_recipe(tmp_path: Path) -> None:

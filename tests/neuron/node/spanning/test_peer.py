@@ -103,11 +103,16 @@ class FakePlace:
 
     def __init__(self, group: FakeGroup) -> None:
         self.library: Any = SimpleNamespace(is_configured=lambda _: True, adopt=lambda _: KnownModel("m", "m"))
-        self.loader: Any = SimpleNamespace(find_local=self._find_local, spec=lambda *_: LoadSpec("m"))
+        self.loader: Any = SimpleNamespace(
+            find_local=self._find_local, inspect=self._inspect, spec=lambda *_: LoadSpec("m")
+        )
         self.room: Any = SimpleNamespace(for_load=self._for_load)
         self.devices: Any = SimpleNamespace(claims=DeviceClaims(), group=lambda *_: group)
         self.sleep_budget: Any = SimpleNamespace(reserve=self._reserve)
         self.find_error: Exception | None = None
+
+    async def _inspect(self, *_: Any) -> Any:
+        return SimpleNamespace(digest="digest")
 
     async def _find_local(self, model: KnownModel) -> str:
         if self.find_error is not None:
@@ -131,7 +136,6 @@ def group() -> FakeGroup:
 
 @pytest.fixture
 def place(group: FakeGroup, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(hosted_share, "inspect", lambda *_, **__: SimpleNamespace(digest="digest"))
     monkeypatch.setattr(hosted_share, "FREE_S", 0.02)
     return FakePlace(group)
 

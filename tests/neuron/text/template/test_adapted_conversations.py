@@ -8,8 +8,8 @@ import pytest
 
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.chat_template import ChatTemplate
-from cortex.settings import SamplingDefaults
 from cortex.wire.errors import TemplateRenderFailed, UnsupportedModality
+from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Message, Text, ToolChoice, ToolResult
 
 from .conversations import CALLING, TOOLS, said

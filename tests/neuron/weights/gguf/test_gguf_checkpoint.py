@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.neuron.kernels.quantised.layout import Q8
-from cortex.neuron.kernels.quantised.packing import empty_matrix
+from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 from cortex.neuron.weights.checkpoint import TensorInfo, open_checkpoint
 from cortex.neuron.weights.decode import DENSE
 from cortex.neuron.weights.errors import CheckpointError, Malformed, TensorMissing, Unsupported
@@ -185,7 +185,7 @@ def test_scale_that_is_not_a_number_is_rejected_by_tensor_while_reading(
     blocks[20, :2] = np.array([scale], np.float16).view(np.uint8)
     writer = model(gguf_writer()).add_tensor("output.weight", (32, 32), GGMLType.Q8_0, blocks.tobytes())
     checkpoint = open_checkpoint(write(tmp_path, writer))
-    matrix = empty_matrix(Q8, 32, 32, torch.device("cpu"))
+    matrix = PackedMatrix(Q8, 32, 32, torch.device("cpu"))
     ways: list[Callable[[], object]] = [
         lambda: load_into(
             checkpoint,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS
-from cortex.neuron.kernels.quantised.packing import empty_matrix, unpacked
+from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 from cortex.neuron.weights.gguf.quants import QUANTISATIONS
 
 SCALES_AT = {
@@ -63,14 +63,14 @@ def test_packed_blocks_keep_their_codes_and_round_only_their_scales(name: str) -
     blocks = torch.from_numpy(random_blocks(name, count, ordinary_scales(count)))
     groups = quantisation.groups(blocks)
     code, scale, minimum = (part.reshape(rows, -1) for part in (groups.q, groups.scale, groups.minimum))
-    matrix = empty_matrix(layout, rows, columns, torch.device("cpu"))
-    matrix.put(0, code, scale, minimum)
+    matrix = PackedMatrix(layout, rows, columns, torch.device("cpu"))
+    matrix.put_codes(0, code, scale, minimum)
     grouped = code.view(rows, -1, layout.group).float()
     scale, minimum = scale.bfloat16().float()[..., None], minimum.bfloat16().float()[..., None]
     expected = scale * (grouped - layout.zero) if layout.zero is not None else grouped * scale + minimum
-    torch.testing.assert_close(unpacked(matrix), expected.flatten(1), rtol=0, atol=0)
+    torch.testing.assert_close(matrix.values(), expected.flatten(1), rtol=0, atol=0)
     dense = quantisation.dequantise(blocks).view(rows, columns)
-    assert (unpacked(matrix) - dense).norm() / dense.norm() < 0.005
+    assert (matrix.values() - dense).norm() / dense.norm() < 0.005
 
 
 @pytest.mark.parametrize("name", SCALES_AT)

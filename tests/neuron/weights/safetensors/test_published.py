@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
-from cortex.neuron.kernels.float8.matrix import empty_float8_matrix
-from cortex.neuron.kernels.quantised.packing import empty_matrix, unpacked
+from cortex.neuron.kernels.float8.matrix import Float8Matrix
+from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 from cortex.neuron.models.packing import STORED_LAYOUTS
 from cortex.neuron.weights.decode import decode, decode_float8, mapped_bytes
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
@@ -185,10 +185,10 @@ def test_packed_matrix_keeps_the_numbers(tmp_path: Path, matrix: Matrix, monkeyp
     monkeypatch.setattr("cortex.neuron.weights.placement.PIECE_BYTES", 1024)
     checkpoint = opened(tmp_path, matrix)
     layout = STORED_LAYOUTS[checkpoint.tensors[f"{NAME}.weight"].dtype]
-    packed = empty_matrix(layout, OUTPUTS, INPUTS, torch.device("cpu"))
+    packed = PackedMatrix(layout, OUTPUTS, INPUTS, torch.device("cpu"))
     placement = PackedPlacement(f"{NAME}.weight", packed, 0, OUTPUTS)
     load_into(checkpoint, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
-    error = (unpacked(packed) - matrix.numbers).norm() / matrix.numbers.norm()
+    error = (packed.values() - matrix.numbers).norm() / matrix.numbers.norm()
     assert error < 0.006  # bfloat16 scales, and eight bits where there are no groups
 
 
@@ -212,10 +212,10 @@ def test_columns_of_a_matrix_are_those_of_the_whole_one(
     destination = torch.full((OUTPUTS, len(columns)), torch.nan)
     load_into(part, [Placement(name, destination)], progress=lambda *_: None, cancelled=lambda: False)
     assert torch.equal(destination, expected)
-    packed = empty_matrix(STORED_LAYOUTS[part.tensors[name].dtype], OUTPUTS, len(columns), torch.device("cpu"))
+    packed = PackedMatrix(STORED_LAYOUTS[part.tensors[name].dtype], OUTPUTS, len(columns), torch.device("cpu"))
     placement = PackedPlacement(name, packed, 0, OUTPUTS)
     load_into(part, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
-    assert (unpacked(packed) - expected).norm() / expected.norm() < 0.006
+    assert (packed.values() - expected).norm() / expected.norm() < 0.006
     twice = part.stored(name).with_columns(range(0, 32))
     assert torch.equal(decode(twice, mapped_bytes(twice)), expected[:, :32])
 
@@ -339,7 +339,7 @@ def test_scales_that_are_not_numbers_are_rejected_by_name(tmp_path: Path, broken
 def test_float8_numbers_that_are_nan_are_rejected_where_they_stay_as_they_are(tmp_path: Path, code: int) -> None:
     matrix = float8(1, INPUTS, "weight_scale")
     matrix.parts["weight"].view(torch.uint8)[3, 1] = code
-    kept = empty_float8_matrix(FLOAT8_ROWS, OUTPUTS, INPUTS, torch.device("cpu"))
+    kept = Float8Matrix(FLOAT8_ROWS, OUTPUTS, INPUTS, torch.device("cpu"))
     placement = PackedPlacement(f"{NAME}.weight", kept, 0, OUTPUTS)
     with pytest.raises(Malformed, match=r"up_proj.weight in FP8 has weights that are not numbers"):
         load_into(opened(tmp_path, matrix), [], [placement], progress=lambda *_: None, cancelled=lambda: False)

@@ -8,8 +8,8 @@ from typing import TypeVar
 import msgspec
 
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.settings import SamplingDefaults
 from cortex.wire.errors import InsufficientQuota, InvalidValue
+from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Sampling
 
 T = TypeVar("T")

@@ -153,7 +153,7 @@ class _Captured:
     graph: Graph
     outputs: Outputs
     inputs: Tensor
-    """[3, size] int64: rows, positions, slots"""
+    """[2 + KV groups, size] int64: rows, positions, and slots in each group"""
 
 
 class StepGraphs:
@@ -162,7 +162,7 @@ class StepGraphs:
     def __init__(
         self,
         model: Decoder,
-        page_table: Tensor,
+        page_tables: Sequence[Tensor],
         last_tokens: Tensor,
         sizes: GraphSizes,
         context_tokens: int,
@@ -170,12 +170,12 @@ class StepGraphs:
         *,
         is_uniform: bool = False,
     ) -> None:
-        """The last row of the page table is the padding row. `is_uniform`: see `Batch`."""
+        """`page_tables`: of each KV group; their last row is the padding row. `is_uniform`: see `Batch`."""
         self._model = model
         self._group = model.parameters.group
-        self._page_table = page_table
+        self._page_tables = tuple(page_tables)
         self._last_tokens = last_tokens
-        self._padding_row = len(page_table) - 1
+        self._padding_row = len(last_tokens) - 1
         self._is_uniform = is_uniform
         self._context_tokens = context_tokens
         self._capture = capture
@@ -195,13 +195,15 @@ class StepGraphs:
         return size is not None and self._add(size)
 
     def replay(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> Outputs:
-        """Runs a step for which `fits` returned true. The outputs are valid until the next replay, in stream order."""
+        """Runs a step for which `fits` returned true. The outputs are valid until the next replay, in stream order.
+
+        slots: [KV groups, rows]"""
         count = len(rows)
         size = self._sizes.serving(count)
         assert size is not None
         captured = self._captured[size]
         inputs = self._padding(size)
-        inputs[0, :count], inputs[1, :count], inputs[2, :count] = rows, positions, slots
+        inputs[0, :count], inputs[1, :count], inputs[2:, :count] = rows, positions, slots
         host = torch.from_numpy(inputs)
         captured.inputs.copy_(host.pin_memory() if captured.inputs.is_cuda else host, non_blocking=True)
         captured.graph.replay(count)
@@ -209,9 +211,9 @@ class StepGraphs:
         return logits[:count], tokens[:count], healthy[:count]
 
     def _padding(self, size: int) -> NDArray[np.int64]:
-        inputs = np.zeros((3, size), dtype=np.int64)
+        inputs = np.zeros((2 + len(self._page_tables), size), dtype=np.int64)
         inputs[0] = self._padding_row
-        inputs[2] = PADDING_PAGE
+        inputs[2:] = PADDING_PAGE
         return inputs
 
     @property
@@ -219,7 +221,7 @@ class StepGraphs:
         return self._sizes.next_missing is None
 
     def _add(self, size: int) -> bool:
-        inputs = torch.from_numpy(self._padding(size)).to(self._page_table.device)
+        inputs = torch.from_numpy(self._padding(size)).to(self._last_tokens.device)
         captured = None
         try:
             captured = _Captured(*self._capture(lambda: self._step(inputs)), inputs)
@@ -240,11 +242,12 @@ class StepGraphs:
         """Whether all ranks succeeded: those with a graph and those without would send messages of different sizes."""
         if self._group.shard.is_whole:
             return succeeded
-        flag = torch.full((1,), float(succeeded), device=self._page_table.device)
+        flag = torch.full((1,), float(succeeded), device=self._last_tokens.device)
         return self._group.all_reduce(flag).item() == self._group.shard.size
 
     def _step(self, inputs: Tensor) -> Outputs:
-        rows, positions, slots = inputs.unbind()
+        rows, positions, slots, *others = inputs.unbind()
+        first, *tables = self._page_tables
         count = len(rows)
         numbers = torch.arange(count + 1, dtype=torch.int32, device=rows.device) if self._is_uniform else None
         batch = Batch(
@@ -253,13 +256,13 @@ class StepGraphs:
             slots=slots,
             rows=rows,
             lengths=(positions + 1).to(torch.int32),
-            page_table=self._page_table,
+            page_table=first,
             num_decodes=0 if self._is_uniform else count,
             max_length=self._context_tokens,
             prefill_offsets=numbers,
             prefill_tiles=None if numbers is None else F.pad(numbers[:-1, None], (0, 1)),
             uniform=self._is_uniform,
-        )
+        ).with_groups(others, tables)
         logits = self._model.logits(self._model(batch))
         tokens, healthy = likeliest(logits)
         self._last_tokens.index_copy_(0, rows, tokens)

@@ -77,8 +77,9 @@ class Runner:
         self.sampler = Sampler(max_rows + 1, model.config.vocab, context_tokens, self.device, is_uniform=is_uniform)
         max_pages = -(-context_tokens // page_tokens)
         # One row more: the padding row of captured graphs, whose pages are all the padding page.
-        self._pages = np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32)
-        self._page_table = torch.from_numpy(self._pages).to(self.device)  # on the CPU: the same memory
+        num_groups = len(model.architecture.windows)
+        self._pages = [np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32) for _ in range(num_groups)]
+        self._page_tables = [torch.from_numpy(pages).to(self.device) for pages in self._pages]  # on a CPU: not copied
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
         self._threads = StepThreads() if self.device.type == "cpu" and not is_uniform else None
         self._graphs: StepGraphs | None = None
@@ -95,7 +96,7 @@ class Runner:
             elif capture is native_capture:
                 sizes = GraphSizes(min(graph_rows, MAX_NATIVE_ROWS), sizes=())
             self._graphs = StepGraphs(
-                model, self._page_table, self._last_tokens, sizes, context_tokens, capture, is_uniform=is_uniform
+                model, self._page_tables, self._last_tokens, sizes, context_tokens, capture, is_uniform=is_uniform
             )
         self._prompt_plans = PromptPlans(model, 0 if is_uniform else min(step_tokens, context_tokens))
 
@@ -189,7 +190,7 @@ class Runner:
         if self._uniform_tokens is None:
             return self.model(self._batch(plan, inputs))
         tokens = self._tokens(inputs)
-        blocks = uniform.batches(plan.rows, self._uniform_tokens, inputs, tokens, self._page_table, self._upload)
+        blocks = uniform.batches(plan.rows, self._uniform_tokens, inputs, tokens, self._page_tables, self._upload)
         return torch.cat([self.model(batch)[:count] for batch, count in blocks])
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -207,25 +208,28 @@ class Runner:
     def _extend_tables(self, plan: StepPlan) -> None:
         if not plan.new_pages:
             return
-        for row, first, pages in plan.new_pages:
-            self._pages[row, first : first + len(pages)] = pages
+        for row, group, first, pages in plan.new_pages:
+            self._pages[group][row, first : first + len(pages)] = pages
         if self.device.type == "cpu":
             return
-        rows = np.concatenate([np.full(len(pages), row) for row, _, pages in plan.new_pages])
-        columns = np.concatenate([np.arange(first, first + len(pages)) for _, first, pages in plan.new_pages])
-        numbers = np.concatenate([pages for _, _, pages in plan.new_pages]).astype(np.int32)
-        self._page_table.index_put_((self._upload(rows), self._upload(columns)), self._upload(numbers))
+        for group, table in enumerate(self._page_tables):
+            added = [(row, first, pages) for row, owner, first, pages in plan.new_pages if owner == group]
+            if added:
+                rows = np.concatenate([np.full(len(pages), row) for row, _, pages in added])
+                columns = np.concatenate([np.arange(first, first + len(pages)) for _, first, pages in added])
+                numbers = np.concatenate([pages for _, _, pages in added]).astype(np.int32)
+                table.index_put_((self._upload(rows), self._upload(columns)), self._upload(numbers))
 
     def _batch(self, plan: StepPlan, inputs: StepInputs) -> Batch:
         singles = plan.num_singles
-        rows = self._upload(inputs.rows)
+        slots, *others = self._upload(inputs.slots)
         return Batch(
             tokens=self._tokens(inputs),
             positions=self._upload(inputs.positions),
-            slots=self._upload(inputs.slots),
-            rows=rows,
+            slots=slots,
+            rows=self._upload(inputs.rows),
             lengths=self._upload(inputs.lengths),
-            page_table=self._page_table,
+            page_table=self._page_tables[0],
             num_decodes=singles,
             max_length=int(inputs.lengths.max()),
             prefills=tuple(
@@ -234,7 +238,7 @@ class Runner:
             ),
             prefill_offsets=self._upload((inputs.offsets[singles:] - singles).astype(np.int32)),
             prefill_tiles=self._upload(prefill_tiles([row.count for row in plan.rows[singles:]])),
-        )
+        ).with_groups(others, self._page_tables[1:])
 
     def _tokens(self, inputs: StepInputs) -> Tensor:
         """The tokens of the step, with those that earlier steps drew on the device."""

@@ -60,60 +60,63 @@ def cut(rows: Sequence[RowPlan], size: int) -> list[list[Part]]:
 
 
 def batches(
-    rows: Sequence[RowPlan], size: int, inputs: StepInputs, tokens: Tensor, page_table: Tensor, upload: Upload
+    rows: Sequence[RowPlan], size: int, inputs: StepInputs, tokens: Tensor, tables: Sequence[Tensor], upload: Upload
 ) -> Iterator[tuple[Batch, int]]:
     """Each block of a step, and how many of its tokens are not padding. `tokens`: those of the step, on the device.
 
-    The last row of the page table is the padding row. Blocks must be computed in order: later ones attend to earlier.
+    `tables`: the page tables of each KV group, whose last row is the padding row. Blocks must be computed in order:
+    later ones attend to earlier.
     """
     make = _padded if has_kernels(tokens) else _single
     for block in cut(rows, size):
-        yield make(block, size, inputs, tokens, page_table, upload), sum(part.num_tokens for part in block)
+        yield make(block, size, inputs, tokens, tables, upload), sum(part.num_tokens for part in block)
 
 
 def _padded(
-    block: Sequence[Part], size: int, inputs: StepInputs, tokens: Tensor, page_table: Tensor, upload: Upload
+    block: Sequence[Part], size: int, inputs: StepInputs, tokens: Tensor, tables: Sequence[Tensor], upload: Upload
 ) -> Batch:
     begin, end = block[0].first, block[-1].first + block[-1].num_tokens
     padding = size - (end - begin)
     counts = [*(part.num_tokens for part in block), *[1] * padding]
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-    numbers = [*(part.row for part in block), *[len(page_table) - 1] * padding]
+    numbers = [*(part.row for part in block), *[len(tables[0]) - 1] * padding]
     starts = [*(part.start for part in block), *[0] * padding]
     lengths = np.array(starts) + counts
+    slots, *others = upload(np.pad(inputs.slots[:, begin:end], ((0, 0), (0, padding)), constant_values=PADDING_PAGE))
     return Batch(
         tokens=F.pad(tokens[begin:end], (0, padding)),
         positions=upload(np.pad(inputs.positions[begin:end], (0, padding))),
-        slots=upload(np.pad(inputs.slots[begin:end], (0, padding), constant_values=PADDING_PAGE)),
+        slots=slots,
         rows=upload(np.array(numbers, dtype=np.int64)),
         lengths=upload(lengths.astype(np.int32)),
-        page_table=page_table,
+        page_table=tables[0],
         num_decodes=0,
         max_length=int(lengths.max()),
         prefills=tuple(map(PrefillRow, numbers, starts, counts, offsets[:-1].tolist())),
         prefill_offsets=upload(offsets.astype(np.int32)),
         prefill_tiles=upload(prefill_tiles(counts)),
         uniform=True,
-    )
+    ).with_groups(others, tables[1:])
 
 
 def _single(
-    block: Sequence[Part], size: int, inputs: StepInputs, tokens: Tensor, page_table: Tensor, upload: Upload
+    block: Sequence[Part], size: int, inputs: StepInputs, tokens: Tensor, tables: Sequence[Tensor], upload: Upload
 ) -> Batch:
     (part,) = block
     assert size == part.num_tokens == 1
     here = slice(part.first, part.first + 1)
+    slots, *others = upload(inputs.slots[:, here])
     return Batch(
         tokens=tokens[here],
         positions=upload(inputs.positions[here]),
-        slots=upload(inputs.slots[here]),
+        slots=slots,
         rows=upload(np.array([part.row])),
         lengths=upload(np.array([part.start + 1], dtype=np.int32)),
-        page_table=page_table,
+        page_table=tables[0],
         num_decodes=1,
         max_length=part.start + 1,
         uniform=True,
-    )
+    ).with_groups(others, tables[1:])
 
 
 def in_blocks(function: Callable[[Tensor], Tensor], x: Tensor, size: int) -> Tensor:

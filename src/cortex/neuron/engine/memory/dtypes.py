@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+from cortex.neuron.kernels.cpu.layout import CpuForm
 from cortex.neuron.kernels.native.library import may_have_library
-from cortex.neuron.kernels.products.cpu_layout import CpuForm
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BFLOAT16_PRODUCTS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})

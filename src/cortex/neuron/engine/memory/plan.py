@@ -5,16 +5,22 @@ Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from cortex.neuron.engine.kv_pages import Window, window_pages
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
+from cortex.neuron.models.sizes import WeightStorage, kv_bytes_by_window, state_bytes, weight_bytes
 
 PAGE_TOKENS = 32
 CACHED_CONTEXTS = 4
 """A model gets pages for this many full contexts by default; the rest of the device stays free for other models."""
 MIN_PAGES = 2
 """One page that holds tokens, and the one that padding rows write to."""
+STEP_TOKENS = {"cuda": 16_384, "cpu": 512}
+"""Most tokens of a step, unless a load says otherwise."""
+WINDOWS_PER_ROW = 2
+"""Pages behind a window are shared out for the window of each row, and of one more sequence whose prefix is cached."""
 STATE_SHARE = 4
 """One part in 4 of the memory beside the weights goes to states, the rest to pages."""
 UNLIMITED = 1 << 31
@@ -28,8 +34,8 @@ class ModelSizes:
     """What the parts of a model take on one kind of device."""
 
     weight_bytes: int
-    page_bytes: int
-    """One page over all layers."""
+    group_bytes: Mapping[Window, int]
+    """One page over the layers of each KV group. The first group has the widest window, or none."""
     slot_bytes: int
     """One recurrent state over all layers; 0 for a model that has none."""
     vocab: int
@@ -39,13 +45,19 @@ class ModelSizes:
     @classmethod
     def of(cls, architecture: Architecture, storage: WeightStorage, context_tokens: int | None = None) -> ModelSizes:
         config = architecture.config
+        token_bytes = kv_bytes_by_window(architecture, storage.kv_item_bytes or storage.item_bytes)
         return cls(
             weight_bytes=weight_bytes(architecture, storage),
-            page_bytes=PAGE_TOKENS * kv_bytes_per_token(architecture, storage.kv_item_bytes or storage.item_bytes),
+            group_bytes={window: PAGE_TOKENS * num_bytes for window, num_bytes in token_bytes.items()},
             slot_bytes=state_bytes(architecture, storage.item_bytes),
             vocab=config.vocab,
             context_tokens=min(context_tokens or config.context_tokens, config.context_tokens),
         )
+
+    @property
+    def page_bytes(self) -> int:
+        """One page over all layers."""
+        return sum(self.group_bytes.values())
 
     @property
     def num_context_pages(self) -> int:
@@ -53,8 +65,54 @@ class ModelSizes:
 
     @property
     def ceiling_bytes(self) -> int:
-        """What the model should take of a GPU that other models may share: its weights and a few full contexts."""
-        return int(self.weight_bytes * 1.02) + CACHED_CONTEXTS * self.num_context_pages * self.page_bytes
+        """What the model should take of a GPU that other models may share: its weights and a few full contexts.
+
+        Windows take at most as much as the layers without."""
+        first, *others = (CACHED_CONTEXTS * self.num_context_pages * page for page in self.group_bytes.values())
+        return int(self.weight_bytes * 1.02) + first + (min(first, sum(others)) if first else sum(others))
+
+    def bytes_of(self, num_pages: Mapping[Window, int]) -> int:
+        """What this many pages of each group take."""
+        return sum(count * self.group_bytes[window] for window, count in num_pages.items())
+
+    def divide_pages(self, room_bytes: int, rows: int, device_kind: str) -> dict[Window, int]:
+        """How many pages each KV group gets.
+
+        A group with a window needs pages for the windows of all rows and for a step's tokens, but never more than the
+        first group has. It gets them from half of the memory: many short sequences need them, and few long ones need
+        the pages of the first group, which gets the rest. On a CPU, which shares its memory with everything else, a
+        group gets no more than a few full contexts.
+        """
+        most = CACHED_CONTEXTS * self.num_context_pages + 1 if device_kind == "cpu" else UNLIMITED
+        if room_bytes < 0:
+            return dict.fromkeys(self.group_bytes, 0)
+        equal = min(most, room_bytes // self.page_bytes) if self.page_bytes else most
+        first, *windows = self.group_bytes
+        each = {window: min(window_pages(window or 0, PAGE_TOKENS), self.num_context_pages) for window in windows}
+        wanted = {
+            window: WINDOWS_PER_ROW * rows * count + STEP_TOKENS[device_kind] // PAGE_TOKENS
+            for window, count in each.items()
+        }
+        share_bytes = min(room_bytes // 2, self.bytes_of(wanted))
+        num_pages = {first: equal}
+        for window, count in wanted.items():
+            if not self.group_bytes[window]:
+                num_pages[window] = UNLIMITED  # another stage has these layers
+                continue
+            shared = count * share_bytes // max(1, self.bytes_of(wanted))
+            num_pages[window] = min(equal, max(shared, each[window] + MIN_PAGES))
+        if windows:
+            left_bytes = room_bytes - self.bytes_of({window: num_pages[window] for window in windows})
+            first_bytes = self.group_bytes[first]
+            num_pages[first] = min(most, left_bytes // first_bytes) if first_bytes else most
+        return num_pages
+
+    def held_tokens(self, num_pages: Mapping[Window, int]) -> int:
+        """The longest sequence that fits: a window with all its pages fits any."""
+        return min(
+            UNLIMITED if window is not None and count > window_pages(window, PAGE_TOKENS) else (count - 1) * PAGE_TOKENS
+            for window, count in num_pages.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +145,21 @@ class StateSlots:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How much each part gets. With fewer than `MIN_PAGES` pages the model does not fit."""
+    """How much each part gets."""
 
     context_tokens: int
-    num_pages: int
+    num_pages: Mapping[Window, int]
+    """For each KV group."""
     slots: StateSlots
     num_bytes: int
     """All parts together."""
     notes: tuple[str, ...] = ()
 
-    def limited(self, sizes: ModelSizes, num_pages: int, rows: int, checkpoints: int) -> MemoryPlan:
+    @property
+    def fits(self) -> bool:
+        return min(self.num_pages.values()) >= MIN_PAGES
+
+    def limited(self, sizes: ModelSizes, num_pages: Mapping[Window, int], rows: int, checkpoints: int) -> MemoryPlan:
         """The plan with fewer pages and states, where another rank of the model has less memory."""
         slots = replace(
             self.slots, rows=rows, checkpoints=checkpoints, num_bytes=(rows + 1 + checkpoints) * sizes.slot_bytes
@@ -104,14 +167,14 @@ class MemoryPlan:
         if (slots.rows, slots.checkpoints, num_pages) == (self.slots.rows, self.slots.checkpoints, self.num_pages):
             return self
         notes = self.notes
-        if sizes.page_bytes and num_pages < self.num_pages:
-            note = f"{num_pages} of {self.num_pages} pages of KV cache: another device of the model has less memory"
-            notes = (*notes, note)
+        if sizes.bytes_of(num_pages) < sizes.bytes_of(self.num_pages):
+            pages = ", ".join(f"{count} of {self.num_pages[window]}" for window, count in num_pages.items())
+            notes = (*notes, f"{pages} pages of KV cache: another device of the model has less memory")
         return MemoryPlan(
-            context_tokens=min(self.context_tokens, (num_pages - 1) * PAGE_TOKENS),
+            context_tokens=min(self.context_tokens, sizes.held_tokens(num_pages)),
             num_pages=num_pages,
             slots=slots,
-            num_bytes=sizes.weight_bytes + slots.num_bytes + num_pages * sizes.page_bytes,
+            num_bytes=sizes.weight_bytes + slots.num_bytes + sizes.bytes_of(num_pages),
             notes=notes,
         )
 
@@ -122,15 +185,11 @@ def penalty_bytes(max_rows: int, vocab: int, context_tokens: int) -> int:
 
 
 def plan_memory(sizes: ModelSizes, have_bytes: int, *, max_rows: int, device_kind: str) -> MemoryPlan:
-    """Weights come first, then states, and pages take the rest. On a CPU, which shares its memory with everything else,
-    pages take no more than a few full contexts."""
+    """Weights come first, then states, and pages take the rest."""
     spare_bytes = have_bytes - sizes.weight_bytes
     slots = StateSlots.plan(sizes.slot_bytes, max_rows, spare_bytes, device_kind)
-    page_room_bytes = max(0, spare_bytes - slots.num_bytes)
-    num_pages = page_room_bytes // sizes.page_bytes if sizes.page_bytes else UNLIMITED if spare_bytes >= 0 else 0
-    if device_kind == "cpu":
-        num_pages = min(num_pages, CACHED_CONTEXTS * sizes.num_context_pages + 1)
-    held_tokens = (num_pages - 1) * PAGE_TOKENS
+    num_pages = sizes.divide_pages(spare_bytes - slots.num_bytes, slots.rows, device_kind)
+    held_tokens = sizes.held_tokens(num_pages)
     notes: tuple[str, ...] = ()
     if held_tokens < sizes.context_tokens:
         notes = (f"context limited to {held_tokens} of {sizes.context_tokens} tokens by memory",)
@@ -138,6 +197,6 @@ def plan_memory(sizes: ModelSizes, have_bytes: int, *, max_rows: int, device_kin
         context_tokens=min(held_tokens, sizes.context_tokens),
         num_pages=num_pages,
         slots=slots,
-        num_bytes=sizes.weight_bytes + slots.num_bytes + num_pages * sizes.page_bytes,
+        num_bytes=sizes.weight_bytes + slots.num_bytes + sizes.bytes_of(num_pages),
         notes=(*slots.notes, *notes),
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cortex.neuron.engine.kv_pages import Window
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.kernels.delta.rules import DeltaState
 from cortex.neuron.layers.attention import Attention, LayerCache
@@ -22,14 +23,14 @@ class SequenceMemory:
     def __init__(
         self,
         model: Decoder,
-        num_pages: int,
+        num_pages: Mapping[Window, int],
         page_tokens: int,
         slots: StateSlots,
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """`kv_dtype`: of the pages; None: `dtype`."""
+        """`num_pages`: for each window of the model's layers. `kv_dtype`: of the pages; None: `dtype`."""
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.slots = slots
@@ -66,15 +67,19 @@ class KVCache:
     def __init__(
         self,
         attentions: Sequence[Attention],
-        num_pages: int,
+        num_pages: Mapping[Window, int],
         page_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """`num_pages`: for each window, in the order of the KV groups."""
         self.num_bytes = 0
+        groups = list(num_pages)
         for attention in attentions:
-            shape = (num_pages, page_tokens, attention.config.kv_heads, attention.config.head_dim)
-            attention.cache = LayerCache(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+            config = attention.config
+            shape = (num_pages[config.window], page_tokens, config.kv_heads, config.head_dim)
+            keys, values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+            attention.cache = LayerCache(keys, values, groups.index(config.window))
             self.num_bytes += attention.cache.keys.nbytes + attention.cache.values.nbytes
 
 

@@ -7,11 +7,13 @@ for all: the division is the one with the most pages in the tightest stage. Pure
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from cortex.neuron.engine.kv_pages import Window
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
+from cortex.neuron.layers.configs import AttentionConfig
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.sizes import WeightStorage, end_bytes, kv_bytes_per_token, layer_bytes, state_bytes
 
@@ -30,23 +32,29 @@ class LayerSizes:
     """Of one KV page."""
     slot_bytes: int = 0
     """Of one recurrent state."""
+    window: Window = None
+    """Which KV group its pages belong to."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """The memory of sequences, in pages and in slots, which every stage has."""
+    """The memory of sequences, in pages of each KV group and in slots, which every stage has."""
 
-    num_pages: int
+    num_pages: Mapping[Window, int]
     num_slots: int = 0
 
     def bytes_of(self, layer: LayerSizes) -> int:
         """What the layer takes with a cache of this size."""
-        return layer.weight_bytes + self.num_pages * layer.page_bytes + self.num_slots * layer.slot_bytes
+        page_bytes = self.num_pages[layer.window] * layer.page_bytes if layer.page_bytes else 0
+        return layer.weight_bytes + page_bytes + self.num_slots * layer.slot_bytes
 
     def towards(self, other: CacheSize, step: int) -> CacheSize:
         """From this size (step 0) to `other` (the last step)."""
         return CacheSize(
-            self.num_pages + (other.num_pages - self.num_pages) * step // _STEPS,
+            {
+                window: count + (other.num_pages[window] - count) * step // _STEPS
+                for window, count in self.num_pages.items()
+            },
             self.num_slots + (other.num_slots - self.num_slots) * step // _STEPS,
         )
 
@@ -110,8 +118,11 @@ def divide_model(
     if limit_bytes is not None:
         have_bytes = min(have_bytes, limit_bytes)
     whole = plan_memory(sizes, have_bytes, max_rows=max_rows, device_kind=device_kind)
-    least = CacheSize(MIN_PAGES, MIN_SLOTS)
-    most = CacheSize(max(MIN_PAGES, whole.num_pages), max(MIN_SLOTS, whole.slots.num_slots))
+    least = CacheSize(dict.fromkeys(whole.num_pages, MIN_PAGES), MIN_SLOTS)
+    most = CacheSize(
+        {window: max(MIN_PAGES, count) for window, count in whole.num_pages.items()},
+        max(MIN_SLOTS, whole.slots.num_slots),
+    )
     first_bytes = end_bytes(architecture, storage) + penalties
     return divide_layers(layer_sizes(architecture, storage), first_bytes, capacities, least, most)
 
@@ -122,7 +133,9 @@ def layer_sizes(architecture: Architecture, storage: WeightStorage) -> list[Laye
     for index, weight_bytes in enumerate(layer_bytes(architecture, storage)):
         layer = architecture.staged(range(index, index + 1))
         page_bytes = PAGE_TOKENS * kv_bytes_per_token(layer, kv_item_bytes)
-        found.append(LayerSizes(weight_bytes, page_bytes, state_bytes(layer, storage.item_bytes)))
+        mixer = architecture.layers[index].mixer
+        window = mixer.window if isinstance(mixer, AttentionConfig) else None
+        found.append(LayerSizes(weight_bytes, page_bytes, state_bytes(layer, storage.item_bytes), window))
     return found
 
 

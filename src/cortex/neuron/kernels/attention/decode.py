@@ -53,7 +53,7 @@ def decode_attention(
     rows, (_, heads, dim) = batch.num_decodes, q.shape
     _, page_tokens, kv_heads, _ = key_pages.shape
     cells = rows * kv_heads
-    splits = _num_splits(cells, batch.max_length, q.device)
+    splits = _num_splits(cells, min(batch.max_length, rules.window or batch.max_length), q.device)
     group = heads // kv_heads
     group_pad = triton.next_power_of_2(group)
     group_block = max(16, group_pad)

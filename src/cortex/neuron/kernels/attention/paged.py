@@ -77,36 +77,36 @@ def attention_reference(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _gather(pages: Tensor, table: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """[..., kv heads, length, dim] of the positions in the pages that `table` ([..., pages]) lists."""
+def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., kv heads, positions, dim] of the pages that `table` ([..., pages]) lists."""
     is_float8 = pages.dtype == torch.float8_e4m3fn
     listed = (pages.view(torch.uint8) if is_float8 else pages).index_select(0, table.reshape(-1))
     if is_float8:
         listed = listed.view(pages.dtype).to(dtype)
-    rows = listed.view(*table.shape[:-1], -1, *pages.shape[2:])
-    return rows.narrow(-3, 0, length).transpose(-3, -2)
+    return listed.view(*table.shape[:-1], -1, *pages.shape[2:]).transpose(-3, -2)
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     """The positions that the decode rows of a step attend to."""
 
-    longest: int
     table: Tensor
-    """[rows, pages of the longest row]"""
+    """[rows, pages]: those that hold the positions of each row, from its window on; of a shorter row then any."""
     mask: Tensor
-    """[rows, 1, 1, longest] bool"""
+    """[rows, 1, 1, positions] bool"""
 
     @classmethod
     def of(cls, batch: Batch, page_tokens: int, window: int | None) -> _Decodes:
-        lengths = batch.lengths[: batch.num_decodes]
-        longest = int(lengths.max())
-        table = batch.page_table[batch.rows[: batch.num_decodes], : -(-longest // page_tokens)]
-        positions = torch.arange(longest, device=lengths.device)
-        visible = positions < lengths[:, None]
-        if window is not None:
-            visible &= positions >= lengths[:, None] - window
-        return cls(longest, table, visible[:, None, None])
+        lengths = batch.lengths[: batch.num_decodes].long()[:, None]
+        begins = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
+        first_pages = begins // page_tokens
+        num_pages = int(((lengths - 1) // page_tokens - first_pages).max()) + 1
+        columns = first_pages + torch.arange(num_pages, device=lengths.device)
+        last = batch.page_table.shape[1] - 1
+        table = batch.page_table[batch.rows[: batch.num_decodes, None], columns.clamp(max=last)]
+        positions = first_pages * page_tokens + torch.arange(num_pages * page_tokens, device=lengths.device)
+        visible = (positions >= begins) & (positions < lengths)
+        return cls(table, visible[:, None, None])
 
 
 def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, v
     rows, heads, dim = q.shape
     page_tokens = key_pages.shape[1]
     seen = batch.once(("decodes", page_tokens, rules.window), lambda: _Decodes.of(batch, page_tokens, rules.window))
-    k, v = (_gather(pages, seen.table, seen.longest, q.dtype) for pages in (key_pages, value_pages))
+    k, v = (_gather(pages, seen.table, q.dtype) for pages in (key_pages, value_pages))
     grouped = q.view(rows, k.shape[1], -1, dim)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen.mask, scale=rules.scale)
     return out.reshape(rows, heads, dim)
@@ -123,14 +123,17 @@ def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, v
 def _prefill(
     q: Tensor, rules: AttentionRules, row: PrefillRow, table: Tensor, key_pages: Tensor, value_pages: Tensor
 ) -> Tensor:
-    """The chunk of one row, attending to all earlier positions and causally to itself."""
+    """The chunk of one row, attending to all earlier positions, or those in the window, and causally to itself."""
+    page_tokens = key_pages.shape[1]
     length = row.start + row.count
-    table = table[: -(-length // key_pages.shape[1])]
-    k, v = (_gather(pages, table, length, q.dtype)[None] for pages in (key_pages, value_pages))
+    first_page = 0 if rules.window is None else max(0, row.start + 1 - rules.window) // page_tokens
+    begin = first_page * page_tokens
+    table = table[first_page : -(-length // page_tokens)]
+    k, v = (_gather(pages, table, q.dtype).narrow(-2, 0, length - begin)[None] for pages in (key_pages, value_pages))
     mask = None
     if row.start or rules.window is not None:
         query = torch.arange(row.start, length, device=q.device)[:, None]
-        position = torch.arange(length, device=q.device)
+        position = torch.arange(begin, length, device=q.device)
         mask = position <= query
         if rules.window is not None:
             mask &= position > query - rules.window

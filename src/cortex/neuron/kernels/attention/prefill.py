@@ -122,18 +122,19 @@ def _prefill_kernel(
     highest = tl.full((QUERY_TILE,), -float("inf"), tl.float32)
     total = tl.zeros((QUERY_TILE,), tl.float32)
     mixed = tl.zeros((QUERY_TILE, DIM_BLOCK), tl.float32)
+    oldest = length - count + first
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(0, length - count + first - window + 1) // KEY_TILE * KEY_TILE
-    end = tl.minimum(length, length - count + first + QUERY_TILE)
+        begin = tl.maximum(0, oldest - window + 1) // KEY_TILE * KEY_TILE
+    end = tl.minimum(length, oldest + QUERY_TILE)
     # Tiles that all queries see completely need no mask. The last tiles, and all tiles of a window, do.
-    unmasked = begin if MASKED else (length - count + first + 1) // KEY_TILE * KEY_TILE
+    unmasked = begin if MASKED else (oldest + 1) // KEY_TILE * KEY_TILE
     highest, total, mixed = _attend(
-        query, highest, total, mixed, position, begin, unmasked, end, window, table_row, key_pages, value_pages,
+        query, highest, total, mixed, position, begin, unmasked, end, oldest, window, table_row, key_pages, value_pages,
         kv_head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, False,
     )  # fmt: skip
     highest, total, mixed = _attend(
-        query, highest, total, mixed, position, unmasked, end, end, window, table_row, key_pages, value_pages,
+        query, highest, total, mixed, position, unmasked, end, end, oldest, window, table_row, key_pages, value_pages,
         kv_head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, True,
     )  # fmt: skip
     tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -149,6 +150,7 @@ def _attend(
     begin,
     stop,
     end,
+    oldest,
     window,
     table_row,
     key_pages,
@@ -163,12 +165,15 @@ def _attend(
     WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds the positions from `begin` to `stop` to the online softmax."""
+    """Adds the positions from `begin` to `stop` to the online softmax. oldest: the position of the first query"""
     dim = tl.arange(0, DIM_BLOCK)
     for tile in range(begin, stop, KEY_TILE):
         key_position = tile + tl.arange(0, KEY_TILE)
         if MASKED:
-            page = tl.load(table_row + key_position // PAGE, mask=key_position < end, other=0).to(tl.int64)
+            held = key_position < end
+            if WINDOWED:  # pages behind the window of the first query may belong to others by now
+                held = held & (key_position > oldest - window)
+            page = tl.load(table_row + key_position // PAGE, mask=held, other=0).to(tl.int64)
         else:
             page = tl.load(table_row + key_position // PAGE).to(tl.int64)
         slot = ((page * PAGE + key_position % PAGE) * KV_HEADS + kv_head) * DIM

@@ -17,6 +17,11 @@ class Float8Layout:
     block: int
     """Rows and columns that share a scale; 0: the columns of one row do."""
 
+    @property
+    def row_block(self) -> int:
+        """Rows that are packed together."""
+        return self.block or 1
+
     def num_scales(self, outputs: int, inputs: int) -> tuple[int, int]:
         """Down and across."""
         return (-(-outputs // self.block), -(-inputs // self.block)) if self.block else (outputs, 1)

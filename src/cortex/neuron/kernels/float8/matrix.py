@@ -1,84 +1,93 @@
-"""A matrix of eight-bit floating-point numbers, and rows of the same kind that it is multiplied with."""
+"""A matrix of eight-bit floating-point values, in a GPU's memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.float8.codes import empty_float8_codes, widened
+from cortex.neuron.kernels.float8.experts import float8_grouped_product
 from cortex.neuron.kernels.float8.layout import Float8Layout
-from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS
+from cortex.neuron.kernels.float8.one_row import one_row_float8_product
+from cortex.neuron.kernels.float8.product import MAX_SMALL_ROWS, float8_product, widened_product
+from cortex.neuron.kernels.float8.rows import float8_rows
+from cortex.neuron.kernels.float8.support import has_float8_products
+from cortex.neuron.kernels.jit import has_kernels
+from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, ExpertMatrix, KeptForm, Prologue
+from cortex.neuron.kernels.moe.pairs import ExpertChoice, ExpertPairs, PairLists
+from cortex.neuron.kernels.products.grouped import combine, tiling
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""The largest number of this type."""
-SMALLEST_SCALE = 1e-12
 
+class Float8Matrix(ExpertMatrix):
+    keeps: ClassVar[KeptForm] = "float8"
 
-@dataclass(frozen=True, slots=True)
-class Float8Matrix:
-    """[outputs, inputs]. The tensors are allocated once and filled by the methods that put rows."""
-
-    layout: Float8Layout
-    codes: Tensor
-    """[outputs, inputs] float8"""
-    scales: Tensor
-    """[blocks of rows, blocks of columns] or [outputs, 1], float32"""
-    counters: Tensor
-    """[blocks of COUNTED_ROWS rows] int32, all 0 between products: how many parts of a sum are done"""
-
-    @property
-    def outputs(self) -> int:
-        return self.codes.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        return self.codes.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
+    def __init__(self, layout: Float8Layout, outputs: int, inputs: int, device: torch.device) -> None:
+        super().__init__(outputs, inputs, device)
+        self.codes = empty_float8_codes(layout, outputs, inputs, device)
+        self._has_blocks = layout.block > 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What holds the weights."""
-        return self.codes, self.scales
+        return self.codes.tensors
 
     def put_float8(self, first_row: int, codes: Tensor, scales: Tensor) -> None:
-        """Fill rows from `first_row` on. codes: [rows, inputs]; scales: [rows, blocks of columns], one for each row"""
-        self.codes[first_row : first_row + len(codes)] = codes
-        step = self.layout.block or 1
-        first, last = first_row // step, (first_row + len(codes) - 1) // step
-        self.scales[first : last + 1] = scales[
-            torch.arange(first, last + 1, device=scales.device).mul_(step).sub_(first_row).clamp_min_(0)
-        ]
+        self.codes.put_float8(first_row, codes, scales)
 
-    def put_numbers(self, first_row: int, numbers: Tensor) -> None:
-        """Round dense rows, and fill rows from `first_row` on with them: whole blocks. numbers: [rows, inputs]"""
-        rows, columns = self.layout.block or 1, self.layout.block or self.inputs
-        blocks = numbers.float().view(len(numbers) // rows, rows, -1, columns)
-        scales = (blocks.abs().amax((1, 3)) / LARGEST).clamp_min_(SMALLEST_SCALE)
-        codes = (blocks / scales[:, None, :, None]).view_as(numbers).to(FLOAT8)
-        self.put_float8(first_row, codes, scales.repeat_interleave(rows, 0))
+    def put_values(self, first_row: int, values: Tensor) -> None:
+        self.codes.put_values(first_row, values)
 
+    def values(self, rows: slice = slice(None)) -> Tensor:
+        return widened(self.codes, rows)
 
-def empty_float8_matrix(layout: Float8Layout, outputs: int, inputs: int, device: torch.device) -> Float8Matrix:
-    """Memory for a matrix, contents undefined until all rows are put."""
-    return Float8Matrix(
-        layout,
-        torch.empty(outputs, inputs, dtype=FLOAT8, device=device),
-        torch.empty(layout.num_scales(outputs, inputs), device=device),
-        torch.zeros(-(-outputs // COUNTED_ROWS), dtype=torch.int32, device=device),
-    )
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return widened(self.codes, ids).to(dtype)
 
+    def fuses(self, prologue: Prologue, x: Tensor) -> bool:
+        """Rows are rounded to eight bits together with the prologue."""
+        return self._rounds_rows(x) or (prologue.activation is None and len(x) == 1 and has_kernels(x))
 
-def widened(matrix: Float8Matrix, rows: Tensor | slice = slice(None)) -> Tensor:
-    """The rows' weights in float32. → [rows, inputs]"""
-    codes = matrix.codes.view(torch.uint8)[rows].view(FLOAT8).float()
-    block = matrix.layout.block
-    if not block:
-        return codes * matrix.scales[rows]
-    numbers = torch.arange(matrix.outputs, device=codes.device)[rows]
-    scales = matrix.scales[numbers // block].repeat_interleave(block, 1)[:, : matrix.inputs]
-    return codes * scales
+    def gates(self, x: Tensor) -> bool:
+        if not self._rounds_rows(x):
+            return len(x) == 1 and has_kernels(x)
+        return not self._has_blocks and len(x) <= MAX_SMALL_ROWS
+
+    def rounds(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
+        return False
+
+    def _rounds_rows(self, x: Tensor) -> bool:
+        return len(x) > 1 and has_float8_products(x.device)
+
+    def _product(self, x: Tensor, prologue: Prologue, epilogue: Epilogue, out: Tensor | None) -> Tensor:
+        if self._rounds_rows(x):
+            return float8_product(float8_rows(x, prologue, grouped=self._has_blocks), self.codes, epilogue, out)
+        if len(x) > 1 or not has_kernels(x):
+            return widened_product(x.contiguous(), self.codes, epilogue, out)
+        if out is None:
+            outputs = self.outputs if epilogue.activation is None else self.outputs // 2
+            out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
+        one_row_float8_product(x.contiguous(), self.codes, out, prologue, epilogue)
+        return out
+
+    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor) -> None:
+        pairs = ExpertPairs(choice.experts, None, choice.experts.shape[1])
+        one_row_float8_product(x, self.codes, out, norm, Epilogue(activation=activation), pairs)
+
+    def contract_rows(self, inner: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:
+        out = torch.empty(len(inner), residual.shape[1], dtype=inner.dtype, device=inner.device)
+        pairs = ExpertPairs(choice.experts, choice.weights, 1)
+        one_row_float8_product(inner, self.codes, out, PLAIN, BARE, pairs)
+        return combine(out, residual)
+
+    def grouped(
+        self, x: Tensor, lists: PairLists, out: Tensor, *, pairs_per_row: int, activation: str | None, load: int
+    ) -> None:
+        scales = None
+        if has_float8_products(x.device):
+            rows = float8_rows(x, grouped=False)
+            x, scales = rows.codes, rows.scales
+        tile = tiling(load)
+        float8_grouped_product(
+            x, scales, self.codes, lists, out, tile, pairs_per_row=pairs_per_row, activation=activation
+        )

@@ -8,154 +8,76 @@ before and the addition after are part of the pass.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.float8.matrix import Float8Matrix, widened
+from cortex.neuron.kernels.activations import activate_reference
+from cortex.neuron.kernels.float8.codes import Float8Codes, widened
 from cortex.neuron.kernels.float8.support import has_float8_products
-from cortex.neuron.kernels.jit import (
-    constant,
-    gdc_launch_dependents,
-    gdc_wait,
-    jit,
-    launch_options,
-    num_processors,
-    tl,
-    triton,
-)
-from cortex.neuron.kernels.moe.routing import ExpertPairs
+from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait, jit, tl, triton
+from cortex.neuron.kernels.matrix import Epilogue, Prologue
+from cortex.neuron.kernels.moe.pairs import ExpertPairs
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
-from cortex.neuron.kernels.silu import silu_mul_reference
-
-
-class OneRowTiles(NamedTuple):
-    """How a product with one row is cut into programs."""
-
-    outputs: int
-    words: int
-    """Of four columns, at a time."""
-    warps: int
-    programs: int
-    """On each processor, which share the blocks of rows; 0: one for each block."""
-
-    @property
-    def registers(self) -> int | None:
-        """That a thread has at most, so that the programs fit."""
-        return 65536 // (self.programs * self.warps * 32) if self.programs else None
+from cortex.neuron.kernels.products.one_row import OneRowTiles, added_to_row, launch_one_row, store_row
 
 
 def one_row_tiles(inputs: int) -> OneRowTiles:
     """The fastest of a sweep on Hopper. Longer rows go by in pieces."""
     words = triton.next_power_of_2(inputs // 4)
     if words > 2048:
-        return OneRowTiles(2, min(words, 4096), 8, 2 if words <= 4096 else 0)
-    warps = max(1, words // 256)
-    return OneRowTiles(4, words, warps, 16 // warps)
+        outputs, warps, programs = 2, 8, 2 if words <= 4096 else 0
+    else:
+        outputs, warps = 4, max(1, words // 256)
+        programs = 16 // warps
+    registers = 65536 // (programs * warps * 32) if programs else None
+    return OneRowTiles(outputs, min(words, 4096), warps, programs, registers)
 
 
 def one_row_float8_product(
     x: Tensor,
-    matrix: Float8Matrix,
+    codes: Float8Codes,
     out: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    *,
-    gated: bool = False,
-) -> None:
-    """out = norm(x) Wᵀ + bias + residual, or with `gated` silu(norm(x) Gᵀ) · norm(x) Uᵀ, where W is G above U.
-
-    x: [1, inputs]; out and residual: [1, outputs]
-    """
-    _launch(x, matrix, out, bias, norm_weight, eps, residual, gated=gated)
-
-
-def expert_rows_float8_product(
-    x: Tensor,
-    matrix: Float8Matrix,
-    out: Tensor,
-    pairs: ExpertPairs,
-    norm_weight: Tensor | None,
-    eps: float,
-) -> None:
-    """Each pair of a row and one of its experts: a vector times that expert's rows of the matrix.
-
-    x: [pairs / pairs.per_row, inputs]; out: [pairs, outputs]
-    """
-    _launch(x, matrix, out, None, norm_weight, eps, None, gated=pairs.weights is None, pairs=pairs)
-
-
-def _launch(
-    x: Tensor,
-    matrix: Float8Matrix,
-    out: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    *,
-    gated: bool,
+    prologue: Prologue,
+    epilogue: Epilogue,
     pairs: ExpertPairs | None = None,
 ) -> None:
-    if norm_weight is not None and norm_weight.dtype != x.dtype:  # zero-centred norms are kept in float32
-        x, norm_weight = rms_norm(x, norm_weight, eps), None
-    outputs, num_pairs = out.shape[1], len(out)
-    tiles = one_row_tiles(matrix.inputs)
-    rows = tiles.outputs // 2 if gated else tiles.outputs
-    num_blocks = programs = triton.cdiv(outputs, rows)
-    if tiles.programs:
-        programs = min(num_blocks, max(1, tiles.programs * num_processors(x.device) // num_pairs))
-    _one_row_kernel[(programs, num_pairs)](
+    """See `Matrix.product`; the prologue has no activation. x: [1, inputs]; out: [1, outputs]
+
+    With `pairs`, each of a row and one of its experts is a vector times that expert's rows of the matrix.
+    x: [pairs / pairs.per_row, inputs]; out: [pairs, outputs of an expert]
+    """
+    norm = prologue.norm
+    if norm is not None and norm.dtype != x.dtype:  # zero-centred norms are kept in float32
+        x, norm = rms_norm(x, norm, prologue.eps), None
+    tiles = one_row_tiles(codes.inputs)
+    launch_one_row(
+        _one_row_kernel,
         x,
-        matrix.codes.view(torch.int32),
-        matrix.scales,
-        bias,
-        norm_weight,
-        residual,
+        (codes.codes.view(torch.int32), codes.scales),
+        norm,
+        prologue.eps,
+        epilogue,
         out,
-        pairs.chosen if pairs else None,
-        pairs.weights if pairs else None,
-        outputs,
-        num_blocks,
-        eps,
-        INPUTS=matrix.inputs,
-        BLOCK=matrix.layout.block,
+        tiles,
+        pairs,
+        INPUTS=codes.inputs,
+        BLOCK=codes.layout.block,
         NATIVE=has_float8_products(x.device),
-        BIAS=bias is not None,
-        NORM=norm_weight is not None,
-        RESIDUAL=residual is not None,
-        GATED=gated,
-        WHOLE=outputs % rows == 0,
-        PAIRS_PER_ROW=pairs.per_row if pairs else 0,
-        WEIGHTED=pairs is not None and pairs.weights is not None,
-        BLOCK_OUT=tiles.outputs,
-        WORDS=tiles.words,
-        num_warps=tiles.warps,
-        maxnreg=tiles.registers,
-        **launch_options(x.device),
+        WORDS=tiles.width,
     )
 
 
-def one_row_reference(
-    x: Tensor,
-    matrix: Float8Matrix,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    *,
-    gated: bool = False,
-) -> Tensor:
-    values = x.float() if norm_weight is None else rms_norm_reference(x.float(), norm_weight.float(), eps)
-    y = F.linear(values, widened(matrix))
-    y = silu_mul_reference(y) if gated else y
-    if bias is not None:
-        y += bias
-    return (y if residual is None else y + residual).to(x.dtype)
+def one_row_reference(x: Tensor, codes: Float8Codes, prologue: Prologue, epilogue: Epilogue) -> Tensor:
+    values = x.float()
+    if prologue.norm is not None:
+        values = rms_norm_reference(values, prologue.norm.float(), prologue.eps)
+    y = F.linear(values, widened(codes))
+    if epilogue.activation is not None:
+        y = activate_reference(y, epilogue.activation)
+    if epilogue.bias is not None:
+        y += epilogue.bias
+    return (y if epilogue.residual is None else y + epilogue.residual).to(x.dtype)
 
 
 @jit
@@ -237,14 +159,14 @@ def _gain(norm_weight, start, INPUTS: tl.constexpr, NORM: tl.constexpr, WORDS: t
 
 
 @jit
-def _matrix_rows(block, outputs, GATED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_OUT: tl.constexpr):
+def _matrix_rows(block, outputs, ACTIVATION: tl.constexpr, WHOLE: tl.constexpr, BLOCK_OUT: tl.constexpr):
     """Which rows of the matrix a block has."""
-    rows: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
+    rows: tl.constexpr = BLOCK_OUT // 2 if ACTIVATION else BLOCK_OUT
     line = tl.arange(0, BLOCK_OUT)
     row = block * rows + line % rows
     if not WHOLE:
         row = tl.minimum(row, outputs - 1)
-    if GATED:
+    if ACTIVATION:
         row += line // rows * outputs
     return row
 
@@ -259,7 +181,7 @@ def _words(
     start,
     INPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     WORDS: tl.constexpr,
@@ -269,7 +191,7 @@ def _words(
     Undefined beyond the last block. Beyond the last column the row's numbers are 0. Scales of rows are repeated: the
     sums take the layout of what they are multiplied with, and in this one few threads exchange them to add them up.
     """
-    row = _matrix_rows(block, outputs, GATED, WHOLE, BLOCK_OUT)[:, None]
+    row = _matrix_rows(block, outputs, ACTIVATION, WHOLE, BLOCK_OUT)[:, None]
     exists = tl.full((1, 1), 0, tl.int32) + block < num_blocks
     word = start // 4 + tl.arange(0, WORDS)[None, :]
     inside = exists if INPUTS % (4 * WORDS) == 0 else exists & (word < INPUTS // 4)
@@ -281,31 +203,6 @@ def _words(
     part = start // 16 + tl.arange(0, WORDS // 4)[None, :]
     scale = scales + row // down * (INPUTS // across) + part // (across // 16)
     return words, tl.load(scale, mask=exists & (part * 16 < INPUTS), other=0.0)
-
-
-@jit
-def _added(bias, residual, block, outputs, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_OUT: tl.constexpr):
-    """What is added to the products of a block. Loaded before they are computed, so that its latency is hidden."""
-    row = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    added = tl.zeros((BLOCK_OUT,), tl.float32)
-    if BIAS:
-        added += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        added += tl.load(residual + row, mask=row < outputs, other=0.0).to(tl.float32)
-    return added
-
-
-@jit
-def _store(y, added, out, block, outputs, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr):
-    """What comes after the product of a block of rows. y: [BLOCK_OUT]"""
-    rows: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, rows)), (1, 0)))
-        y = gate * tl.sigmoid(gate) * up
-    else:
-        y += added
-    row = block * rows + tl.arange(0, rows)
-    tl.store(out + row, y.to(out.dtype.element_ty), mask=row < outputs)
 
 
 @jit(do_not_specialize=["num_blocks"])
@@ -328,7 +225,7 @@ def _one_row_kernel(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WHOLE: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -338,8 +235,8 @@ def _one_row_kernel(
 ):
     """One program for one or more blocks of BLOCK_OUT rows of the matrix, or for one if the row goes by in pieces.
 
-    GATED: half of the rows are the gate's. WHOLE: every block has all its rows. PAIRS_PER_ROW: the second coordinate is
-    a pair, whose expert's rows begin further down; 0: there are no pairs.
+    With an ACTIVATION half of the rows are the gate's. WHOLE: every block has all its rows. PAIRS_PER_ROW: the second
+    coordinate is a pair, whose expert's rows begin further down; 0: there are no pairs.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -347,14 +244,14 @@ def _one_row_kernel(
         if OVERLAP:
             gdc_wait()  # the kernel before chose the experts
         pair = tl.program_id(1).to(tl.int64)
-        expert_row = tl.load(chosen + pair).to(tl.int64) * (outputs * (2 if GATED else 1))
+        expert_row = tl.load(chosen + pair).to(tl.int64) * (outputs * (2 if ACTIVATION else 1))
         weight += expert_row * (INPUTS // 4)
         scales += expert_row // BLOCK * (INPUTS // BLOCK) if BLOCK > 0 else expert_row
         x += pair // PAIRS_PER_ROW * INPUTS
         out += pair * outputs
     block = tl.program_id(0)
     words, scale = _words(
-        weight, scales, block, num_blocks, outputs, 0, INPUTS, BLOCK, GATED, WHOLE, BLOCK_OUT, WORDS
+        weight, scales, block, num_blocks, outputs, 0, INPUTS, BLOCK, ACTIVATION, WHOLE, BLOCK_OUT, WORDS
     )  # fmt: skip
     gain = _gain(norm_weight, 0, INPUTS, NORM, WORDS)
     if OVERLAP and PAIRS_PER_ROW == 0:
@@ -369,22 +266,22 @@ def _one_row_kernel(
             factor *= tl.rsqrt(squares / INPUTS + eps)
         while block < num_blocks:
             following = block + tl.num_programs(0)
-            added = _added(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
+            added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
             next_words, next_scale = _words(
-                weight, scales, following, num_blocks, outputs, 0, INPUTS, BLOCK, GATED, WHOLE, BLOCK_OUT, WORDS
+                weight, scales, following, num_blocks, outputs, 0, INPUTS, BLOCK, ACTIVATION, WHOLE, BLOCK_OUT, WORDS
             )  # fmt: skip
             y = tl.sum(_dot(words, first, second, NATIVE) * scale, 1) * factor
-            _store(y, added, out, block, outputs, GATED, BLOCK_OUT)
+            store_row(y, added, out, block, outputs, BIAS or RESIDUAL, ACTIVATION, BLOCK_OUT)
             block = following
             words, scale = next_words, next_scale
     else:
-        added = _added(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
+        added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
         total = tl.zeros((BLOCK_OUT, WORDS // 4), tl.float32)
         for start in tl.static_range(0, INPUTS, 4 * WORDS):
             if start + 4 * WORDS < INPUTS:
                 next_words, next_scale = _words(
                     weight, scales, block, num_blocks, outputs, start + 4 * WORDS,
-                    INPUTS, BLOCK, GATED, WHOLE, BLOCK_OUT, WORDS,
+                    INPUTS, BLOCK, ACTIVATION, WHOLE, BLOCK_OUT, WORDS,
                 )  # fmt: skip
             if start > 0:
                 gain = _gain(norm_weight, start, INPUTS, NORM, WORDS)
@@ -395,4 +292,4 @@ def _one_row_kernel(
                 words, scale = next_words, next_scale
         if NORM:
             factor *= tl.rsqrt(squares / INPUTS + eps)
-        _store(tl.sum(total, 1) * factor, added, out, block, outputs, GATED, BLOCK_OUT)
+        store_row(tl.sum(total, 1) * factor, added, out, block, outputs, BIAS or RESIDUAL, ACTIVATION, BLOCK_OUT)

@@ -18,22 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.activations import activated
+from cortex.neuron.kernels.float8.codes import Float8Codes, widened
 from cortex.neuron.kernels.float8.layout import GROUP
-from cortex.neuron.kernels.float8.matrix import Float8Matrix, widened
 from cortex.neuron.kernels.float8.one_row import wide
 from cortex.neuron.kernels.float8.rows import ROW_STEP, Float8Rows
 from cortex.neuron.kernels.float8.support import capability_of, has_library_product
-from cortex.neuron.kernels.jit import (
-    gdc_launch_dependents,
-    gdc_wait,
-    has_kernels,
-    jit,
-    launch_options,
-    num_processors,
-    tl,
-    triton,
-)
-from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, num_processors, tl, triton
+from cortex.neuron.kernels.matrix import BARE, Epilogue
+from cortex.neuron.kernels.products.small_batch import COUNTED_ROWS, launch_small_batch, split_sum, store_batch
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 MAX_SMALL_ROWS = 64
@@ -78,129 +71,101 @@ def small_batch_tiles(
     return Tiles(columns, stages, split)
 
 
-def float8_product(x: Float8Rows, matrix: Float8Matrix, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """x Wᵀ + bias + residual on FP8 tensor cores. residual: [rows, outputs], maybe columns of more → [rows, outputs]"""
-    has_library = matrix.outputs % ROW_STEP == 0 and has_library_product(
-        matrix.layout, matrix.inputs, capability_of(matrix.device)
+def float8_product(x: Float8Rows, codes: Float8Codes, epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
+    """x Wᵀ with the epilogue, on FP8 tensor cores. An activation takes at most MAX_SMALL_ROWS rows, and a scale for
+    each row of the matrix."""
+    has_library = codes.outputs % ROW_STEP == 0 and has_library_product(
+        codes.layout, codes.inputs, capability_of(codes.codes.device)
     )
     if x.num_rows <= MAX_SMALL_ROWS or not has_library:
-        out = torch.empty(x.num_rows, matrix.outputs, dtype=x.dtype, device=matrix.device)
+        if out is None:
+            outputs = codes.outputs if epilogue.activation is None else codes.outputs // 2
+            out = torch.empty(x.num_rows, outputs, dtype=x.dtype, device=codes.codes.device)
         for start in range(0, x.num_rows, MAX_SMALL_ROWS):
             rows = slice(start, min(start + MAX_SMALL_ROWS, x.num_rows))
-            before = None if residual is None else residual[rows]
-            _small_batch(x.codes[rows], x.scales[:, rows], matrix, out[rows], bias, before)
+            before = None if epilogue.residual is None else epilogue.residual[rows]
+            _small_batch(x.codes[rows], x.scales[:, rows], codes, out[rows], epilogue._replace(residual=before))
         return out
-    is_blocked = matrix.layout.block > 0
+    is_blocked = codes.layout.block > 0
     product = torch._scaled_mm(
         x.codes,
-        matrix.codes.t(),
+        codes.codes.t(),
         scale_a=x.scales.t(),
-        scale_b=matrix.scales.t() if is_blocked else matrix.scales.view(1, -1),
+        scale_b=codes.scales.t() if is_blocked else codes.scales.view(1, -1),
         out_dtype=x.dtype,
         use_fast_accum=not is_blocked,
     )[: x.num_rows]
-    if bias is not None:
-        product.add_(bias)
-    return product if residual is None else product.add_(residual)
+    return _added(product, epilogue, out)
 
 
-def gated_float8_product(x: Float8Rows, gate_up: Float8Matrix) -> Tensor:
-    """silu(x Gᵀ) · x Uᵀ for at most MAX_SMALL_ROWS rows, where the matrix is G above U with a scale for each row."""
-    out = torch.empty(x.num_rows, gate_up.outputs // 2, dtype=x.dtype, device=gate_up.device)
-    _small_batch(x.codes[: x.num_rows], x.scales, gate_up, out, None, None, gated=True)
-    return out
-
-
-def widened_product(x: Tensor, matrix: Float8Matrix, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-    """The same with the matrix widened to the type of x: [rows, inputs]."""
+def widened_product(x: Tensor, codes: Float8Codes, epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
+    """x Wᵀ with the epilogue but for an activation, and the matrix widened to the type of x: [rows, inputs]."""
     if not has_kernels(x):
-        _add(F.linear(x.float(), widened(matrix)), out, bias, residual)
-        return
+        return _added(F.linear(x.float(), widened(codes)), epilogue, out, x.dtype)
     if len(x) <= MAX_SMALL_ROWS:
-        _small_batch(x, None, matrix, out, bias, residual)
-        return
-    stretch = max(GROUP, _SCRATCH_BYTES // (2 * matrix.inputs) // GROUP * GROUP)
-    product = torch.empty(len(x), matrix.outputs, dtype=x.dtype, device=x.device)
-    for start in range(0, matrix.outputs, stretch):
-        rows = slice(start, min(start + stretch, matrix.outputs))
-        torch.mm(x, widened(matrix, rows).to(x.dtype).t(), out=product[:, rows])
-    _add(product, out, bias, residual)
+        if out is None:
+            out = torch.empty(len(x), codes.outputs, dtype=x.dtype, device=x.device)
+        _small_batch(x, None, codes, out, epilogue)
+        return out
+    stretch = max(GROUP, _SCRATCH_BYTES // (2 * codes.inputs) // GROUP * GROUP)
+    product = torch.empty(len(x), codes.outputs, dtype=x.dtype, device=x.device)
+    for start in range(0, codes.outputs, stretch):
+        rows = slice(start, min(start + stretch, codes.outputs))
+        torch.mm(x, widened(codes, rows).to(x.dtype).t(), out=product[:, rows])
+    return _added(product, epilogue, out)
 
 
-def float8_product_reference(
-    x: Float8Rows, matrix: Float8Matrix, bias: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
-    """What `float8_product` computes, in float32."""
-    scales = x.scales.t().repeat_interleave(matrix.inputs // len(x.scales), 1)
-    y = F.linear((x.codes.float() * scales)[: x.num_rows], widened(matrix), None if bias is None else bias.float())
+def float8_product_reference(x: Float8Rows, codes: Float8Codes, epilogue: Epilogue = BARE) -> Tensor:
+    """What `float8_product` computes, in float32 and without an activation."""
+    bias, residual = epilogue.bias, epilogue.residual
+    scales = x.scales.t().repeat_interleave(codes.inputs // len(x.scales), 1)
+    y = F.linear((x.codes.float() * scales)[: x.num_rows], widened(codes), None if bias is None else bias.float())
     return y if residual is None else y + residual.float()
 
 
-def float8_embedding(matrix: Float8Matrix, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix's rows of these numbers: [n] → [n, inputs]"""
-    return widened(matrix, numbers).to(dtype)
+def _added(product: Tensor, epilogue: Epilogue, out: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """product + bias + residual"""
+    for part in (epilogue.bias, epilogue.residual):
+        if part is not None:
+            product = product.add_(part)
+    return product.to(dtype or product.dtype) if out is None else out.copy_(product)
 
 
-def _add(product: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-    """out = product + bias + residual"""
-    if bias is not None:
-        product = product.add_(bias)
-    if residual is not None:
-        torch.add(product, residual, out=out)
-    elif product is not out:
-        out.copy_(product)
-
-
-def _small_batch(
-    x: Tensor,
-    x_scales: Tensor | None,
-    matrix: Float8Matrix,
-    out: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *,
-    gated: bool = False,
-) -> None:
+def _small_batch(x: Tensor, x_scales: Tensor | None, codes: Float8Codes, out: Tensor, epilogue: Epilogue) -> None:
     """x_scales: those of eight-bit rows; None: the rows are of another type, to which the matrix is widened."""
-    rows, outputs, inputs = len(x), matrix.outputs, matrix.inputs
+    rows, outputs, inputs = len(x), codes.outputs, codes.inputs
     is_native = x_scales is not None
     processors, shared = num_processors(x.device), shared_memory(x.device)
-    is_blocked = matrix.layout.block > 0 or not is_native  # what is widened takes registers
+    is_blocked = codes.layout.block > 0 or not is_native  # what is widened takes registers
     tiles = small_batch_tiles(
         rows, outputs, inputs, processors, shared, is_blocked=is_blocked, item_bytes=x.element_size()
     )
     partial = out
     if tiles.split > 1:
         partial = torch.empty(tiles.split * rows * outputs, dtype=torch.float32, device=x.device)
-    _small_batch_kernel[(triton.cdiv(outputs, COUNTED_ROWS), tiles.split)](
-        x,
-        x_scales,
-        matrix.codes if is_native else matrix.codes.view(torch.uint8),
-        matrix.scales,
-        bias,
-        residual,
+    launch_small_batch(
+        _small_batch_kernel,
+        (triton.cdiv(outputs, COUNTED_ROWS), tiles.split),
+        (
+            x,
+            x_scales,
+            0 if x_scales is None else x_scales.stride(0),
+            codes.codes if is_native else codes.codes.view(torch.uint8),
+            codes.scales,
+        ),
+        epilogue,
         out,
-        partial,
-        matrix.counters,
-        rows,
-        0 if x_scales is None else x_scales.stride(0),
-        out.shape[1],
-        out.stride(0),
-        0 if residual is None else residual.stride(0),
+        (partial, codes.counters),
         INPUTS=inputs,
-        BLOCK=matrix.layout.block,
+        BLOCK=codes.layout.block,
         NATIVE=is_native,
         ROWS=max(16, triton.next_power_of_2(rows)),
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        GATED=gated,
         BLOCK_OUT=COUNTED_ROWS,
         BLOCK_IN=tiles.inputs,
         SPLIT=tiles.split,
         STAGES=tiles.stages,
         num_warps=4,
         num_stages=tiles.stages,
-        **launch_options(x.device),
     )
 
 
@@ -208,6 +173,7 @@ def _small_batch(
 def _small_batch_kernel(
     x,
     x_scales,
+    scale_stride,
     weight,
     scales,
     bias,
@@ -216,7 +182,6 @@ def _small_batch_kernel(
     partial,
     counters,
     rows,
-    scale_stride,
     outputs,
     out_stride,
     residual_stride,
@@ -226,7 +191,7 @@ def _small_batch_kernel(
     ROWS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -236,8 +201,8 @@ def _small_batch_kernel(
     """One program per BLOCK_OUT rows of the matrix and one of SPLIT stretches of its columns, all rows of x.
 
     The matrix is the left operand: out = (W xᵀ)ᵀ. The program that finishes last adds the parts in a fixed order.
-    GATED: the matrix has twice `outputs` rows, the gate's first; a program takes as many of either, without bias and
-    residual.
+    With an ACTIVATION the matrix has twice `outputs` rows, the gate's first; a program takes as many of either, without
+    bias and residual.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -245,11 +210,11 @@ def _small_batch_kernel(
     part = tl.program_id(1)
     steps: tl.constexpr = INPUTS // BLOCK_IN
     per_part: tl.constexpr = steps // SPLIT
-    matrices: tl.constexpr = 2 if GATED else 1
+    matrices: tl.constexpr = 2 if ACTIVATION else 1
     height: tl.constexpr = BLOCK_OUT // matrices
     output = block * height + tl.arange(0, BLOCK_OUT) % height
     output_inside = output < outputs
-    if GATED:
+    if ACTIVATION:
         output += tl.arange(0, BLOCK_OUT) // height * outputs  # the row of the matrix
     line = weight + output.to(tl.int64)[:, None] * INPUTS
     row = tl.arange(0, ROWS)
@@ -282,16 +247,9 @@ def _small_batch_kernel(
             total = tl.dot(factor, value, total)
     is_last = True
     if SPLIT > 1:
-        place = row[None, :] * (outputs * matrices) + output[:, None]
-        tl.store(partial + part * rows * (outputs * matrices) + place, total, mask=inside)
-        tl.debug_barrier()
-        is_last = tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLIT - 1
-        if is_last:
-            total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
-            for other in tl.static_range(SPLIT):
-                stretch = partial + other * rows * (outputs * matrices)
-                total += tl.load(stretch + place, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(counters + block, 0)
+        parts = partial + row[None, :] * (outputs * matrices) + output[:, None]
+        stride = rows * (outputs * matrices)
+        is_last, total = split_sum(total, parts, stride, part, inside, counters + block, SPLIT)
     if is_last:
         if BLOCK == 0:
             total *= output_scale[:, None]
@@ -301,11 +259,13 @@ def _small_batch_kernel(
             total += output_bias[:, None]
         if RESIDUAL:
             total += before.to(tl.float32)
-        if GATED:
+        if ACTIVATION:
             gate, up = tl.split(tl.permute(tl.reshape(total, (2, height, ROWS)), (1, 2, 0)))
-            gated = block * height + tl.arange(0, height)
-            where = out + row[None, :] * out_stride + gated[:, None]
-            is_output = (gated < outputs)[:, None] & row_inside[None, :]
-            tl.store(where, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=is_output)
+            store_batch(
+                activated(gate, up, ACTIVATION), bias, residual, out, block * height + tl.arange(0, height), row,
+                rows, outputs, out_stride, residual_stride, False, False,
+            )  # fmt: skip
         else:
-            tl.store(out + row[None, :] * out_stride + output[:, None], total.to(out.dtype.element_ty), mask=inside)
+            store_batch(
+                total, bias, residual, out, output, row, rows, outputs, out_stride, residual_stride, False, False
+            )  # fmt: skip

@@ -11,17 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.activations import activated, activation_number
+from cortex.neuron.kernels.float8.codes import FLOAT8, LARGEST, SMALLEST_SCALE
 from cortex.neuron.kernels.float8.layout import GROUP
-from cortex.neuron.kernels.float8.matrix import FLOAT8, LARGEST, SMALLEST_SCALE
-from cortex.neuron.kernels.jit import (
-    constant,
-    gdc_launch_dependents,
-    gdc_wait,
-    jit,
-    launch_options,
-    tl,
-    triton,
-)
+from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.kernels.matrix import PLAIN, Prologue
 
 ROW_STEP = 16
 """Memory is for a multiple of this many rows, as the library's products want it."""
@@ -41,29 +35,27 @@ class Float8Rows:
     """Of the numbers before."""
 
 
-def float8_rows(
-    x: Tensor, *, grouped: bool, norm_weight: Tensor | None = None, eps: float = 0.0, gated: bool = False
-) -> Float8Rows:
-    """norm(x), or with `gated` silu(gate) · up of [gate, up] = x. x: [rows, inputs or 2 · inputs], rows contiguous"""
-    rows, inputs = len(x), x.shape[1] // (2 if gated else 1)
+def float8_rows(x: Tensor, prologue: Prologue = PLAIN, *, grouped: bool) -> Float8Rows:
+    """prologue(x). x: [rows, inputs or 2 · inputs], rows contiguous"""
+    rows, inputs = len(x), x.shape[1] // (1 if prologue.activation is None else 2)
     capacity = -(-rows // ROW_STEP) * ROW_STEP
     codes = torch.empty(capacity, inputs, dtype=FLOAT8, device=x.device)
     scales = torch.empty(inputs // GROUP if grouped else 1, capacity, device=x.device)
-    whole = norm_weight is not None or not grouped
+    whole = prologue.norm is not None or not grouped
     block = triton.next_power_of_2(inputs) if whole else 8 * GROUP
     _rows_kernel[(rows, 1 if whole else triton.cdiv(inputs, block))](
         x,
-        norm_weight,
+        prologue.norm,
         codes,
         scales,
         x.stride(0),
         capacity,
-        eps,
+        prologue.eps,
         INPUTS=inputs,
         BLOCK=block,
         GROUPED=grouped,
-        NORM=norm_weight is not None,
-        GATED=gated,
+        NORM=prologue.norm is not None,
+        ACTIVATION=activation_number(prologue.activation),
         num_warps=max(1, min(16, block // 512)),
         **launch_options(x.device),
     )
@@ -89,7 +81,7 @@ def _rows_kernel(
     BLOCK: tl.constexpr,
     GROUPED: tl.constexpr,
     NORM: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per row, or per row and BLOCK columns where groups stand alone."""
@@ -103,9 +95,9 @@ def _rows_kernel(
     if OVERLAP:
         gdc_wait()
     values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
+    if ACTIVATION:
         up = tl.load(x + row * stride + INPUTS + column, mask=inside, other=0.0).to(tl.float32)
-        values = values * tl.sigmoid(values) * up
+        values = activated(values, up, ACTIVATION)
     if NORM:
         factor = tl.rsqrt(tl.sum(values * values, 0) / INPUTS + eps)
         values *= factor * gain

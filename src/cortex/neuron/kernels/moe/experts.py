@@ -1,59 +1,18 @@
-"""The experts of one layer, as tensors for the kernels."""
+"""The experts of one layer, as the kernels take them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
+from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
-
-
-class RoutedExperts(Protocol):
-    """What routing has to know of a layer's experts, however their weights are stored."""
-
-    @property
-    def router(self) -> Tensor: ...
-
-    @property
-    def top_k(self) -> int: ...
-
-    @property
-    def renormalise(self) -> bool: ...
-
-    @property
-    def rule(self) -> RouterRule: ...
-
-    @property
-    def bias(self) -> Tensor | None: ...
-
-    @property
-    def num_shared(self) -> int: ...
-
-    @property
-    def num_experts(self) -> int: ...
-
-    @property
-    def num_routed(self) -> int: ...
-
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def first(self) -> int:
-        """The first of the routed experts that are held."""
-        ...
-
-    @property
-    def num_held(self) -> int:
-        """The number of routed experts that are held; the shared ones always are."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts stacked in one tensor per matrix: first the routed experts, then the shared ones, which every token uses.
+    """Experts, one below the other in two matrices: first the routed ones, then the shared, which every token uses.
 
     A shared expert that is several times as wide as the others is stored as several experts: the sum is the same. A
     rank of a divided model holds a run of the routed experts, and routes over all of them.
@@ -61,10 +20,10 @@ class Experts:
 
     router: Tensor
     """[routed (+ 1), hidden]: a score for each routed expert; with gated shared experts, the last row is their gate"""
-    gate_up: Tensor
-    """[held experts, 2 · inner, hidden]"""
-    down: Tensor
-    """[held experts, hidden, inner]"""
+    gate_up: ExpertMatrix
+    """[held experts · 2 · inner, hidden]: the gate's rows of an expert, then those of up"""
+    down: ExpertMatrix
+    """[held experts · hidden, inner]"""
     top_k: int
     """Routed experts per token."""
     renormalise: bool
@@ -72,6 +31,8 @@ class Experts:
     num_shared: int = 0
     first: int = 0
     """The first routed expert that is held."""
+    activation: str = "silu"
+    """One of `ACTIVATIONS`."""
     rule: RouterRule = DEFAULT_RULE
     bias: Tensor | None = None
     """[routed] float32: added to the weights for the choice of experts, not to the weights of the chosen ones"""
@@ -86,7 +47,8 @@ class Experts:
 
     @property
     def num_held(self) -> int:
-        return len(self.gate_up) - self.num_shared
+        """The number of routed experts that are held; the shared ones always are."""
+        return self.down.outputs // self.gate_up.inputs - self.num_shared
 
     @property
     def slots(self) -> int:
@@ -95,4 +57,4 @@ class Experts:
 
     @property
     def inner(self) -> int:
-        return self.down.shape[2]
+        return self.down.inputs

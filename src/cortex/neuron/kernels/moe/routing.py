@@ -1,22 +1,21 @@
 """Routing: the experts and weights of each token. Softmax or sigmoid of the scores, top k, plus the shared experts.
 
-A pair is one token with one of its experts; pair = token · slots + slot. Small batches get the experts by pair, in one
+Small batches get the experts by pair, in one
 launch from the residual stream on. Large batches get a list of pairs for each expert. The order within a list is not
 deterministic, and nothing depends on it: the result of every pair has its own place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
-from cortex.neuron.kernels.moe.experts import RoutedExperts
+from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.norm import rms_norm_reference
 
 MAX_ROWS = 1024
@@ -24,44 +23,7 @@ MAX_ROWS = 1024
 ROUTER_BLOCK = 2
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertChoice:
-    """The experts and weights of each token, by pair."""
-
-    experts: Tensor
-    """[tokens, slots] int32"""
-    weights: Tensor
-    """[tokens, slots] float32"""
-
-
-@dataclass(frozen=True, slots=True)
-class PairLists:
-    """The pairs of each expert."""
-
-    weights: Tensor
-    """[tokens, slots] float32"""
-    counts: Tensor
-    """[experts] int32: pairs of each expert"""
-    members: Tensor
-    """[experts, tokens] int32: the pairs, valid up to the count of the expert"""
-
-
-class ExpertPairs(NamedTuple):
-    """Pairs of small batches, each a product on its own.
-
-    Without `weights` the rows of an expert's matrix are gate and up, and the result is silu(norm(x) Gᵀ) · norm(x) Uᵀ.
-    With them it is weight · x Wᵀ.
-    """
-
-    chosen: Tensor
-    """[pairs] int32"""
-    weights: Tensor | None
-    """[pairs] float32"""
-    per_row: int
-    """Consecutive pairs that have the same row of the input."""
-
-
-def choose_reference(logits: Tensor, experts: RoutedExperts) -> ExpertChoice:
+def choose_reference(logits: Tensor, experts: Experts) -> ExpertChoice:
     """logits: [tokens, routed (+ 1)]"""
     routed = logits[:, : experts.num_routed]
     rule = experts.rule
@@ -79,7 +41,7 @@ def choose_reference(logits: Tensor, experts: RoutedExperts) -> ExpertChoice:
     return ExpertChoice(chosen.to(torch.int32), weights)
 
 
-def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: RoutedExperts) -> ExpertChoice:
+def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
     """Norm, scores and choice of a small batch in one launch. hidden: [rows ≤ MAX_ROWS, hidden]"""
     rows, size = hidden.shape
     scores = torch.empty((rows, len(experts.router)), dtype=torch.float32, device=hidden.device)
@@ -106,11 +68,11 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Routed
     return ExpertChoice(chosen, weights)
 
 
-def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: RoutedExperts) -> ExpertChoice:
+def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
     return choose_reference(F.linear(rms_norm_reference(hidden, norm_weight, eps), experts.router), experts)
 
 
-def list_pairs(logits: Tensor, experts: RoutedExperts) -> PairLists:
+def list_pairs(logits: Tensor, experts: Experts) -> PairLists:
     """logits: [tokens, routed (+ 1)], contiguous"""
     if not has_kernels(logits):
         return list_pairs_reference(logits, experts)
@@ -133,7 +95,7 @@ def list_pairs(logits: Tensor, experts: RoutedExperts) -> PairLists:
     return PairLists(weights, counts, members)
 
 
-def list_pairs_reference(logits: Tensor, experts: RoutedExperts) -> PairLists:
+def list_pairs_reference(logits: Tensor, experts: Experts) -> PairLists:
     choice = choose_reference(logits, experts)
     by_pair = choice.experts.flatten()
     members = torch.zeros((experts.num_experts, len(logits)), dtype=torch.int32, device=logits.device)
@@ -144,7 +106,7 @@ def list_pairs_reference(logits: Tensor, experts: RoutedExperts) -> PairLists:
     return PairLists(choice.weights, counts, members)
 
 
-def held_choice(choice: ExpertChoice, experts: RoutedExperts) -> ExpertChoice:
+def held_choice(choice: ExpertChoice, experts: Experts) -> ExpertChoice:
     """The choice by the numbers of the held experts. An expert that is not held becomes the first one, with weight 0:
     its product is computed and not used, because leaving it out of a small batch would take longer."""
     if experts.num_held == experts.num_routed:
@@ -156,7 +118,7 @@ def held_choice(choice: ExpertChoice, experts: RoutedExperts) -> ExpertChoice:
     return ExpertChoice(number.to(torch.int32), choice.weights.where(is_held | is_shared, 0.0))
 
 
-def held_lists(lists: PairLists, experts: RoutedExperts) -> PairLists:
+def held_lists(lists: PairLists, experts: Experts) -> PairLists:
     """The lists of the held experts."""
     if experts.num_held == experts.num_routed:
         return lists
@@ -165,7 +127,7 @@ def held_lists(lists: PairLists, experts: RoutedExperts) -> PairLists:
     return PairLists(lists.weights, counts, torch.cat([lists.members[part] for part in parts]))
 
 
-def _choice_constants(experts: RoutedExperts) -> dict[str, float]:
+def _choice_constants(experts: Experts) -> dict[str, float]:
     return {
         "ROUTED": experts.num_routed,
         "ROUTED_BLOCK": triton.next_power_of_2(experts.num_routed),

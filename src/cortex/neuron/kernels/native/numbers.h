@@ -70,6 +70,14 @@ INLINE float exponential(float given) {
     return given < -80 ? 0 : sum * scale;
 }
 
+// The activations of gated feed-forward blocks, as activations.py numbers them. (1 + tanh(x)) / 2 is the sigmoid of 2 x.
+enum { SILU = 1, GELU_TANH };
+
+INLINE float activated(float gate, int activation) {
+    const float x = activation == GELU_TANH ? 1.59576912f * (gate + 0.044715f * gate * gate * gate) : gate;
+    return gate / (1 + exponential(-x));
+}
+
 // Numbers in the kind that `out` has.
 INLINE void narrow(const float *from, int64_t count, void *out, int64_t first, int is_half) {
     if (!is_half) {

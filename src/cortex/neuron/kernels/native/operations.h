@@ -34,11 +34,11 @@ typedef struct {
     int32_t bits, group, zero, has_minimums;
 } Matrix;
 
-// out = f(x) Wᵀ + bias + residual. f divides by the length and multiplies with `norm` if that is given; if `is_gated`, it is
-// silu(first half) · second half. `stride`: between the rows of `out` and of `residual`. Numbers are bfloat16 if `is_half`,
+// out = f(x) Wᵀ + bias + residual. f divides by the length and multiplies with `norm` if that is given; with an `activation`, it is
+// activation(first half) · second half. `stride`: between the rows of `out` and of `residual`. Numbers are bfloat16 if `is_half`,
 // else float32; those of `norm` and `bias` have flags of their own.
 typedef struct {
-    int32_t kind, is_gated, is_half, is_norm_half, is_bias_half;
+    int32_t kind, activation, is_half, is_norm_half, is_bias_half;
     float eps;
     const Matrix *matrix;
     const void *x, *norm, *bias, *residual;

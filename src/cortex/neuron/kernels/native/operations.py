@@ -41,7 +41,7 @@ class Operation(ctypes.Structure):
 
 class Product(Operation):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("is_gated", "is_half", "is_norm_half", "is_bias_half")),
+        *((name, ctypes.c_int32) for name in ("activation", "is_half", "is_norm_half", "is_bias_half")),
         ("eps", ctypes.c_float),
         ("matrix", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("x", "norm", "bias", "residual", "out")),

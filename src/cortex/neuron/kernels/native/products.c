@@ -146,10 +146,10 @@ static float norm_factor(const Product *call, int64_t row, int64_t columns) {
 INLINE void prepare(const Product *call, int64_t row, int64_t tile, float factor, float *out) {
     const int64_t columns = call->matrix->tiles * COLUMNS, first = tile * COLUMNS;
     float other[COLUMNS];
-    if (call->is_gated) {
+    if (call->activation) {
         widen(call->x, 2 * row * columns + first, COLUMNS, call->is_half, out);
         widen(call->x, (2 * row + 1) * columns + first, COLUMNS, call->is_half, other);
-        for (int i = 0; i < COLUMNS; i++) out[i] = out[i] / (1 + exponential(-out[i])) * other[i];
+        for (int i = 0; i < COLUMNS; i++) out[i] = activated(out[i], call->activation) * other[i];
         return;
     }
     widen(call->x, row * columns + first, COLUMNS, call->is_half, out);

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import jit, launch_options, num_processors, tl, triton
-from cortex.neuron.kernels.moe.grouped import max_tiles, own_pairs, store_pairs
-from cortex.neuron.kernels.moe.routing import PairLists
+from cortex.neuron.kernels.jit import jit, num_processors, tl
+from cortex.neuron.kernels.moe.pairs import PairLists
+from cortex.neuron.kernels.products.grouped import launch_grouped, own_pairs, store_pairs
+from cortex.neuron.kernels.quantised.codes import PackedCodes
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.tiles import fitting_stages, program_bytes
 from cortex.neuron.kernels.quantised.unpack import add_product, layout_options, operand, operand_row, restored
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
@@ -66,43 +66,32 @@ def packed_expert_tiles(
 
 
 def packed_grouped_product(
-    x: Tensor,
-    matrix: PackedMatrix,
-    num_experts: int,
-    lists: PairLists,
-    out: Tensor,
-    *,
-    pairs_per_row: int,
-    gated: bool,
+    x: Tensor, codes: PackedCodes, lists: PairLists, out: Tensor, *, pairs_per_row: int, activation: str | None
 ) -> None:
-    """silu(x Gᵀ) · x Uᵀ by pair, where each expert's rows are G above U, or weight · x Wᵀ.
-
-    x: [pairs / pairs_per_row, inputs]; out: [pairs, outputs]
-    """
-    num_pairs, outputs = out.shape
-    chunks = matrix.low.shape[1] // 16
-    shared = shared_memory(x.device)
-    processors = num_processors(x.device)
-    tiles = packed_expert_tiles(num_pairs, num_experts, outputs, chunks, matrix.layout, processors, shared, gated=gated)
-    num_blocks = triton.cdiv(outputs, _BLOCK_OUT * tiles.blocks)
-    _packed_grouped_kernel[(num_blocks, max_tiles(num_pairs, num_experts, tiles.pairs))](
-        x,
-        matrix.low,
-        matrix.high,
-        matrix.scales,
-        lists.weights,
-        lists.counts,
-        lists.members,
+    """See `ExpertMatrix.grouped`."""
+    (num_pairs, outputs), num_experts = out.shape, len(lists.counts)
+    chunks = codes.low.shape[1] // 16
+    tiles = packed_expert_tiles(
+        num_pairs,
+        num_experts,
+        outputs,
+        chunks,
+        codes.layout,
+        num_processors(x.device),
+        shared_memory(x.device),
+        gated=activation is not None,
+    )
+    launch_grouped(
+        _packed_grouped_kernel,
+        (x, codes.low, codes.high, codes.scales),
+        lists,
         out,
-        lists.members.stride(0),
-        INPUTS=matrix.inputs,
-        OUTPUTS=outputs,
-        EXPERTS=num_experts,
-        EXPERTS_BLOCK=triton.next_power_of_2(num_experts),
-        PAIRS_PER_ROW=pairs_per_row,
-        GATED=gated,
-        BLOCK_PAIRS=tiles.pairs,
-        BLOCK_OUT=_BLOCK_OUT,
+        tile_pairs=tiles.pairs,
+        block_out=_BLOCK_OUT,
+        blocks=tiles.blocks,
+        pairs_per_row=pairs_per_row,
+        activation=activation,
+        INPUTS=codes.inputs,
         BLOCK_CHUNKS=tiles.chunks,
         BLOCKS=tiles.blocks,
         CHUNKS=chunks,
@@ -110,8 +99,7 @@ def packed_grouped_product(
         STAGES=tiles.stages,
         num_warps=_WARPS,
         num_stages=tiles.stages,
-        **layout_options(matrix.layout),
-        **launch_options(x.device),
+        **layout_options(codes.layout),
     )
 
 
@@ -131,7 +119,7 @@ def _packed_grouped_kernel(
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -150,14 +138,15 @@ def _packed_grouped_kernel(
 ):
     """One program per tile of one expert's pairs and BLOCKS blocks of BLOCK_OUT rows of its matrix: out = (W xᵀ)ᵀ.
 
-    GATED has twice OUTPUTS rows, the gate's first; otherwise the product is scaled by the pair's weight. The steps of
+    With an ACTIVATION an expert has twice OUTPUTS rows, the gate's first; otherwise the product is scaled by the pair's
+    weight. The steps of
     all blocks are one loop, so that the words of the next block are on their way while this one ends.
     """
     expert, pair, valid = own_pairs(counts, members, members_stride, EXPERTS, EXPERTS_BLOCK, BLOCK_PAIRS, OVERLAP)
     if expert >= EXPERTS:
         return
     source = x + (pair // PAIRS_PER_ROW).to(tl.int64)[None, :] * INPUTS
-    expert_row = expert * (2 * OUTPUTS if GATED else OUTPUTS)
+    expert_row = expert * (2 * OUTPUTS if ACTIVATION else OUTPUTS)
     steps: tl.constexpr = CHUNKS // BLOCK_CHUNKS
     total = tl.zeros((BLOCK_OUT, BLOCK_PAIRS), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, BLOCK_PAIRS), tl.float32)
@@ -174,7 +163,7 @@ def _packed_grouped_kernel(
             CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
         )  # fmt: skip
         total = add_product(total, weights, value)
-        if GATED:
+        if ACTIVATION:
             weights_up = operand(
                 low, high, scales, loaded + OUTPUTS, chunk,
                 CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
@@ -184,6 +173,6 @@ def _packed_grouped_kernel(
             total = restored(total, x.dtype.element_ty)
             total_up = restored(total_up, x.dtype.element_ty)
             output = block + operand_row(BLOCK_OUT, WARPS)
-            store_pairs(total, total_up, out, pair_weights, pair, valid, output, OUTPUTS, GATED)
+            store_pairs(total, total_up, out, pair_weights, pair, valid, output, OUTPUTS, ACTIVATION)
             total = tl.zeros((BLOCK_OUT, BLOCK_PAIRS), tl.float32)
             total_up = tl.zeros((BLOCK_OUT, BLOCK_PAIRS), tl.float32)

@@ -17,9 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.activations import activated, activation_number
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
+from cortex.neuron.kernels.matrix import Epilogue, Prologue
+from cortex.neuron.kernels.quantised.codes import PackedCodes
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.unpack import add_product, layout_options, restored, unpack_units
 
 MAX_FEW_ROWS = 8
@@ -59,43 +61,11 @@ class ProductParts(NamedTuple):
     """Of the inputs, [stretches, rows] float32; None: there is no norm."""
 
 
-def few_rows_product(
-    x: Tensor,
-    matrix: PackedMatrix,
-    out: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-) -> None:
-    """out = norm(x) Wᵀ + bias + residual. x: [at most 8, inputs]; out and residual: [rows, outputs], maybe columns of
-    more.
-
-    `out` may be `residual` itself.
-    """
-    _add(_products(x, matrix, norm_weight), out, matrix.inputs, eps, bias, residual, block=1024)
-
-
-def gated_few_rows_product(x: Tensor, gate_up: PackedMatrix, norm_weight: Tensor, eps: float) -> Tensor:
-    """silu(norm(x) Gᵀ) · norm(x) Uᵀ. x: [at most 8, inputs]; gate_up: [2 · outputs, inputs] → [rows, outputs]"""
-    out = torch.empty(len(x), gate_up.outputs // 2, dtype=x.dtype, device=x.device)
-    _add(_products(x, gate_up, norm_weight), out, gate_up.inputs, eps, None, None, block=512, gated=True)
-    return out
-
-
-def _add(
-    parts: ProductParts,
-    out: Tensor,
-    inputs: int,
-    eps: float,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *,
-    block: int,
-    gated: bool = False,
-) -> None:
-    """Adds the parts and does what comes after the product."""
-    rows, outputs = out.shape
+def few_rows_product(x: Tensor, codes: PackedCodes, out: Tensor, prologue: Prologue, epilogue: Epilogue) -> None:
+    """See `Matrix.product`; the prologue has no activation. x: [at most 8, inputs]. `out` may be the residual."""
+    parts = _products(x, codes, prologue.norm)
+    (rows, outputs), bias, residual = out.shape, epilogue.bias, epilogue.residual
+    block = 1024 if epilogue.activation is None else 512
     _sum_kernel[(rows, triton.cdiv(outputs, block))](
         parts.products,
         parts.squares,
@@ -105,44 +75,44 @@ def _add(
         outputs,
         out.stride(0),
         0 if residual is None else residual.stride(0),
-        eps,
-        INPUTS=inputs,
+        prologue.eps,
+        INPUTS=codes.inputs,
         PARTS=len(parts.products),
         NORM=parts.squares is not None,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
-        GATED=gated,
+        ACTIVATION=activation_number(epilogue.activation),
         BLOCK=block,
         num_warps=4,
         **launch_options(out.device),
     )
 
 
-def _products(x: Tensor, matrix: PackedMatrix, norm_weight: Tensor | None) -> ProductParts:
-    rows, layout = len(x), matrix.layout
+def _products(x: Tensor, codes: PackedCodes, norm_weight: Tensor | None) -> ProductParts:
+    rows, layout = len(x), codes.layout
     tiles = few_rows_tiles(layout)
-    chunks = matrix.low.shape[1] // 16
-    num_parts, num_blocks = triton.cdiv(chunks, tiles.chunks), triton.cdiv(matrix.outputs, _TILE_ROWS)
-    products = torch.empty(num_parts, rows, matrix.outputs, dtype=torch.float32, device=x.device)
+    chunks = codes.low.shape[1] // 16
+    num_parts, num_blocks = triton.cdiv(chunks, tiles.chunks), triton.cdiv(codes.outputs, _TILE_ROWS)
+    products = torch.empty(num_parts, rows, codes.outputs, dtype=torch.float32, device=x.device)
     squares = None if norm_weight is None else products.new_empty(num_parts, rows)
     programs = min(num_blocks, max(1, tiles.programs * num_processors(x.device) // num_parts))
     _few_rows_kernel[(programs, num_parts)](
         x,
-        matrix.low,
-        matrix.high,
-        matrix.scales,
+        codes.low,
+        codes.high,
+        codes.scales,
         norm_weight,
         products,
         squares,
         rows,
-        matrix.outputs,
+        codes.outputs,
         num_blocks,
-        INPUTS=matrix.inputs,
+        INPUTS=codes.inputs,
         CHUNKS=chunks,
         PART_CHUNKS=tiles.chunks,
         WARPS=tiles.warps,
         NORM=norm_weight is not None,
-        WHOLE=matrix.outputs % _TILE_ROWS == 0,
+        WHOLE=codes.outputs % _TILE_ROWS == 0,
         TILE_ROWS=_TILE_ROWS,
         ROWS=MAX_FEW_ROWS,
         RUN=8 if layout.high_bits == 1 else 4,
@@ -332,25 +302,25 @@ def _sum_kernel(
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row and BLOCK outputs. GATED: a row has twice as many products, the gate's first."""
+    """One program per row and BLOCK outputs. ACTIVATION: a row has twice as many products, the gate's first."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = output < outputs
-    columns = 2 * outputs if GATED else outputs
+    columns = 2 * outputs if ACTIVATION else outputs
     factor = 1.0
     if NORM:
         factor = _norm_factor(squares, row, eps, INPUTS, PARTS)
     total = _sum(products, row, output, inside, columns, PARTS, BLOCK) * factor
-    if GATED:
+    if ACTIVATION:
         up = _sum(products, row, outputs + output, inside, columns, PARTS, BLOCK) * factor
-        total = total * tl.sigmoid(total) * up
+        total = activated(total, up, ACTIVATION)
     if BIAS:
         total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:

@@ -40,6 +40,11 @@ class Layout:
     with groups of 32. Codes arrive as `zero + level`."""
 
     @property
+    def row_block(self) -> int:
+        """Rows that are packed together."""
+        return 1
+
+    @property
     def bits(self) -> int:
         return self.low_bits + self.high_bits
 

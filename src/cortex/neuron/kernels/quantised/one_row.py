@@ -6,150 +6,68 @@ and the addition after are part of the same pass.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import (
-    INTERPRETED,
-    gdc_launch_dependents,
-    gdc_wait,
-    jit,
-    launch_options,
-    num_processors,
-    tl,
-    triton,
-)
-from cortex.neuron.kernels.moe.routing import ExpertPairs
+from cortex.neuron.kernels.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, jit, tl, triton
+from cortex.neuron.kernels.matrix import Epilogue, Prologue
+from cortex.neuron.kernels.moe.pairs import ExpertPairs
 from cortex.neuron.kernels.norm import rms_norm
-from cortex.neuron.kernels.quantised.levels import levels_option
-from cortex.neuron.kernels.quantised.packing import PackedMatrix
+from cortex.neuron.kernels.products.one_row import OneRowTiles, added_to_row, launch_one_row, store_row
+from cortex.neuron.kernels.quantised.codes import PackedCodes
+from cortex.neuron.kernels.quantised.unpack import layout_options
 from cortex.neuron.kernels.quantised.vector import prepared_vector, times_vector
 
 
-class PackedRowTiles(NamedTuple):
-    """How a product with one vector is cut into programs."""
-
-    outputs: int
-    chunks: int
-    """Of 128 columns, at a time."""
-    warps: int
-    programs: int
-    """On each processor, which share the blocks of rows; 0: one for each block."""
-    registers: int | None
-    """That a thread has at most, so that the programs fit."""
-
-
-def one_row_tiles(chunks: int, bits: int) -> PackedRowTiles:
+def one_row_tiles(chunks: int, bits: int) -> OneRowTiles:
     """The fastest of a sweep on Hopper."""
     if chunks > 32:
         if bits in (5, 6):
-            return PackedRowTiles(4, 16, 2, 0, 128)
+            return OneRowTiles(4, 16, 2, 0, 128)
         step = 8 if bits == 8 else 16
-        return PackedRowTiles(8 if bits < 5 and chunks % 16 == 0 else 4, step, step // 8, 0, None)
+        return OneRowTiles(8 if bits < 5 and chunks % 16 == 0 else 4, step, step // 8, 0, None)
     warps = max(1, triton.next_power_of_2(chunks) // 8)
     if bits == 5:
-        return PackedRowTiles(4, 8 * warps, warps, 16 // warps, 128)
-    return PackedRowTiles(4 if bits == 8 else 8, 8 * warps, warps, 12 // warps, 168)
+        return OneRowTiles(4, 8 * warps, warps, 16 // warps, 128)
+    return OneRowTiles(4 if bits == 8 else 8, 8 * warps, warps, 12 // warps, 168)
 
 
 def one_row_product(
     x: Tensor,
-    matrix: PackedMatrix,
+    codes: PackedCodes,
     out: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-) -> None:
-    """out = norm(x) Wᵀ + bias + residual. x: [1, inputs]; out and residual: [1, outputs]"""
-    _launch(x, matrix, out, bias, norm_weight, eps, residual)
-
-
-def gated_one_row_product(x: Tensor, gate_up: PackedMatrix, out: Tensor, norm_weight: Tensor, eps: float) -> None:
-    """out = silu(norm(x) Gᵀ) · norm(x) Uᵀ. x: [1, inputs]; gate_up: [2 · outputs, inputs]; out: [1, outputs]"""
-    _launch(x, gate_up, out, None, norm_weight, eps, None, gated=True)
-
-
-def expert_rows_product(
-    x: Tensor,
-    matrix: PackedMatrix,
-    out: Tensor,
-    pairs: ExpertPairs,
-    norm_weight: Tensor | None,
-    eps: float,
-) -> None:
-    """Each pair of a row and one of its experts: a vector times that expert's rows of the matrix.
-
-    x: [pairs / pairs.per_row, inputs]; out: [pairs, outputs]
-    """
-    _launch(x, matrix, out, None, norm_weight, eps, None, gated=pairs.weights is None, pairs=pairs)
-
-
-def _launch(
-    x: Tensor,
-    matrix: PackedMatrix,
-    out: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    *,
-    gated: bool = False,
+    prologue: Prologue,
+    epilogue: Epilogue,
     pairs: ExpertPairs | None = None,
 ) -> None:
-    layout, chunks = matrix.layout, matrix.low.shape[1] // 16
-    low, high = matrix.low.view(torch.int32), matrix.high.view(torch.int32) if matrix.high.numel() else None
-    outputs = out.shape[1]
-    tiles = one_row_tiles(chunks, layout.bits)
-    paired = x.dtype == torch.bfloat16
-    if norm_weight is not None and norm_weight.dtype != x.dtype:  # zero-centred norms are kept in float32
-        x, norm_weight = rms_norm(x, norm_weight, eps), None
-    rows = tiles.outputs // 2 if gated else tiles.outputs
-    num_pairs = len(out)
-    num_blocks = triton.cdiv(outputs, rows)
-    programs = num_blocks
-    if tiles.programs:
-        programs = min(num_blocks, max(1, tiles.programs * num_processors(x.device) // num_pairs))
-    _one_row_kernel[(programs, num_pairs)](
-        x.view(torch.int32) if paired else x,
-        low,
-        high,
-        matrix.scales,
-        bias,
-        norm_weight if norm_weight is None or not paired else norm_weight.view(torch.int32),
-        residual,
+    """See `Matrix.product`; the prologue has no activation. x: [1, inputs]; out: [1, outputs]
+
+    With `pairs`, each of a row and one of its experts is a vector times that expert's rows of the matrix.
+    x: [pairs / pairs.per_row, inputs]; out: [pairs, outputs of an expert]
+    """
+    chunks, norm = codes.low.shape[1] // 16, prologue.norm
+    low, high = codes.low.view(torch.int32), codes.high.view(torch.int32) if codes.high.numel() else None
+    if norm is not None and norm.dtype != x.dtype:  # zero-centred norms are kept in float32
+        x, norm = rms_norm(x, norm, prologue.eps), None
+    is_paired = x.dtype == torch.bfloat16
+    tiles = one_row_tiles(chunks, codes.layout.bits)
+    launch_one_row(
+        _one_row_kernel,
+        x.view(torch.int32) if is_paired else x,
+        (low, high, codes.scales),
+        norm if norm is None or not is_paired else norm.view(torch.int32),
+        prologue.eps,
+        epilogue,
         out,
-        pairs.chosen if pairs else None,
-        pairs.weights if pairs else None,
-        outputs,
-        num_blocks,
-        eps,
-        INPUTS=matrix.inputs,
+        tiles,
+        pairs,
+        INPUTS=codes.inputs,
         CHUNKS=chunks,
-        PAIRED=paired,
-        BIAS=bias is not None,
-        NORM=norm_weight is not None,
-        RESIDUAL=residual is not None,
-        GATED=gated,
-        WHOLE=outputs % rows == 0,
-        PAIRS_PER_ROW=pairs.per_row if pairs else 0,
-        WEIGHTED=pairs is not None and pairs.weights is not None,
-        LOW_BITS=layout.low_bits,
-        HIGH_BITS=layout.high_bits,
+        PAIRED=is_paired,
         LOW_WORDS=low.shape[1] // chunks,
         HIGH_WORDS=0 if high is None else high.shape[1] // chunks,
-        GROUP=layout.group,
-        ZERO=-1 if layout.zero is None else layout.zero,
-        LEVELS=levels_option(layout),
-        SCALE_WORDS=layout.scale_words,
-        BLOCK_OUT=tiles.outputs,
-        BLOCK_CHUNKS=tiles.chunks,
-        PTX=not INTERPRETED,
-        num_warps=tiles.warps,
-        maxnreg=tiles.registers,
-        **launch_options(x.device),
+        BLOCK_CHUNKS=tiles.width,
+        **layout_options(codes.layout) | {"PTX": not INTERPRETED},
     )
 
 
@@ -174,7 +92,7 @@ def _one_row_kernel(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WHOLE: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -196,7 +114,7 @@ def _one_row_kernel(
 
     Where the vector fits, a program prepares it once and takes block after block. A longer vector goes by in pieces of
     BLOCK_CHUNKS chunks, with one block for each program.
-    GATED: the matrix has twice `outputs` rows, the gate's first; a program takes as many of either.
+    ACTIVATION: the matrix has twice `outputs` rows, the gate's first; a program takes as many of either.
     WHOLE: every block has all its rows, so that their distance is a constant in the machine code.
     LOW_WORDS, HIGH_WORDS: of a chunk, in either plane.
     PAIRS_PER_ROW: the second coordinate is a pair, whose expert's rows begin further down; 0: there are no pairs.
@@ -207,7 +125,7 @@ def _one_row_kernel(
         if OVERLAP:
             gdc_wait()  # the kernel before chose the experts
         pair = tl.program_id(1).to(tl.int64)
-        expert_row = tl.load(chosen + pair).to(tl.int64) * (outputs * (2 if GATED else 1))
+        expert_row = tl.load(chosen + pair).to(tl.int64) * (outputs * (2 if ACTIVATION else 1))
         low += expert_row * (CHUNKS * LOW_WORDS)
         if HIGH_WORDS > 0:
             high += expert_row * (CHUNKS * HIGH_WORDS)
@@ -217,7 +135,7 @@ def _one_row_kernel(
     block = tl.program_id(0)
     words = _words(
         low, high, scales, block, num_blocks, outputs, 0,
-        CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, GATED, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
+        CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, ACTIVATION, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
     )  # fmt: skip
     if OVERLAP and PAIRS_PER_ROW == 0:
         gdc_wait()
@@ -232,10 +150,11 @@ def _one_row_kernel(
             following = block + tl.num_programs(0)
             next_words = _words(
                 low, high, scales, following, num_blocks, outputs, 0,
-                CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, GATED, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
+                CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, ACTIVATION, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
             )  # fmt: skip
             total = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
-            _store(tl.sum(total, 1) * factor, bias, residual, out, block, outputs, BIAS, RESIDUAL, GATED, BLOCK_OUT)
+            added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
+            store_row(tl.sum(total, 1) * factor, added, out, block, outputs, BIAS or RESIDUAL, ACTIVATION, BLOCK_OUT)
             block = following
             words = next_words
     else:
@@ -243,7 +162,7 @@ def _one_row_kernel(
         for start in range(0, CHUNKS, BLOCK_CHUNKS):
             next_words = _words(
                 low, high, scales, block, num_blocks, outputs, start + BLOCK_CHUNKS,
-                CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, GATED, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
+                CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, ACTIVATION, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
             )  # fmt: skip
             product = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
             total += tl.sum(tl.reshape(product, (BLOCK_OUT, BLOCK_CHUNKS * 4, 4)), 2)  # of the four units of a thread
@@ -254,34 +173,8 @@ def _one_row_kernel(
             words = next_words
         if NORM:
             factor = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
-        _store(tl.sum(total, 1) * factor, bias, residual, out, block, outputs, BIAS, RESIDUAL, GATED, BLOCK_OUT)
-
-
-@jit
-def _store(
-    y,
-    bias,
-    residual,
-    out,
-    block,
-    outputs,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-):
-    """What comes after the product of a block of rows. y: [BLOCK_OUT]"""
-    rows: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, rows)), (1, 0)))
-        y = gate * tl.sigmoid(gate) * up
-    row = block * rows + tl.arange(0, rows)
-    inside = row < outputs
-    if BIAS:
-        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        y += tl.load(residual + row, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
+        added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
+        store_row(tl.sum(total, 1) * factor, added, out, block, outputs, BIAS or RESIDUAL, ACTIVATION, BLOCK_OUT)
 
 
 @jit
@@ -297,7 +190,7 @@ def _words(
     LOW_WORDS: tl.constexpr,
     HIGH_WORDS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -306,14 +199,14 @@ def _words(
 
     Undefined beyond the last block. Beyond the last chunk the scales are 0.
     """
-    rows: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
+    rows: tl.constexpr = BLOCK_OUT // 2 if ACTIVATION else BLOCK_OUT
     first = block.to(tl.int64) * rows
     line = tl.arange(0, BLOCK_OUT)
-    if GATED:
+    if ACTIVATION:
         line = line % rows
     if not WHOLE:
         line = tl.minimum(line, tl.maximum(outputs - 1 - block * rows, 0))
-    if GATED:
+    if ACTIVATION:
         line += tl.arange(0, BLOCK_OUT) // rows * outputs
     unit = tl.arange(0, BLOCK_CHUNKS * 16)[None, :]
     group = line[:, None] * (CHUNKS * 4) + (unit // 16) * 4 + unit % 4

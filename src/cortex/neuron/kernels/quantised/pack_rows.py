@@ -1,6 +1,6 @@
 """Rows of a packed matrix written in one pass on a GPU: from dense numbers, or from codes and scales.
 
-`packing.py` and `quantise.py` do the same in plain torch, in a hundred operations for each piece of a tensor, whose
+`codes.py` and `quantise.py` do the same in plain torch, in a hundred operations for each piece of a tensor, whose
 launches take longer than reading the file.
 """
 
@@ -22,7 +22,7 @@ _TO_INTEGER = constant(float(1 << 23))
 """A float32 in its neighbourhood has no fraction: adding it rounds to the nearest integer, halves to the even one."""
 
 
-def pack_numbers(numbers: Tensor, layout: Layout, low: Tensor, high: Tensor, scales: Tensor) -> None:
+def pack_values(numbers: Tensor, layout: Layout, low: Tensor, high: Tensor, scales: Tensor) -> None:
     """Quantise dense rows. numbers: [rows, inputs]; the others: the same rows of the packed matrix"""
     options = {"EXTRA": extra_steps(layout), "FITTED": layout.bits <= FITTED_BITS}
     _launch(_numbers_kernel, (numbers.contiguous(),), layout, low, high, scales, options)

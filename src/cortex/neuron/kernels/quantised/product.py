@@ -1,6 +1,6 @@
 """Products with packed matrices.
 
-At most eight rows, and more than four bits: `few_rows.py`.
+One row: `one_row.py`. At most eight rows, and more than four bits: `few_rows.py`.
 
 Small batches: one program reads BLOCK_OUT rows of the matrix once, unpacks them in registers into the left operand of a
 tensor-core product, and multiplies all rows of x. Matrices with few rows are cut along their columns as well (SPLIT),
@@ -16,18 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import (
-    gdc_launch_dependents,
-    gdc_wait,
-    has_kernels,
-    jit,
-    launch_options,
-    num_processors,
-    tl,
-    triton,
-)
-from cortex.neuron.kernels.quantised.few_rows import few_rows_product, max_few_rows
-from cortex.neuron.kernels.quantised.packing import PackedMatrix, unpacked
+from cortex.neuron.kernels.activations import activated
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, num_processors, tl, triton
+from cortex.neuron.kernels.matrix import BARE, Epilogue
+from cortex.neuron.kernels.products.small_batch import launch_small_batch, split_sum, store_batch
+from cortex.neuron.kernels.quantised.codes import PackedCodes, unpacked
 from cortex.neuron.kernels.quantised.tiles import product_columns, small_batch_tiles
 from cortex.neuron.kernels.quantised.unpack import (
     RESTORE,
@@ -45,73 +38,56 @@ _SCRATCH_BYTES = 112 << 20
 """Most matrices at once: few launches are worth more than a buffer that stays in the L2 cache."""
 
 
-def packed_product(
-    x: Tensor,
-    matrix: PackedMatrix,
-    out: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> None:
-    """out = x Wᵀ + bias + residual. x: [rows, inputs]; out and residual: [rows, outputs], maybe columns of more.
-
-    `out` may be `residual` itself.
-    """
-    if not has_kernels(x):
-        out.copy_(packed_product_reference(x, matrix, bias, residual))
-    elif 1 < len(x) <= max_few_rows(matrix.layout):
-        few_rows_product(x, matrix, out, bias, None, 0.0, residual)
-    elif len(x) <= MAX_SMALL_ROWS:
-        small_batch_product(x, matrix, out, bias, residual)
-    else:
-        _large_batch(x, matrix, out, bias, residual)
-
-
-def packed_product_reference(x: Tensor, matrix: PackedMatrix, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    y = F.linear(x.float(), unpacked(matrix), None if bias is None else bias.float())
+def packed_product_reference(x: Tensor, codes: PackedCodes, epilogue: Epilogue = BARE) -> Tensor:
+    """Without an activation."""
+    bias, residual = epilogue.bias, epilogue.residual
+    y = F.linear(x.float(), unpacked(codes), None if bias is None else bias.float())
     return (y if residual is None else y + residual.float()).to(x.dtype)
 
 
-def packed_rows(matrix: PackedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
+def packed_rows(codes: PackedCodes, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The matrix's rows of these numbers, as an embedding looks them up. rows: [tokens] → [tokens, inputs]"""
     if not has_kernels(rows):
-        return unpacked(matrix, rows).to(dtype)
-    out = torch.empty(len(rows), matrix.inputs, dtype=dtype, device=rows.device)
-    _dequantise(matrix, rows, 0, len(rows), out)
+        return unpacked(codes, rows).to(dtype)
+    out = torch.empty(len(rows), codes.inputs, dtype=dtype, device=rows.device)
+    _dequantise(codes, rows, 0, len(rows), out)
     return out
 
 
-def dequantise(matrix: PackedMatrix, first_row: int, num_rows: int, out: Tensor) -> None:
+def dequantise(codes: PackedCodes, first_row: int, num_rows: int, out: Tensor) -> None:
     """A stretch of the matrix's rows. out: [num_rows, inputs], contiguous"""
-    _dequantise(matrix, None, first_row, num_rows, out)
+    _dequantise(codes, None, first_row, num_rows, out)
 
 
-def _dequantise(matrix: PackedMatrix, rows: Tensor | None, first_row: int, num_rows: int, out: Tensor) -> None:
+def _dequantise(codes: PackedCodes, rows: Tensor | None, first_row: int, num_rows: int, out: Tensor) -> None:
     block_out, warps = 16, 1
-    _dequantise_kernel[(triton.cdiv(num_rows, block_out), matrix.low.shape[1] // 16)](
-        matrix.low,
-        matrix.high,
-        matrix.scales,
+    _dequantise_kernel[(triton.cdiv(num_rows, block_out), codes.low.shape[1] // 16)](
+        codes.low,
+        codes.high,
+        codes.scales,
         rows,
         out,
         first_row,
         num_rows,
         GATHER=rows is not None,
-        INPUTS=matrix.inputs,
-        CHUNKS=matrix.low.shape[1] // 16,
+        INPUTS=codes.inputs,
+        CHUNKS=codes.low.shape[1] // 16,
         BLOCK_OUT=block_out,
         WARPS=warps,
         num_warps=warps,
-        **layout_options(matrix.layout),
+        **layout_options(codes.layout),
     )
 
 
-def _large_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-    stretch = max(256, _SCRATCH_BYTES // (2 * matrix.inputs) // 256 * 256)
-    scratch = torch.empty(min(stretch, matrix.outputs), matrix.inputs, dtype=x.dtype, device=x.device)
-    for start in range(0, matrix.outputs, stretch):
-        end = min(start + stretch, matrix.outputs)
+def large_batch_product(x: Tensor, codes: PackedCodes, out: Tensor, epilogue: Epilogue) -> None:
+    """See `Matrix.product`; without an activation. `out` may be the residual, to which the library adds."""
+    residual = epilogue.residual
+    stretch = max(256, _SCRATCH_BYTES // (2 * codes.inputs) // 256 * 256)
+    scratch = torch.empty(min(stretch, codes.outputs), codes.inputs, dtype=x.dtype, device=x.device)
+    for start in range(0, codes.outputs, stretch):
+        end = min(start + stretch, codes.outputs)
         weight = scratch[: end - start]
-        dequantise(matrix, start, end - start, weight)
+        dequantise(codes, start, end - start, weight)
         part = out[:, start:end]
         if residual is None:
             torch.mm(x, weight.t(), out=part)
@@ -119,56 +95,31 @@ def _large_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
             part.addmm_(x, weight.t())
         else:
             torch.addmm(residual[:, start:end], x, weight.t(), out=part)
-    if bias is not None:
-        out.add_(bias)
+    if epilogue.bias is not None:
+        out.add_(epilogue.bias)
 
 
-def gated_product(x: Tensor, gate_up: PackedMatrix) -> Tensor:
-    """silu(x Gᵀ) · x Uᵀ. x: [at most MAX_SMALL_ROWS, inputs]; gate_up: [2 · outputs, inputs] → [rows, outputs]"""
-    out = torch.empty(len(x), gate_up.outputs // 2, dtype=x.dtype, device=x.device)
-    small_batch_product(x, gate_up, out, None, None, gated=True)
-    return out
-
-
-def small_batch_product(
-    x: Tensor,
-    matrix: PackedMatrix,
-    out: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *,
-    gated: bool = False,
-) -> None:
-    """`packed_product` for at most MAX_SMALL_ROWS rows, or `gated_product`."""
+def small_batch_product(x: Tensor, codes: PackedCodes, out: Tensor, epilogue: Epilogue) -> None:
+    """See `Matrix.product`. x: [at most MAX_SMALL_ROWS, inputs]; `out` may be the residual."""
     rows, inputs = x.shape
     shared = shared_memory(x.device)
-    chunks = matrix.low.shape[1] // 16
-    tiles = small_batch_tiles(rows, chunks, matrix.outputs, matrix.layout, num_processors(x.device), shared)
-    blocks, columns = triton.cdiv(matrix.outputs, tiles.outputs), product_columns(rows)
+    chunks = codes.low.shape[1] // 16
+    tiles = small_batch_tiles(rows, chunks, codes.outputs, codes.layout, num_processors(x.device), shared)
+    blocks, columns = triton.cdiv(codes.outputs, tiles.outputs), product_columns(rows)
     partial = out
     if tiles.split > 1:  # whole tiles: their places are constants in the machine code, which leaves registers free
         sizes = blocks, tiles.split, tiles.outputs, columns
         partial = torch.empty(sizes, dtype=torch.float32, device=x.device)
-    _small_batch_kernel[(blocks, tiles.split)](
-        x,
-        matrix.low,
-        matrix.high,
-        matrix.scales,
-        bias,
-        residual,
+    launch_small_batch(
+        _small_batch_kernel,
+        (blocks, tiles.split),
+        (x, codes.low, codes.high, codes.scales),
+        epilogue,
         out,
-        partial,
-        matrix.counters,
-        rows,
-        out.shape[1],
-        out.stride(0),
-        0 if residual is None else residual.stride(0),
+        (partial, codes.counters),
         INPUTS=inputs,
         CHUNKS=chunks,
         ROWS=columns,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        GATED=gated,
         BLOCK_OUT=tiles.outputs,
         BLOCK_CHUNKS=tiles.chunks,
         WARPS=tiles.warps,
@@ -177,8 +128,7 @@ def small_batch_product(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         maxnreg=tiles.registers,
-        **layout_options(matrix.layout),
-        **launch_options(x.device),
+        **layout_options(codes.layout),
     )
 
 
@@ -202,7 +152,7 @@ def _small_batch_kernel(
     ROWS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -219,7 +169,8 @@ def _small_batch_kernel(
 ):
     """One program per BLOCK_OUT rows of the matrix and one of SPLIT stretches of its columns, all rows of x.
 
-    GATED: half of those rows are the gate's, the others are up's for the same outputs. A thread has both of an output.
+    With an ACTIVATION half of those rows are the gate's, the others are up's for the same outputs. A thread has both of
+    an output.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -227,7 +178,7 @@ def _small_batch_kernel(
     block = tl.program_id(0)
     part = tl.program_id(1)
     number = tl.arange(0, BLOCK_OUT)
-    outputs_here: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
+    outputs_here: tl.constexpr = BLOCK_OUT // 2 if ACTIVATION else BLOCK_OUT
     output = block * outputs_here + number % outputs_here
     loaded = tl.where(output < outputs, output + number // outputs_here * outputs, 0).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -250,30 +201,18 @@ def _small_batch_kernel(
     total = restored(total, x.dtype.element_ty)
     is_last = True
     if SPLIT > 1:
-        place = number[:, None] * ROWS + row[None, :]
-        parts = partial + block.to(tl.int64) * (SPLIT * BLOCK_OUT * ROWS) + place
-        tl.store(parts + part * (BLOCK_OUT * ROWS), total)
-        tl.debug_barrier()
-        is_last = tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLIT - 1
-        if is_last:
-            total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
-            for other in tl.static_range(SPLIT):
-                total += tl.load(parts + other * (BLOCK_OUT * ROWS), cache_modifier=".cg")
-            tl.store(counters + block, 0)
+        parts = partial + block.to(tl.int64) * (SPLIT * BLOCK_OUT * ROWS) + number[:, None] * ROWS + row[None, :]
+        is_last, total = split_sum(total, parts, BLOCK_OUT * ROWS, part, None, counters + block, SPLIT)
     if is_last:
         result = total
-        if GATED:
+        if ACTIVATION:
             halves = tl.reshape(total, (WARPS, 2, outputs_here // WARPS, ROWS))
             gate, up = tl.split(tl.permute(halves, (0, 2, 3, 1)))
-            result = tl.reshape(gate * tl.sigmoid(gate) * up, (outputs_here, ROWS))
+            result = tl.reshape(activated(gate, up, ACTIVATION), (outputs_here, ROWS))
         target = block * outputs_here + operand_row(outputs_here, WARPS)
-        there = (target < outputs)[:, None] & row_inside[None, :]
-        if BIAS:
-            result += tl.load(bias + target, mask=target < outputs, other=0.0).to(tl.float32)[:, None]
-        if RESIDUAL:
-            before = residual + row[None, :] * residual_stride + target[:, None]
-            result += tl.load(before, mask=there, other=0.0).to(tl.float32)
-        tl.store(out + row[None, :] * out_stride + target[:, None], result.to(out.dtype.element_ty), mask=there)
+        store_batch(
+            result, bias, residual, out, target, row, rows, outputs, out_stride, residual_stride, BIAS, RESIDUAL
+        )  # fmt: skip
 
 
 @jit(do_not_specialize=["first_row", "num_rows"])

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS, Float8Layout
+from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
+from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.quantised.layout import Q4, Q5, Q6, Q8, Layout
 from cortex.quant_names import at_load
-
-DeviceLayout = Layout | Float8Layout
-"""Of a matrix in the memory of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cortex.neuron.kernels.products.small_batch import COUNTED_ROWS
 from cortex.neuron.kernels.quantised.layout import CHUNK, Layout
-from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS
 from cortex.neuron.kernels.shared_memory import MIN_STAGES, SharedMemory
 
 _RESERVED_BYTES = 1 << 10

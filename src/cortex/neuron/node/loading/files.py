@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from cortex.neuron.hub_process.resolver import resolve
 from cortex.neuron.node.loading.preflight import objection
-from cortex.neuron.weights import hub
 from cortex.neuron.weights.errors import CheckpointError
 
 
@@ -18,15 +18,13 @@ def fetch(
     cancelled: Callable[[], bool],
 ) -> Path:
     """The local path of `source`, downloaded if necessary. Raises the errors of `neuron.weights`."""
-    return hub.resolve(
-        source, quant=quant, objection=objection, cache_dir=cache, progress=progress, cancelled=cancelled
-    )
+    return resolve(source, quant=quant, objection=objection, cache_dir=cache, progress=progress, cancelled=cancelled)
 
 
 def find_local(source: str, cache: Path, quant: str | None) -> Path | None:
     """The local path of `source` when the whole model is on disk; never uses the network."""
     try:
-        return hub.resolve(
+        return resolve(
             source,
             quant=quant,
             objection=objection,

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.engine.memory.dtypes import ITEM_BYTES, dtype_name, likely_cpu_form
+from cortex.neuron.engine.memory.dtypes import dtype_name, likely_cpu_form
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.memory.stages import MIN_SLOTS, divide_model
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.kernels.peer_buffer import buffer_bytes
-from cortex.neuron.kernels.products.cpu_layout import CpuForm
 from cortex.neuron.kernels.quantised.recipes import Recipe
-from cortex.neuron.models.packing import suits_cpus
+from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
@@ -100,7 +99,7 @@ class Forecast:
         peer_bytes = _peer_bytes(model, device)
         have_bytes -= peer_bytes
         plan = plan_memory(sizes, have_bytes, max_rows=self.config.limits.max_num_seqs, device_kind=device.kind)
-        if plan.num_pages < MIN_PAGES:
+        if not plan.fits:
             return self.least_bytes(model, facts, device)
         return plan.num_bytes + peer_bytes
 
@@ -177,35 +176,21 @@ class Forecast:
         return ModelSizes.of(facts.architecture, self._storage(model, facts, device), model.context_tokens)
 
     def _storage(self, model: KnownModel, facts: ModelFacts, device: Device) -> WeightStorage:
-        return facts.storage(
-            self._item_bytes(device),
-            cpu_form=self.cpu_form(device),
-            is_packed=self.keeps_quantised(device),
-            kv_item_bytes=_kv_item_bytes(model),
-        )
+        return facts.storage(self.matrix_device(device), 1 if model.kv_dtype == "fp8" else None)
 
     def quantises(self, device: Device, recipe: Recipe) -> bool:
         """Whether dense matrices can be quantised as they are loaded on this device."""
-        return self.keeps_quantised(device) or (self.cpu_form(device) is not None and suits_cpus(recipe))
+        return self.matrix_device(device).quantises(recipe)
 
-    def cpu_form(self, device: Device) -> CpuForm | None:
-        """In which form matrices stay quantised in this device's memory, if it is a CPU. It changes when the functions
-        in C turn out not to compile."""
-        return likely_cpu_form() if device.kind == "cpu" and self.config.harness.torch.dtype == "auto" else None
-
-    def keeps_quantised(self, device: Device) -> bool:
-        """Whether matrices stay quantised in this device's memory, if it is a GPU."""
-        return device.kind == "cuda" and self.config.harness.torch.dtype in ("auto", "bfloat16")
-
-    def _item_bytes(self, device: Device) -> int:
-        return ITEM_BYTES[dtype_name(self.config.harness.torch.dtype, device.kind)]
+    def matrix_device(self, device: Device) -> MatrixDevice:
+        """What decides in which layouts the device keeps matrices. It changes when the functions in C turn out not to
+        compile."""
+        wanted = self.config.harness.torch.dtype
+        cpu_form = likely_cpu_form() if device.kind == "cpu" and wanted == "auto" else None
+        return MatrixDevice(device.kind, dtype_name(wanted, device.kind), cpu_form)
 
     def _penalty_bytes(self, sizes: ModelSizes) -> int:
         return penalty_bytes(self.config.limits.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
-
-
-def _kv_item_bytes(model: KnownModel) -> int | None:
-    return 1 if model.kv_dtype == "fp8" else None
 
 
 def _peer_bytes(model: KnownModel, device: Device) -> int:

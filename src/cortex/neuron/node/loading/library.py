@@ -19,10 +19,10 @@ from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
-from cortex.settings import SamplingDefaults
 from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.protocol import KVDtype, LoadRequest
+from cortex.wire.node.sampling import SamplingDefaults
 
 _CACHE_PREFIX = "models--"
 _PATH_PREFIXES = ("/", "./", "../", "~")
@@ -75,9 +75,6 @@ class KnownModel:
 
 Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
 """(source, cache, quant, progress(done, total), cancelled) → local path. Blocks; may use the network."""
-
-FindLocal = Callable[[str, Path, str | None], Path | None]
-"""(source, cache, quant) → local path when the whole model is on disk. Blocks; never uses the network."""
 
 
 def _with_own_quant(model: KnownModel) -> KnownModel:

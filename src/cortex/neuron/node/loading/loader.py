@@ -1,8 +1,8 @@
 """Loads models: from a name to an instance that serves.
 
 `ModelLoader.load` reads from top to bottom: resolve the files, preflight them, find a device with room (or as many as
-the model is divided among), load the weights in its worker while the tokenizer starts. Blocking work runs on threads. A
-load that fails or is cancelled leaves nothing behind.
+the model is divided among), load the weights in its worker while the tokenizer starts. Downloads run on threads, and
+files are read in the survey process. A load that fails or is cancelled leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from pathlib import Path
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.recipes import RECIPES
+from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_choice import ChosenDevices, check_devices
 from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
-from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
-from cortex.neuron.node.loading.preflight import ModelFacts, gigabytes, inspect
+from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
+from cortex.neuron.node.loading.preflight import ModelFacts, gigabytes
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
+from cortex.neuron.node.survey_process.client import Surveys
+from cortex.neuron.node.survey_process.protocol import Read
 from cortex.neuron.node.text.models import Texts
 from cortex.neuron.text.model import TextSurvey
-from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
@@ -90,9 +91,8 @@ class ModelLoader:
         room: DeviceRoom,
         *,
         fetch: Fetch,
-        find_local: FindLocal,
+        surveys: Surveys,
         texts: Texts,
-        survey_text: Callable[[Path], TextSurvey],
         lead: Lead,
     ) -> None:
         self._config = config
@@ -103,15 +103,14 @@ class ModelLoader:
         self._forecast = forecast
         self._room = room
         self._fetch = fetch
-        self._find_local = find_local
+        self._reader = surveys
         self._texts = texts
-        self._survey_text = survey_text
         self.surveys: dict[str, Survey] = {}
         """By model id; kept after an unload."""
         self._estimates: dict[str, tuple[object, Estimate]] = {}
         """By model id: the latest one, and what it was computed from."""
-        self._unreadable: set[str] = set()
-        """Models whose files failed the survey; logged once."""
+        self.damaged: dict[str, str] = {}
+        """Models whose files failed the survey → why."""
 
     async def load(self, model: KnownModel, callbacks: ModelCallbacks) -> Instance:
         """Raises LoadFailed, InsufficientCapacity or WorkerLost."""
@@ -185,8 +184,8 @@ class ModelLoader:
     # Files
 
     async def find_local(self, model: KnownModel) -> Path | None:
-        """The local path of the model when all of it is on disk."""
-        return await asyncio.to_thread(self._find_local, model.source, self._library.cache, model.quant)
+        """The local path of the model when all of it is on disk. Raises LoadFailed."""
+        return await self._reader.find_local(model.source, self._library.cache, model.quant)
 
     async def download(self, model: KnownModel, on_progress: Callable[[str, int, int], None]) -> Path:
         """The local path of the model, after downloading what is missing. Raises LoadFailed."""
@@ -212,65 +211,56 @@ class ModelLoader:
     # Preflight
 
     async def survey(self, model: KnownModel, path: Path) -> Survey:
-        """Reads the model's headers and chat template on a thread, once. Raises LoadFailed."""
+        """Reads the model's headers and chat template, once. Raises LoadFailed."""
         known = self.surveys.get(model.id)
         wanted = (path, model.quant, model.tensor_parallel)
         if known is not None and (known.facts.path, known.requested_quant, known.facts.num_ranks) == wanted:
             return known
         survey = self.surveys[model.id] = await self.read(model, path)
+        self.damaged.pop(model.id, None)
         return survey
 
     async def read(self, model: KnownModel, path: Path) -> Survey:
         """What `survey` finds, without keeping it: of files beside those of a model in memory. Raises LoadFailed."""
-        return await asyncio.to_thread(self._read_files, model, path)
+        facts = await self.inspect(model, path)
+        if facts.recipe is not None and not self._quantises(facts.recipe):
+            raise _not_quantised(model, facts.recipe)
+        quantised = await asyncio.to_thread(quantised_footprints, self._forecast, model, facts, self._devices)
+        return Survey(facts, await self._reader.read_text(path, model.id), model.quant, quantised)
+
+    async def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
+        """What the config and the headers say. Raises LoadFailed."""
+        return await self._reader.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
+
+    def _quantises(self, recipe: Recipe) -> bool:
+        return all(self._forecast.quantises(device, recipe) for device in self._devices)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""
         self.surveys.pop(model_id, None)
         self._estimates.pop(model_id, None)
-        self._unreadable.discard(model_id)
+        self.damaged.pop(model_id, None)
 
     async def survey_library(self) -> None:
         """Surveys every model whose files are complete, so that its size is known before it is loaded."""
         for model in self._library:
-            if model.id in self.surveys or model.id in self._unreadable:
-                continue
-            path = await self.find_local(model)
-            if path is None:
+            if model.id in self.surveys or model.id in self.damaged:
                 continue
             try:
+                path = await self.find_local(model)
+                if path is None:
+                    continue
                 survey = await self.read(model, path)
             except CortexError as error:
-                self._unreadable.add(model.id)
+                self.damaged[model.id] = error.message
                 log.warning("%s", error.message)
             else:
                 self.surveys.setdefault(model.id, survey)  # unless a load has surveyed the form that it was asked for
 
-    def _read_files(self, model: KnownModel, path: Path) -> Survey:
-        facts = inspect(path, model.quant, name=model.id, num_ranks=model.tensor_parallel)
-        recipe = facts.recipe
-        if recipe is not None and not all(self._forecast.quantises(device, recipe) for device in self._devices):
-            remedy = (
-                f"for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on the "
-                "hub)"
-                if isinstance(recipe.matrices, Layout)
-                else "choose q8 or q4"  # there are no GGUFs of it
-            )
-            raise LoadFailed(
-                f"{model.id} is not quantised as {recipe.name} at load on this node, which takes a GPU and the dtype "
-                "auto or bfloat16, or for the formats of GGUF files a CPU with asimddp, avx2 or avx512f and the dtype "
-                f"auto; {remedy}, or omit `quant`"
-            )
-        try:
-            quantised = quantised_footprints(self._forecast, model, facts, self._devices)
-            return Survey(facts, self._survey_text(path), model.quant, quantised)
-        except UNREADABLE as error:
-            raise LoadFailed(f"{model.id}: its chat template cannot be read: {error}") from error
-
     def estimate(self, model: KnownModel, facts: ModelFacts) -> Estimate:
         """On those of this node's devices that the model may use. Every poll of the node asks for it, and it takes
         milliseconds, so it is computed again only if something has changed."""
-        basis = (model, facts, self._forecast.cpu_form(self._devices[0]))
+        basis = (model, facts, self._forecast.matrix_device(self._devices[0]))
         known_basis, estimate = self._estimates.get(model.id, (None, None))
         if estimate is None or basis != known_basis:
             estimate = Estimate(self._forecast.footprint(model, facts, self._devices), self._stage_layers(model, facts))
@@ -327,17 +317,30 @@ class ModelLoader:
             raise
 
 
+def _not_quantised(model: KnownModel, recipe: Recipe) -> LoadFailed:
+    remedy = (
+        f"for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on the hub)"
+        if isinstance(recipe.matrices, Layout)
+        else "choose q8 or q4"  # there are no GGUFs of it
+    )
+    return LoadFailed(
+        f"{model.id} is not quantised as {recipe.name} at load on this node, which takes a GPU and the dtype "
+        "auto or bfloat16, or for the formats of GGUF files a CPU with asimddp, avx2 or avx512f and the dtype "
+        f"auto; {remedy}, or omit `quant`"
+    )
+
+
 def quantised_footprints(
     forecast: Forecast, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]
 ) -> dict[str, Footprint]:
-    """The memory of a model with dense weights if they were quantised at load, by recipe. Blocks: reads headers."""
+    """The memory of a model with dense weights if they were quantised at load, by recipe."""
     if facts.quant is not None:
         return {}
-    offered = [
-        name for name, recipe in RECIPES.items() if all(forecast.quantises(device, recipe) for device in devices)
-    ]
-    forms = {name: inspect(facts.path, name, name=model.id, num_ranks=model.tensor_parallel) for name in offered}
-    return {name: forecast.footprint(model, form, devices) for name, form in forms.items()}
+    return {
+        name: forecast.footprint(model, replace(facts, recipe=recipe), devices)
+        for name, recipe in RECIPES.items()
+        if all(forecast.quantises(device, recipe) for device in devices)
+    }
 
 
 def _smaller_forms(quantised: Mapping[str, Footprint]) -> str:

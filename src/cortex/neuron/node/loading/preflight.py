@@ -1,5 +1,5 @@
 """Checks before any memory is allocated: the files are complete, the family is supported, the quantisation is the
-requested one, the model fits. Reads headers only and imports no torch. Run it on a thread: disks may be slow.
+requested one, the model fits. Reads headers only and imports no torch. `inspect` runs in the survey process.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from cortex.neuron.engine.memory.dtypes import ITEM_BYTES
 from cortex.neuron.engine.memory.reserve import MemoryReserve
-from cortex.neuron.kernels.products.cpu_layout import CpuForm, cpu_layouts
+from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS
-from cortex.neuron.kernels.quantised.recipes import RECIPES, DeviceLayout, Recipe, recipe_of
+from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.packing import chosen_codes, packed_layouts
+from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
@@ -44,23 +45,21 @@ class ModelFacts:
     architecture: Architecture
     quant: str | None = None
     """The format of most weights, unless they are dense."""
-    formats: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that are not stored dense → their format."""
-    packing: Mapping[str, DeviceLayout] = field(default_factory=dict)
-    """Tensors that stay quantised on a GPU → their layout there."""
+    tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
     recipe: Recipe | None = None
     """How dense matrices are quantised at load, if the operator wants that."""
     num_ranks: int = 1
     """Number of devices that the model is divided among. If it is more than one, these are the facts of one rank."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What `architecture` was read from."""
+    _layouts: dict[MatrixDevice, Mapping[str, MatrixLayout]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """What `storage` has chosen: to choose takes milliseconds."""
 
     @property
     def family(self) -> str:
         return str(self.architecture.raw["model_type"])
-
-    @property
-    def is_published(self) -> bool:
-        """Whether it is a quantised checkpoint in safetensors."""
-        return (self.quant or "").upper() in PUBLISHED_LAYOUTS
 
     @property
     def context_tokens(self) -> int:
@@ -69,23 +68,15 @@ class ModelFacts:
     @property
     def digest(self) -> str:
         """Equal for the same model on different nodes: its configuration and how its tensors are stored."""
-        described = json.dumps([self.architecture.raw, sorted(self.formats.items())], sort_keys=True, default=str)
+        formats = sorted((name, info.dtype) for name, info in self.tensors.items() if info.dtype not in _DENSE_FORMATS)
+        described = json.dumps([self.architecture.raw, formats], sort_keys=True, default=str)
         return hashlib.sha256(described.encode()).hexdigest()
 
-    def storage(
-        self,
-        item_bytes: int,
-        *,
-        cpu_form: CpuForm | None = None,
-        is_packed: bool = False,
-        kv_item_bytes: int | None = None,
-    ) -> WeightStorage:
-        """How the weights are kept if the model computes in numbers of `item_bytes`. `is_packed`: as on a GPU.
-        `cpu_form`: in which matrices are quantised on a CPU."""
-        if is_packed:
-            return WeightStorage(item_bytes, self.packing, kv_item_bytes)
-        on_cpu = cpu_layouts(self.formats, cpu_form, chosen_codes(self.packing, self.formats))
-        return WeightStorage(item_bytes, on_cpu, kv_item_bytes)
+    def storage(self, device: MatrixDevice, kv_item_bytes: int | None = None) -> WeightStorage:
+        """How the weights are kept on a device."""
+        if device not in self._layouts:
+            self._layouts[device] = choose_layouts(device, self.tensors, self.recipe)
+        return WeightStorage(ITEM_BYTES[device.dtype], self._layouts[device], kv_item_bytes)
 
 
 def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelFacts:
@@ -95,25 +86,24 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
     `name`: the model's name for messages, because a snapshot's folder is named by a digest. `num_ranks`: divides the
     model among this many devices; the facts are those of the rank with the largest share. Raises LoadFailed.
     """
+    name = name or path.name
     try:
         checkpoint: Checkpoint = open_checkpoint(path)
     except CheckpointError as error:
         raise LoadFailed(str(error)) from error
-    name = name or path.name
     try:
         architecture = read_architecture(checkpoint.config)
         if num_ranks > 1:
             last = Shard(num_ranks - 1, num_ranks)  # what cannot be divided evenly is larger there
             whole, architecture = architecture, architecture.sharded(last)
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(last))
-        facts = _read_facts(path, architecture, checkpoint.tensors, name, quant)
+        return _read_facts(path, architecture, checkpoint, name, quant)
     except UnsupportedModel as error:
         raise LoadFailed(f"{name} cannot be loaded: {error}") from error
     except CheckpointError as error:
         raise LoadFailed(f"{name} cannot be divided among {num_ranks} devices: {error}") from error
     finally:
         checkpoint.close()
-    return facts
 
 
 _CHOICES: Final = ", ".join(f"{name} on GPUs" if name == "fp8" else name for name in RECIPES)
@@ -151,10 +141,10 @@ def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
 
 
 def _read_facts(
-    path: Path, architecture: Architecture, tensors: Mapping[str, TensorInfo], name: str, quant: str | None
+    path: Path, architecture: Architecture, checkpoint: Checkpoint, name: str, quant: str | None
 ) -> ModelFacts:
     """Raises LoadFailed for weights that are not and cannot be quantised as `quant`."""
-    formats = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype not in _DENSE_FORMATS}
+    tensors = checkpoint.tensors
     elements: Counter[str] = Counter()
     for tensor in tensors.values():
         elements[tensor.dtype] += math.prod(tensor.shape)
@@ -162,7 +152,7 @@ def _read_facts(
     recipe = recipe_for(path, most, name, quant) if quant is not None else None
     found = most.lower() if most not in _DENSE_FORMATS else recipe.name if recipe is not None else None
     num_ranks = architecture.shard.size
-    return ModelFacts(path, architecture, found, formats, packed_layouts(tensors, recipe), recipe, num_ranks)
+    return ModelFacts(path, architecture, found, tensors, recipe, num_ranks, checkpoint.config)
 
 
 def choose_devices(

@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,7 +17,7 @@ from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
-from cortex.neuron.node.loading.preflight import ModelFacts, inspect
+from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.sleep_budget import SleepBudget
 from cortex.neuron.node.spanning.protocol import (
     Connection,
@@ -179,7 +178,7 @@ class HostedShare:
                 pipeline_parallel=request.pipeline_parallel,
             )
             path = await self._loader.find_local(model) or await self._loader.download(model, lambda *_: None)
-            facts = await asyncio.to_thread(_inspect, model, path)
+            facts = await self._loader.inspect(model, path)
             self._model = model, facts
             async with contextlib.AsyncExitStack() as room:
                 chosen = await self._room_for(model, facts, room)
@@ -328,7 +327,3 @@ def _held_bytes(resident: Resident) -> int:
 
 def lead_of(order: PrepareShare) -> str:
     return order.request.nodes[0] if order.request.nodes else ""
-
-
-def _inspect(model: KnownModel, path: Path) -> ModelFacts:
-    return inspect(path, model.quant, name=model.id, num_ranks=model.tensor_parallel)

@@ -65,6 +65,8 @@ class Prompts:
         """The model's local files."""
         self._check_open()
         model, survey = self._models.options(model_id), self._loader.surveys.get(model_id)
+        if survey is None and (damage := self._loader.damaged.get(model_id)) is not None:
+            raise LoadFailed(damage)
         path = survey.facts.path if survey is not None else await self._loader.find_local(model)
         if path is None:
             raise LoadFailed(f"the files of {model_id} are not on this node yet; POST /models/load fetches them")

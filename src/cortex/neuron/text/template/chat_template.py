@@ -45,10 +45,16 @@ _FAILURES: Final = (
 
 
 class ChatTemplate:
-    """One template, compiled on first use. Immutable and safe to share between threads."""
+    """One template, compiled on first use. Immutable and safe to share between threads.
 
-    def __init__(self, source: str) -> None:
+    Jinja computes the constants of a template while it compiles and even analyses it, for as long as that takes. The
+    daemon therefore does neither: it gets what it has to know from processes with limits.
+    """
+
+    def __init__(self, source: str, *, takes_tools: bool | None = None) -> None:
+        """`takes_tools`: as another process has found it."""
         self.source = source
+        self._takes_tools = takes_tools
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The prompt; raises TemplateRenderFailed with the template's own reason."""
@@ -77,7 +83,7 @@ class ChatTemplate:
     @property
     def takes_tools(self) -> bool:
         """Whether it has a place for the descriptions of tools."""
-        return "tools" in self.variables
+        return "tools" in self.variables if self._takes_tools is None else self._takes_tools
 
     @cached_property
     def literals(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cortex.neuron.text.errors import TextFileMalformed
-from cortex.neuron.text.files import read_json
+from cortex.neuron.text.files import MAX_TEMPLATE_BYTES, read_json, read_limited
 
 _GGUF_KEY = "tokenizer.chat_template"
 
@@ -25,12 +25,11 @@ def from_directory(path: Path) -> TemplateSources:
     """`chat_template.jinja`, then `chat_template.json`, then `tokenizer_config.json`; raises TextFileMalformed."""
     for file in (path / "chat_template.jinja", path / "chat_template.jinja2"):
         try:
-            default = file.read_text(encoding="utf-8")
+            default = _read(file)
         except FileNotFoundError:
             continue
-        except UnicodeDecodeError as error:
-            raise TextFileMalformed(f"{file} is not UTF-8; download the model again") from error
-        return TemplateSources(default, _read_named(path / "additional_chat_templates" / "tool_use.jinja"))
+        tools = path / "additional_chat_templates" / "tool_use.jinja"
+        return TemplateSources(default, _read(tools) if tools.exists() else None)
     for name in ("chat_template.json", "tokenizer_config.json"):
         stated = read_json(path / name).get("chat_template")
         if stated is not None:
@@ -46,8 +45,11 @@ def from_gguf(metadata: Mapping[str, Any]) -> TemplateSources:
     )
 
 
-def _read_named(file: Path) -> str | None:
-    return file.read_text(encoding="utf-8") if file.exists() else None
+def _read(file: Path) -> str:
+    try:
+        return read_limited(file, MAX_TEMPLATE_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise TextFileMalformed(f"{file} is not UTF-8; download the model again") from error
 
 
 def _parse(stated: object, file: Path) -> TemplateSources:

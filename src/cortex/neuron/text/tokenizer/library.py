@@ -30,6 +30,7 @@ _LATER_BYTES: Final = frozenset(range(0x80, 0xC0))
 """Continuation bytes of characters of several bytes."""
 _IN_TEXT: Final = frozenset({*range(0xC0), *range(0xC2, 0xF5)})
 """The bytes that occur in UTF-8."""
+_MAX_TOKENIZER_BYTES: Final = 128 << 20
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -152,6 +153,10 @@ def _from_directory(path: Path) -> LibraryTokenizer:
     if not source.exists():
         raise TokenizerMissing(
             f"{path} has no tokenizer.json; download the whole repository, or save the tokenizer in the fast format"
+        )
+    if source.stat().st_size > _MAX_TOKENIZER_BYTES:
+        raise TextFileMalformed(
+            f"{source} is larger than {_MAX_TOKENIZER_BYTES >> 20} MiB, which no tokenizer is; download the model again"
         )
     try:
         backend = Backend.from_file(str(source))

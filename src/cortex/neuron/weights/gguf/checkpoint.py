@@ -13,7 +13,7 @@ from cortex.neuron.weights.errors import Malformed, TensorMissing, Unsupported
 from cortex.neuron.weights.family_tensors import arranged
 from cortex.neuron.weights.gguf.config import INTERLEAVED, PLUS_ONE_NORMS, config_of, delta_heads, generation_config_of
 from cortex.neuron.weights.gguf.delta import delta_tensors
-from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor, parse_header
+from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor, HeaderBudget, parse_header
 from cortex.neuron.weights.gguf.names import ROPE_TABLES, expert_names, hub_name, is_expert_stack, layer_part
 from cortex.neuron.weights.gguf.types import READABLE
 from cortex.neuron.weights.mapping import MappedFile
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _PART: Final = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 _MAX_PARTS: Final = 1024
 _MAX_EXPERTS: Final = 1 << 12
+_MAX_TENSORS: Final = 1 << 18
 
 
 class GGUFCheckpoint:
@@ -41,8 +42,9 @@ class GGUFCheckpoint:
         self._stored: dict[str, StoredTensor] = {}
         self._stacks: dict[str, StoredTensor] = {}
         try:
-            head = self._open(path)
-            parts = [head, *(self._open(part) for part in _following_parts(head))]
+            budget = HeaderBudget()
+            head = self._open(path, budget)
+            parts = [head, *(self._open(part, budget) for part in _following_parts(head))]
             whole = replace(head, tensors=_merged_tensors(parts))
             self.config: Mapping[str, Any] = config_of(whole)
             self._architecture: str = head.metadata["general.architecture"]
@@ -73,10 +75,10 @@ class GGUFCheckpoint:
         for mapped in self._mapped:
             mapped.close()
 
-    def _open(self, path: Path) -> GGUFFile:
+    def _open(self, path: Path, budget: HeaderBudget) -> GGUFFile:
         mapped = MappedFile(path)
         self._mapped.append(mapped)
-        return parse_header(mapped)
+        return parse_header(mapped, budget)
 
     def _register(self, mapped: MappedFile, tensor: GGUFTensor) -> None:
         if tensor.name in ROPE_TABLES:
@@ -113,6 +115,8 @@ class GGUFCheckpoint:
     def _add(self, name: str, stored: StoredTensor) -> None:
         if name in self._stored:
             raise Malformed(f"{self.path}: {stored.name} is the second tensor for {name}; convert the model again")
+        if len(self._stored) == _MAX_TENSORS:
+            raise Malformed(f"{self.path} has more than {_MAX_TENSORS} tensors, experts counted; convert it again")
         self._stored[name] = stored
 
     def _skip(self, layer: int, tensor: GGUFTensor) -> None:

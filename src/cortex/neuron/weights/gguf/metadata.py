@@ -59,15 +59,26 @@ class GGUFFile:
     """By the names in the file, in file order."""
 
 
+@dataclass(slots=True)
+class HeaderBudget:
+    """What the headers of a model's files may still hold, all files together."""
+
+    num_bytes: int = _MAX_HEADER_BYTES
+    keys: int = _MAX_KEYS
+    elements: int = _MAX_ARRAY_ELEMENTS
+    tensors: int = _MAX_TENSORS
+
+
 def read_metadata(path: Path) -> GGUFFile:
     """Parse the header of the GGUF file at `path`; raises CheckpointError."""
     with MappedFile(path) as file:
         return parse_header(file)
 
 
-def parse_header(file: MappedFile) -> GGUFFile:
-    """Parse the header of an open file; raises CheckpointError."""
-    header = _Header(file)
+def parse_header(file: MappedFile, budget: HeaderBudget | None = None) -> GGUFFile:
+    """Parse the header of an open file, and subtract what it takes from `budget`; raises CheckpointError."""
+    budget = HeaderBudget() if budget is None else budget
+    header = _Header(file, budget)
     if header.take(4) != _MAGIC:
         raise Malformed(f"{file.path} is not a GGUF file (wrong magic); download it again")
     version = header.integer("I")
@@ -75,8 +86,8 @@ def parse_header(file: MappedFile) -> GGUFFile:
         if int.from_bytes(struct.pack(">I", version), "little") in _VERSIONS:
             raise Unsupported(f"{file.path} is a big-endian GGUF file; get the little-endian one")
         raise Unsupported(f"{file.path} has GGUF version {version}, supported are 2 and 3; convert it again")
-    num_tensors = header.count("Q", _MAX_TENSORS, "tensors")
-    num_keys = header.count("Q", _MAX_KEYS, "keys")
+    num_tensors = header.count("Q", budget.tensors, "tensors")
+    num_keys = header.count("Q", budget.keys, "keys")
 
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
@@ -86,6 +97,9 @@ def parse_header(file: MappedFile) -> GGUFFile:
         metadata[key] = header.value(header.integer("I"), depth=0)
 
     rows = [header.tensor_row() for _ in range(num_tensors)]
+    budget.tensors -= num_tensors
+    budget.keys -= num_keys
+    budget.num_bytes -= header.position
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
         raise header.malformed(f"general.alignment is {alignment!r}, not a power of two")
@@ -141,13 +155,13 @@ def _resolve_tensors(rows: list[_TensorRow], header: _Header, data_start: int, a
 class _Header:
     """A cursor over the header. It rejects reads past the end of the file and beyond the limits above."""
 
-    def __init__(self, file: MappedFile) -> None:
+    def __init__(self, file: MappedFile, budget: HeaderBudget) -> None:
         self.path = file.path
         self.num_bytes = file.num_bytes
         self.position = 0
-        self._buffer = file.buffer
-        self._end = min(file.num_bytes, _MAX_HEADER_BYTES)
-        self._elements_left = _MAX_ARRAY_ELEMENTS
+        self._buffer = file.header(budget.num_bytes)
+        self._end = min(file.num_bytes, budget.num_bytes)
+        self._budget = budget
 
     def malformed(self, reason: str) -> Malformed:
         return Malformed(f"{self.path} is not a valid GGUF file: {reason}; download it again")
@@ -196,8 +210,8 @@ class _Header:
         if depth >= _MAX_ARRAY_DEPTH:
             raise self.malformed("arrays are nested too deeply")
         type_id = self.integer("I")
-        count = self.count("Q", self._elements_left, "elements in its arrays")
-        self._elements_left -= count
+        count = self.count("Q", self._budget.elements, "elements in its arrays")
+        self._budget.elements -= count
         code = _SCALARS.get(type_id)
         if code is not None:
             layout = f"<{count}{code}"

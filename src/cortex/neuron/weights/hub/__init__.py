@@ -1,9 +1,4 @@
-"""Downloads models from the hub into the hub's own cache layout, which other tools share.
+"""Models of the hub: their names, which files of a repository make up a model, checked listings, and the cache on disk.
 
-Written on the standard library. The official client drops a partial file when a download fails, does not check digests
-over plain HTTP and cannot be cancelled; a node needs all three.
+The cache has the hub's own layout, which other tools share. `neuron.hub_process` downloads.
 """
-
-from cortex.neuron.weights.hub.resolver import resolve
-
-__all__ = ["resolve"]

@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -14,7 +14,6 @@ from typing import Final
 from cortex.neuron.weights.hub.listing import RemoteFile
 
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-_LOCK_POLL_S: Final = 0.1
 
 
 def cache_directory(environment: Mapping[str, str]) -> Path:
@@ -46,6 +45,10 @@ class RepositoryCache:
         """The path of an incomplete file. It is kept after a failed download, so that the next one continues it."""
         return self.root / "blobs" / f"{file.digest}.incomplete"
 
+    def unordered_partial(self, file: RemoteFile) -> Path:
+        """The path of an incomplete file whose parts arrive in any order, so that no download can continue it."""
+        return self.root / "blobs" / f"{file.digest}.xet.incomplete"
+
     def snapshot(self, commit: str) -> Path:
         return self.root / "snapshots" / commit
 
@@ -57,6 +60,12 @@ class RepositoryCache:
             return max(0, file.num_bytes - self.partial(file).stat().st_size)
         except OSError:
             return file.num_bytes
+
+    def num_present_bytes(self, file: RemoteFile) -> int:
+        """The bytes of `file` that are on the disk, also in incomplete files."""
+        if self.blob(file).exists():
+            return file.num_bytes
+        return max(_written_bytes(self.partial(file)), _written_bytes(self.unordered_partial(file)))
 
     def link(self, commit: str, file: RemoteFile) -> None:
         """Link the blob under the file's own name, atomically."""
@@ -94,18 +103,21 @@ class RepositoryCache:
         return sorted(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
 
     @contextmanager
-    def locked(self, file: RemoteFile, pause: Callable[[float], None]) -> Iterator[None]:
-        """Hold the lock of the file, shared by all processes that use this cache. `pause` sleeps, or raises to give
-        up."""
+    def locked(self, file: RemoteFile) -> Iterator[None]:
+        """Hold the lock of the file, shared by all processes that use this cache."""
         self._locks.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._locks / f"{file.digest}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    pause(_LOCK_POLL_S)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
             os.close(descriptor)
+
+
+def _written_bytes(path: Path) -> int:
+    """The bytes of a file without its holes; 0 if it does not exist."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0
+    return min(found.st_size, found.st_blocks * 512)

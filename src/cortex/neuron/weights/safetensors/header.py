@@ -39,13 +39,14 @@ def parse_header(file: MappedFile) -> dict[str, StoredTensor]:
     """The tensors of one file by name. Together they cover its data exactly. Raises CheckpointError."""
     if file.num_bytes < 8:
         raise Malformed(f"{file.path} is too short to be a safetensors file; download it again")
-    header_bytes = int.from_bytes(file.buffer[:8], "little")
+    head = file.header(8 + _MAX_HEADER_BYTES)
+    header_bytes = int.from_bytes(head[:8], "little")
     data_start = 8 + header_bytes
     if header_bytes > _MAX_HEADER_BYTES or data_start > file.num_bytes:
         raise Malformed(
             f"{file.path} is not a valid safetensors file: its header length is {header_bytes} bytes; download it again"
         )
-    table = parse_json_object(file.buffer[8:data_start], file.path)
+    table = parse_json_object(head[8:data_start], file.path)
     tensors = {name: _tensor(file, data_start, name, entry) for name, entry in table.items() if name != "__metadata__"}
     _check_cover(file, data_start, tensors)
     return tensors

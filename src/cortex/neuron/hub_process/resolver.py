@@ -1,0 +1,124 @@
+"""Resolves a model name to files on disk; downloads them if necessary."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from cortex.neuron.hub_process.client import HubProcess
+from cortex.neuron.hub_process.protocol import FetchFiles, Listed, ListFiles
+from cortex.neuron.weights.errors import HubError, HubUnreachable, NoDiskSpace, NotOnHub
+from cortex.neuron.weights.hub.cache import RepositoryCache, cache_directory
+from cortex.neuron.weights.hub.cached import in_cache, in_directory
+from cortex.neuron.weights.hub.endpoint import is_offline
+from cortex.neuron.weights.hub.listing import Listing, RemoteFile
+from cortex.neuron.weights.hub.selection import Objection, missing_parts, select
+from cortex.neuron.weights.hub.source import HubSource, parse_source
+
+_SPARE_DISK_BYTES: Final = 64 << 20
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, total bytes) on the calling thread; bytes done never fall."""
+
+
+def resolve(
+    source: str,
+    *,
+    quant: str | None = None,
+    objection: Objection = lambda _: None,
+    progress: Progress,
+    cancelled: Callable[[], bool],
+    cache_dir: Path | None = None,
+    offline: bool | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Path:
+    """The model directory or `.gguf` file that `source` names, downloaded first if necessary.
+
+    `quant` and `objection` select the files of a repository as `select` describes it, unless `source` itself names a
+    quantisation, and `quant` selects the GGUF file in a local directory.
+
+    Blocks, so call it on a thread. Raises Cancelled soon after `cancelled()` becomes true. `environment` has the
+    variables of the hub's own tools (`HF_HUB_CACHE`, `HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`, `HF_ENDPOINT`, …). When
+    the hub rejects the request or does not respond, a complete model in the cache is used. Raises CheckpointError.
+    """
+    parsed = parse_source(source)
+    if isinstance(parsed, Path):
+        return in_directory(parsed, quant)
+    if parsed.quant is None:
+        parsed = replace(parsed, quant=quant)
+    cache = RepositoryCache(cache_dir or cache_directory(environment), parsed.repository)
+    if offline or (offline is None and is_offline(environment)):
+        reason = HubUnreachable(f"{parsed.repository} is not in the cache and the node is offline")
+        return in_cache(cache, parsed, objection, reason)
+    with HubProcess(environment, cancelled) as hub:
+        try:
+            listing = list_files(hub, parsed)
+        except HubError as error:
+            return in_cache(cache, parsed, objection, error)
+        selection = select(parsed.repository, listing.files, parsed.quant, objection=objection)
+        if missing := missing_parts(selection):
+            raise NotOnHub(f"{parsed.repository} lacks {missing[0]}, a part of the model; choose another quantisation")
+        files = tuple(listing.files[path] for path in selection.paths)
+        _download(hub, cache, parsed.repository, listing.commit, files, progress)
+    cache.remember(parsed.revision, listing.commit)
+    return cache.snapshot(listing.commit) / (selection.entry or "")
+
+
+def list_files(hub: HubProcess, source: HubSource) -> Listing:
+    """Raises HubError or Cancelled."""
+    reply = hub.ask(ListFiles(hub.endpoint, source.repository, source.revision))
+    assert isinstance(reply, Listed)
+    return reply.listing
+
+
+def _download(
+    hub: HubProcess,
+    cache: RepositoryCache,
+    repository: str,
+    commit: str,
+    files: tuple[RemoteFile, ...],
+    progress: Progress,
+) -> None:
+    _check_disk(cache, files)
+    meter = _Meter(cache, files, progress)
+    hub.ask(FetchFiles(hub.endpoint, repository, commit, files, str(cache.root.parent)), meter.show)
+    meter.show()
+
+
+class _Meter:
+    """Reports how much of the files is on the disk. Never falls."""
+
+    def __init__(self, cache: RepositoryCache, files: Sequence[RemoteFile], progress: Progress) -> None:
+        self._cache = cache
+        self._incomplete = list(files)
+        self._progress = progress
+        self._total_bytes = sum(file.num_bytes for file in files)
+        self._shown_bytes = -1
+
+    def show(self) -> None:
+        self._incomplete = [file for file in self._incomplete if not self._cache.blob(file).exists()]
+        missing_bytes = sum(file.num_bytes - self._cache.num_present_bytes(file) for file in self._incomplete)
+        done_bytes = self._total_bytes - missing_bytes
+        if done_bytes > self._shown_bytes:
+            self._shown_bytes = done_bytes
+            self._progress(done_bytes, self._total_bytes)
+
+
+def _check_disk(cache: RepositoryCache, files: Sequence[RemoteFile]) -> None:
+    need = sum(cache.num_missing_bytes(file) for file in files)
+    if not need:
+        return
+    try:
+        cache.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HubError(f"cannot write to {cache.root}: {error.strerror}; check permissions or HF_HUB_CACHE") from error
+    have = shutil.disk_usage(cache.root).free
+    if need + _SPARE_DISK_BYTES > have:
+        raise NoDiskSpace(
+            f"the download needs {need / 1e9:.1f} GB, but {have / 1e9:.1f} GB are free on the disk of {cache.root}; "
+            "free some space, or set HF_HUB_CACHE to another disk"
+        )

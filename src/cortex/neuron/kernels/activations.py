@@ -1,0 +1,85 @@
+"""The activations of gated feed-forward blocks: activation(gate) · up.
+
+A new one is an entry of `_FUNCTIONS` (torch), a branch of `activated` (Triton) and one of `activated` in
+`native/numbers.h` (C). The order of `_FUNCTIONS` numbers them; 0 stands for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cortex.neuron.kernels.jit import (
+    constant,
+    gdc_launch_dependents,
+    gdc_wait,
+    has_kernels,
+    jit,
+    launch_options,
+    tl,
+    triton,
+)
+
+_FUNCTIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+ACTIVATIONS: Final = tuple(_FUNCTIONS)
+_SILU = constant(1)
+
+
+def activation_number(activation: str | None) -> int:
+    """The number of one of `ACTIVATIONS` in Triton and C; 0: none."""
+    return 0 if activation is None else ACTIVATIONS.index(activation) + 1
+
+
+def activate(gate_up: Tensor, activation: str) -> Tensor:
+    """gate_up: [tokens, 2 · size], the gate first → activation(gate) · up: [tokens, size]"""
+    if not has_kernels(gate_up):
+        return activate_reference(gate_up, activation)
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    block = 1024
+    _activate_kernel[(tokens, triton.cdiv(size, block))](
+        gate_up,
+        out,
+        size,
+        ACTIVATION=activation_number(activation),
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(out.device),
+    )
+    return out
+
+
+def activate_reference(gate_up: Tensor, activation: str) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _FUNCTIONS[activation](gate).mul_(up)
+
+
+@jit
+def activated(gate, up, ACTIVATION: tl.constexpr):
+    """activation(gate) · up in float32, for all kernels. (1 + tanh(x)) / 2 is the sigmoid of 2 x."""
+    if ACTIVATION == _SILU:
+        weight = tl.sigmoid(gate)
+    else:
+        weight = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    return gate * weight * up
+
+
+@jit
+def _activate_kernel(gate_up, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(gate_up + token * 2 * size + column, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + token * 2 * size + size + column, mask=inside).to(tl.float32)
+    tl.store(out + token * size + column, activated(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,1 @@
+"""Quantised matrices in a CPU's memory."""

@@ -1,0 +1,188 @@
+"""Matrices of codes of any width, multiplied by functions of our own (`native/products.c`).
+
+The memory is [blocks of 16 rows, tiles of 32 columns, bytes of a tile]. A tile has its codes, then a float16 scale per
+row and group, then the minimums, if groups have them; `tile_bytes` describes shorter ones. Codes are in the order
+[8 steps, 16 rows, 4 columns]. Those of eight bits are bytes. Others are divided into their lowest four bits, two steps
+per byte, then two bits, four steps per byte, then one bit, eight steps per byte; whichever of them make up the width.
+
+Inputs are quantised to eight bits with one scale per tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cortex.neuron.kernels.activations import activation_number
+from cortex.neuron.kernels.cpu.layout import (
+    GROUP,
+    ROW_BLOCK,
+    TILE_ROWS,
+    CpuLayout,
+    num_tiles,
+    padded_rows,
+    tile_bytes,
+)
+from cortex.neuron.kernels.cpu.matrix import CpuMatrix
+from cortex.neuron.kernels.matrix import Epilogue, Prologue
+from cortex.neuron.kernels.native.library import NativeMemory
+from cortex.neuron.kernels.native.operations import Lookup, Product, compute, operation
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_MIN_PARALLEL_WEIGHTS = 1 << 18
+"""Smaller products take less time than waking threads."""
+_STEPS = 8
+_UNIT = 2.0**-8
+"""`UNIT` of products.c"""
+
+
+class NativeMatrix(CpuMatrix):
+    def __init__(self, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> None:
+        super().__init__(layout, outputs, inputs, device)
+        shape = (padded_rows(outputs) // TILE_ROWS, num_tiles(layout, inputs), tile_bytes(layout))
+        self._packed = torch.empty(shape, dtype=torch.uint8, device=device)
+        table = bytes(layout.levels) if layout.levels else None
+        self._struct = NativeMemory(
+            None,
+            table,
+            outputs,
+            inputs // GROUP,
+            0 if table else layout.bits,
+            layout.group,
+            layout.zero or 0,
+            layout.zero is None,
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._packed,)
+
+    def rounds(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
+        return False
+
+    def fuses(self, prologue: Prologue, x: Tensor) -> bool:  # noqa: ARG002
+        return True
+
+    def put_codes(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
+        layout, missing = self.layout, -len(code) % ROW_BLOCK
+        code, scale, minimum = (F.pad(part, (0, 0, 0, missing)) if missing else part for part in (code, scale, minimum))
+        if layout.levels:
+            code = torch.searchsorted(torch.tensor(layout.levels, dtype=torch.uint8), code).to(torch.uint8)
+        blocks, tiles = len(code) // TILE_ROWS, self.inputs // GROUP
+        steps = code.view(blocks, TILE_ROWS, tiles, _STEPS, 4).permute(0, 2, 3, 1, 4).flatten(3)
+        parts = [*_planes(steps, 4 if layout.levels else layout.bits)]
+        grouped = [
+            (numbers / _UNIT).view(blocks, TILE_ROWS, tiles, -1).permute(0, 2, 3, 1)  # [blocks, tiles, groups, 16]
+            for numbers in ((scale,) if layout.zero is not None else (scale, minimum))
+        ]
+        first = first_row // TILE_ROWS
+        if layout.has_short_scales:
+            parts = [*(F.pad(part, (0, 0, 0, tiles % 2)) for part in parts), *_short(*grouped)]
+        else:
+            parts += [_bytes(numbers.half()) for numbers in grouped]
+        torch.cat(parts, 2, out=self._packed[first : first + blocks])
+
+    def _product(self, x: Tensor, prologue: Prologue, epilogue: Epilogue, out: Tensor | None) -> Tensor:
+        rows, dtype, residual = x.shape[0], x.dtype, epilogue.residual
+        if dtype not in _DTYPES:
+            wide = epilogue._replace(residual=None if residual is None else residual.float())
+            y = self._product(x.float(), prologue, wide, None)
+            return y.to(dtype) if out is None else out.copy_(y)
+        norm, bias = (
+            part if part is None or part.dtype == torch.bfloat16 else part.float()
+            for part in (prologue.norm, epilogue.bias)
+        )
+        if out is None:
+            out = torch.empty(rows, self.outputs, dtype=dtype)
+            residual = None if residual is None else residual.contiguous()
+        elif residual is not None and residual.stride(0) != out.stride(0):  # the function has one stride for both
+            return out.copy_(self._product(x, prologue, epilogue, None))
+        made = operation(
+            Product,
+            matrix=self._at_address(),
+            activation=activation_number(prologue.activation),
+            is_half=dtype == torch.bfloat16,
+            is_norm_half=norm is not None and norm.dtype == torch.bfloat16,
+            is_bias_half=bias is not None and bias.dtype == torch.bfloat16,
+            eps=prologue.eps,
+            x=x.contiguous(),
+            norm=norm,
+            bias=bias,
+            residual=residual,
+            out=out,
+            stride=out.stride(0),
+        )
+        compute(made, rows, is_small=rows * self.outputs * self.inputs < _MIN_PARALLEL_WEIGHTS)
+        return out
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype not in _DTYPES:
+            return self.rows(ids, torch.float32).to(dtype)
+        ids = ids.long().contiguous()
+        out = torch.empty(len(ids), self.inputs, dtype=dtype)
+        is_half = dtype == torch.bfloat16
+        made = operation(Lookup, matrix=self._at_address(), is_half=is_half, numbers=ids, out=out)
+        try:
+            compute(made, len(ids), is_small=True)
+        except IndexError:
+            message = f"row {int(ids.max())} or {int(ids.min())} of a matrix with {self.outputs} rows"
+            raise IndexError(message) from None
+        return out
+
+    def _at_address(self) -> NativeMemory:
+        """The matrix as C sees it. Its memory may have moved: a sleeping model has none."""
+        self._struct.packed = self._packed.data_ptr()
+        return self._struct
+
+
+def _bytes(numbers: Tensor) -> Tensor:
+    """[blocks, tiles, …] → [blocks, tiles, bytes]"""
+    return numbers.contiguous().view(torch.uint8).flatten(2)
+
+
+def _short(scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minimums of four bits, and the units of both, as `tile_bytes` says. Exact if the numbers are products
+    of a float16 and up to 15, as in files. Each: [blocks, tiles, 2, 16]"""
+    odd = scale.shape[1] % 2
+    (scales, unit), (minimums, other) = (
+        _multiples(F.pad(numbers, (0, 0, 0, 0, 0, odd)).unflatten(1, (-1, 2))) for numbers in (scale, -minimum)
+    )
+    numbers = (scales | minimums << 4).flatten(1, 2)
+    return _bytes(numbers), _bytes(torch.stack((unit, other), 2).flatten(1, 2))
+
+
+def _multiples(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """As multiples, from 0 to 15, of a unit in float16 that two tiles share: of those by which the largest number is a
+    multiple, the one with the smallest error.
+
+    numbers: [blocks, pairs, 2, groups, 16] → multiples uint8, units [blocks, pairs, 16]
+    """
+    low, high = numbers.aminmax(dim=2)
+    low, high = low.amin(2), high.amax(2)
+    unit = largest = torch.where(low + high < 0, low, high)  # stays if it is not a number that float16 has
+    least, multiples = torch.full_like(largest, torch.inf), torch.zeros_like(numbers)
+    for count in range(15, 0, -1):
+        tried = (largest / count).half().float()
+        spread = tried[:, :, None, None]
+        rounded = (numbers / spread).round().clamp(0, 15).nan_to_num(0)
+        error = (rounded * spread - numbers).abs().amax((2, 3))
+        is_better = error < least
+        least, unit = torch.where(is_better, error, least), torch.where(is_better, tried, unit)
+        multiples = torch.where(is_better[:, :, None, None], rounded, multiples)
+    return multiples.to(torch.uint8), unit.half()
+
+
+def _planes(steps: Tensor, bits: int) -> list[Tensor]:
+    """steps: [blocks, tiles, 8, 64] uint8 → [blocks, tiles, bytes] of each kind"""
+    if bits == 8:
+        return [steps.flatten(2)]
+    planes, shift = [], 0
+    for width in (4, 2, 1):
+        if bits & width:
+            per_byte = 8 // width
+            digits = ((steps >> shift) & ((1 << width) - 1)).unflatten(2, (-1, per_byte))
+            places = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+            planes.append((digits << places).sum(3, dtype=torch.uint8).flatten(2))
+            shift += width
+    return planes

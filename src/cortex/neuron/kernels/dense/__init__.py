@@ -1,0 +1,1 @@
+"""Matrices in the dtype that the model computes in."""

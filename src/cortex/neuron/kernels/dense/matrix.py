@@ -1,0 +1,101 @@
+"""A matrix in the dtype that the model computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cortex.neuron.kernels.dense.expert_rows import contract_rows, expand_rows
+from cortex.neuron.kernels.dense.experts import dense_grouped_product
+from cortex.neuron.kernels.dense.product import beats_library, small_product
+from cortex.neuron.kernels.jit import has_kernels
+from cortex.neuron.kernels.matrix import Epilogue, ExpertMatrix, Prologue
+from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
+from cortex.neuron.kernels.products.grouped import tiling
+
+
+class DenseMatrix(ExpertMatrix):
+    def __init__(self, weight: Tensor) -> None:
+        """weight: [outputs, inputs]"""
+        super().__init__(weight.shape[0], weight.shape[1], weight.device)
+        self.weight = weight
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
+
+    def put_values(self, first_row: int, values: Tensor) -> None:
+        self.weight[first_row : first_row + len(values)] = values
+
+    def values(self, rows: slice = slice(None)) -> Tensor:
+        return self.weight[rows]
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return F.embedding(ids, self.weight).to(dtype)
+
+    def fuses(self, prologue: Prologue, x: Tensor) -> bool:
+        return prologue.activation is None and self.gates(x)
+
+    def gates(self, x: Tensor) -> bool:
+        return has_kernels(x) and beats_library(len(x), self.inputs)
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        return dtype != torch.float32
+
+    def _product(self, x: Tensor, prologue: Prologue, epilogue: Epilogue, out: Tensor | None) -> Tensor:
+        if self.gates(x):
+            if out is None:
+                outputs = self.outputs if epilogue.activation is None else self.outputs // 2
+                out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+            small_product(x, self.weight, prologue, epilogue, out)
+            return out
+        y = self._library_product(x, epilogue)
+        return y if out is None else out.copy_(y)
+
+    def _library_product(self, x: Tensor, epilogue: Epilogue) -> Tensor:
+        bias, residual = epilogue.bias, epilogue.residual
+        if x.is_cuda:
+            if residual is not None and bias is None:
+                return residual.addmm_(x, self.weight.t())
+            y = F.linear(x, self.weight, bias)
+        else:
+            y = dense_product(x, self.weight)
+            if bias is not None:
+                y = y.add_(bias)
+        return y if residual is None else y.add_(residual)
+
+    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor) -> None:
+        expand_rows(x, self.weight, choice, norm, activation, out)
+
+    def contract_rows(self, inner: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:
+        return contract_rows(inner, self.weight, choice, residual)
+
+    def grouped(
+        self, x: Tensor, lists: PairLists, out: Tensor, *, pairs_per_row: int, activation: str | None, load: int
+    ) -> None:
+        tile = tiling(load)
+        dense_grouped_product(x, self.weight, lists, out, tile, pairs_per_row=pairs_per_row, activation=activation)
+
+
+def dense_product(x: Tensor, weight: Tensor) -> Tensor:
+    """On a CPU. x: [rows, in], weight: [out, in] → [rows, out]"""
+    if len(x) == 1:
+        return torch.mv(weight, x[0])[None]  # F.linear with one row repacks the matrix on every call
+    if x.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        with _without_onednn():  # else torch tries it, fails, and warns of that
+            return F.linear(x, weight)
+    return F.linear(x, weight)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

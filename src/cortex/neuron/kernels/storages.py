@@ -1,0 +1,27 @@
+"""From a layout to the memory of a matrix: the one place that knows which storage has which layout."""
+
+from __future__ import annotations
+
+import torch
+
+from cortex.neuron.kernels.cpu.forms import FORMS
+from cortex.neuron.kernels.cpu.layout import CpuLayout
+from cortex.neuron.kernels.float8.layout import Float8Layout
+from cortex.neuron.kernels.float8.matrix import Float8Matrix
+from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
+from cortex.neuron.kernels.matrix import ExpertMatrix, StoredMatrix
+from cortex.neuron.kernels.quantised.matrix import PackedMatrix
+
+
+def empty_matrix(layout: MatrixLayout, outputs: int, inputs: int, device: torch.device) -> StoredMatrix:
+    """Memory for a quantised matrix, contents undefined until all rows are put."""
+    if isinstance(layout, CpuLayout):
+        return FORMS[layout.form](layout, outputs, inputs, device)
+    return empty_device_matrix(layout, outputs, inputs, device)
+
+
+def empty_device_matrix(layout: DeviceLayout, outputs: int, inputs: int, device: torch.device) -> ExpertMatrix:
+    """The same in a layout for GPUs, which experts may have."""
+    if isinstance(layout, Float8Layout):
+        return Float8Matrix(layout, outputs, inputs, device)
+    return PackedMatrix(layout, outputs, inputs, device)

@@ -1,0 +1,146 @@
+"""Quantised matrices of a CPU match their dequantised values in every format, and are used where they are faster."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
+
+from cortex.neuron.kernels.cpu import forms
+from cortex.neuron.kernels.cpu.forms import FORMS, best_form
+from cortex.neuron.kernels.cpu.layout import ROW_BLOCK, CpuForm, CpuLayout, cpu_layout
+from cortex.neuron.kernels.cpu.matrix import CpuMatrix
+from cortex.neuron.kernels.dense.matrix import dense_product
+from cortex.neuron.kernels.matrix import Epilogue, Prologue
+from cortex.neuron.kernels.norm import rms_norm_reference
+
+CPU = torch.device("cpu")
+FORMATS = ("Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS")
+
+
+def is_available(form: CpuForm) -> bool:
+    """Whether torch has the form's operations here, fast or not."""
+    try:
+        filled(CpuLayout(form, 4, 32, 8), 2 * ROW_BLOCK, 64)[0].product(torch.ones(1, 64))
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+def layout_of(stored: str, form: CpuForm) -> CpuLayout:
+    layout = cpu_layout(stored, form)
+    assert layout is not None
+    return layout
+
+
+def filled(layout: CpuLayout, outputs: int, inputs: int) -> tuple[CpuMatrix, Tensor]:
+    """A random matrix, filled in parts, and its weights."""
+    generator = torch.Generator().manual_seed(layout.bits)
+    code = torch.randint(0, 1 << layout.bits, (outputs, inputs), dtype=torch.uint8, generator=generator)
+    if layout.levels:
+        code = torch.tensor(layout.levels, dtype=torch.uint8)[code.int() % len(layout.levels)]
+    scale = (torch.rand(outputs, inputs // layout.group, generator=generator) + 0.1).bfloat16().float()
+    scale /= 1 << layout.bits
+    minimum = -scale * (layout.zero or torch.randint(0, 1 << layout.bits, scale.shape, generator=generator))
+    if layout.has_short_scales:  # multiples of units, as in files
+        units = torch.rand(2, outputs, 1, generator=generator).add(0.1).half().float()
+        scale, minimum = (
+            units * torch.randint(0, 16, (2, *scale.shape), generator=generator) * torch.tensor([[[1]], [[-1]]])
+        )
+    matrix = FORMS[layout.form](layout, outputs, inputs, CPU)
+    for part in (slice(0, ROW_BLOCK), slice(ROW_BLOCK, outputs)):
+        matrix.put_codes(part.start, code[part], scale[part], minimum[part])
+    weights = (code.view(outputs, -1, layout.group) * scale[..., None] + minimum[..., None]).flatten(1)
+    return matrix, weights
+
+
+@pytest.fixture(params=CpuForm)
+def form(request: pytest.FixtureRequest) -> CpuForm:
+    form: CpuForm = request.param
+    if not is_available(form):
+        pytest.skip(f"torch has no {form} products for this processor")
+    return form
+
+
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 96), (3, 96), (40, 96), (2, 32)])
+@pytest.mark.parametrize("stored", FORMATS)
+def test_product_matches_the_dequantised_product(form: CpuForm, stored: str, rows: int, inputs: int) -> None:
+    layout = layout_of(stored, form)
+    matrix, weights = filled(layout, 3 * ROW_BLOCK - 5, inputs)
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1))
+    expected = x @ weights.T
+    y = matrix.product(x)
+    assert (y.shape, y.dtype) == (expected.shape, x.dtype)
+    assert (y - expected).norm() / expected.norm() < 0.015
+    norm, bias, residual = torch.rand(inputs), torch.randn(len(weights)), torch.randn_like(y)
+    expected = rms_norm_reference(x, norm, 1e-6) @ weights.T + bias + residual
+    y = matrix.product(x, Prologue(norm, 1e-6), Epilogue(bias, residual))
+    assert (y - expected).norm() / expected.norm() < 0.015
+
+
+@pytest.mark.parametrize("inputs", [32, 96])
+@pytest.mark.parametrize("stored", FORMATS)
+def test_looked_up_rows_are_the_dequantised_ones(form: CpuForm, stored: str, inputs: int) -> None:
+    layout = layout_of(stored, form)
+    matrix, weights = filled(layout, 3 * ROW_BLOCK - 5, inputs)
+    numbers = torch.tensor([5, 3 * ROW_BLOCK - 6, 5, 0, 64, 63])
+    assert torch.allclose(
+        matrix.rows(numbers, torch.float32), weights[numbers], rtol=0, atol=0.01 * float(weights.abs().max())
+    )
+
+
+@pytest.mark.parametrize("outputs", [ROW_BLOCK, 3 * ROW_BLOCK - 5])
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("kind", CpuForm)
+def test_computed_bytes_are_the_allocated_ones(kind: CpuForm, stored: str, outputs: int) -> None:
+    layout = layout_of(stored, kind)
+    matrix = FORMS[kind](layout, outputs, 256, torch.device("meta"))
+    assert matrix.num_bytes == layout.num_bytes(outputs, 256)
+
+
+@pytest.mark.parametrize("stored", ["Q4_0", "Q4_1", "Q4_K", "Q8_0"])
+@pytest.mark.parametrize("kind", CpuForm)
+def test_common_formats_take_little_more_than_the_file(kind: CpuForm, stored: str) -> None:
+    layout = layout_of(stored, kind)
+    assert layout.num_bytes(2048, 2048) <= 1.3 * file_bytes(stored, 2048, 2048)
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_every_format_takes_little_more_than_the_file_in_the_native_form(stored: str) -> None:
+    layout = layout_of(stored, CpuForm.NATIVE)
+    assert layout.num_bytes(576, 1536) <= 1.3 * file_bytes(stored, 576, 1536)
+
+
+def file_bytes(stored: str, outputs: int, inputs: int) -> int:
+    block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[stored]]
+    return outputs * inputs // block_elements * block_bytes
+
+
+@pytest.fixture
+def fresh_measurement() -> Iterator[None]:
+    best_form.cache_clear()
+    yield
+    best_form.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_measurement")
+def test_form_is_measured_once_and_the_thread_count_is_restored() -> None:
+    threads = torch.get_num_threads()
+    form = best_form(torch.float32)
+    assert form is None or is_available(form)
+    assert best_form(torch.float32) is form
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.usefixtures("fresh_measurement")
+def test_no_form_is_used_where_dense_products_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "shortest_times_s", lambda *each: [1.0] + [2.0] * (len(each) - 1))
+    assert best_form(torch.float32) is None
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dense_product_warns_of_nothing_on_any_processor(dtype: torch.dtype) -> None:
+    x, weight = torch.ones(20, 64, dtype=dtype), torch.ones(128, 64, dtype=dtype)
+    assert dense_product(x, weight).eq(64).all()

@@ -1,0 +1,58 @@
+"""Facts are the same on both sides of the survey process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_models import write_model
+
+from cortex.neuron.node.survey_process import protocol
+from cortex.neuron.node.survey_process.jobs import read_facts
+from cortex.neuron.node.survey_process.protocol import Read
+from cortex.wire.errors import LoadFailed
+
+from ...models.gguf_builds import reference_of
+from ...models.gguf_models import write_gguf
+
+
+def same(read: Read) -> None:
+    here = read_facts(read)
+    assert values(protocol.unpack_facts(protocol.pack_facts(here), read)) == values(here)
+
+
+def values(facts: Any) -> dict[str, Any]:
+    fields = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)}
+    architecture = fields.pop("architecture")
+    return fields | {"layers": architecture.layers, "sizes": architecture.config, "raw": architecture.raw}
+
+
+def test_dense_model(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    same(Read(str(tmp_path), "m", None, 1))
+    same(Read(str(tmp_path), "m", "q8", 1))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_mixed_gguf(tmp_path: Path, num_ranks: int) -> None:
+    write_gguf(tmp_path / "m.gguf", "qwen3moe", reference_of("qwen3moe"), ("Q8_0", "Q4_0", "F16"))
+    same(Read(str(tmp_path / "m.gguf"), "m", None, num_ranks))
+
+
+def test_config_inside_another_one(tmp_path: Path) -> None:
+    """A family may read its sizes from a part of the config."""
+    inner = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
+    inner |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
+    write_model(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text()) | inner
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    same(Read(str(tmp_path), "m", None, 1))
+
+
+def test_config_that_is_far_too_large_is_rejected(tmp_path: Path) -> None:
+    write_model(tmp_path, config={"junk": "x" * (protocol.MAX_CONFIG_BYTES + 1)})
+    with pytest.raises(LoadFailed, match=r"the config of .* takes more than 2 MiB"):
+        protocol.pack_facts(read_facts(Read(str(tmp_path), "m", None, 1)))

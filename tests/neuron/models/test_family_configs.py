@@ -78,3 +78,23 @@ def test_rejects_an_option_that_is_not_implemented_by_name_and_value(
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4}
     with pytest.raises(UnsupportedModel, match=message):
         read_architecture({"model_type": family, **SIZES, **experts, **changes})
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_damaged_value_of_any_option_is_read_or_rejected(family: str) -> None:
+    """No other error leaves the registry, whatever an option holds."""
+    whole = TABLE[family].config_of(list(TABLE[family].changes)[-1]).to_dict()
+    text = whole if TABLE[family].tower is None else whole["text_config"]
+    ropes = text.get("rope_parameters") or {}
+    num_rejected = 0
+    for options in (text, ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+        for option, value in list(options.items()):
+            for damaged in (None, 0, -1, "x", [1], {"a": 1}, float("nan"), 10**30):
+                options[option] = damaged
+                try:
+                    read_architecture(whole)
+                except UnsupportedModel:
+                    num_rejected += 1
+            options[option] = value
+    read_architecture(whole)
+    assert num_rejected > 50

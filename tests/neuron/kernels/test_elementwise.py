@@ -59,7 +59,13 @@ def test_activation_matches_its_reference(
 
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "dim", "rotated", "normed"),
-    [(1, 9, 3, 64, 64, False), (7, 8, 2, 128, 128, True), (5, 6, 2, 96, 32, True), (3, 4, 4, 80, 80, False)],
+    [
+        (1, 9, 3, 64, 64, False),
+        (7, 8, 2, 128, 128, True),
+        (5, 6, 2, 96, 32, True),
+        (5, 6, 2, 64, 2, True),
+        (3, 4, 4, 80, 80, False),
+    ],
 )
 def test_rotate_and_store_matches_its_reference(
     tokens: int,

@@ -10,8 +10,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.layers import configs
-from cortex.neuron.layers.rope import inverse_frequencies, rope_table
+from cortex.neuron.layers.rope import RopeTables, inverse_frequencies, rope_table
 from cortex.neuron.models.config import read_rope
 from cortex.neuron.models.errors import UnsupportedModel
 
@@ -38,6 +39,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn that does not stretch": {**YARN, "factor": 1.0},
     "yarn trained on little": {**YARN, "original_max_position_embeddings": 16},
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + number / 32 for number in range(32)],
+    "long_factor": [1.5 + number for number in range(32)],
+    "original_max_position_embeddings": 4096,
+}
 
 
 def reference_config(scaling: dict[str, Any], theta: float, head_dim: int) -> LlamaConfig:
@@ -62,6 +69,26 @@ def test_frequencies_match_the_reference_library(name: str, theta: float, head_d
         reference, reference_scale = ROPE_INIT_FUNCTIONS[SCALINGS[name]["rope_type"]](config, torch.device("cpu"))
     torch.testing.assert_close(frequencies, reference, rtol=1e-5, atol=0)
     assert scale == pytest.approx(reference_scale)
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 0.5}, {"factor": 8.0}, {"attention_factor": 1.3}])
+@pytest.mark.parametrize("num_positions", [4096, 4097])
+def test_frequencies_of_longrope_depend_on_the_context(num_positions: int, changes: dict[str, float]) -> None:
+    config = reference_config({**LONGROPE, **changes}, 10_000.0, 64)
+    frequencies, scale = inverse_frequencies(read_rope(config.to_dict(), 64), num_positions)
+    reference, reference_scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=num_positions)
+    torch.testing.assert_close(frequencies, reference, rtol=1e-5, atol=0)
+    assert scale == pytest.approx(reference_scale)
+
+
+def test_layers_that_rotate_alike_share_a_table_and_others_rotate_by_nothing() -> None:
+    tables = RopeTables(5, torch.device("cpu"))
+    first, second = (read_rope({"rope_scaling": dict(YARN)}, 64) for _ in range(2))
+    assert tables[first] is tables[second]
+    assert tables[first] is not tables[read_rope({}, 64)]
+    x = torch.randn(5, 3, 64)
+    assert torch.equal(Rotation.at(torch.arange(5), tables[None], torch.float32)(x), x)
+    assert len(tables.storages()) == 3
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -107,6 +134,6 @@ def test_rejects_a_scaling_without_its_required_settings(scaling: str, missing: 
 
 
 def test_rejects_an_unknown_scaling_and_lists_the_supported_ones() -> None:
-    with pytest.raises(UnsupportedModel, match="'longrope' is not supported") as caught:
-        read_rope({"rope_scaling": {"rope_type": "longrope"}}, 64)
+    with pytest.raises(UnsupportedModel, match="'dynamic' is not supported") as caught:
+        read_rope({"rope_scaling": {"rope_type": "dynamic"}}, 64)
     assert all(name in str(caught.value) for name in configs.SCALINGS)

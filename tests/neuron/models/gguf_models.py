@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,45 +15,12 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
-from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
-from .reference_models import randomised
+from .gguf_builds import HYBRID
 
-VOCAB, HIDDEN = 96, 256
-SIZES: dict[str, Any] = {
-    **tiny_sizes(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=2, head_dim=64),
-    "rms_norm_eps": 1e-6,
-}
-EXPERTS: dict[str, Any] = {
-    **tiny_experts(num_experts=5, moe_intermediate_size=256),
-    "decoder_sparse_step": 1,
-}
-HYBRID: dict[str, Any] = {
-    **tiny_delta(linear_num_value_heads=6, linear_key_head_dim=32, linear_value_head_dim=128),
-    "full_attention_interval": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
-}
-SHARED = {"shared_expert_intermediate_size": 512}
-
-BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, SIZES),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, SIZES),
-    "qwen3moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, SIZES | EXPERTS),
-    "qwen3next": (
-        transformers.Qwen3NextConfig,
-        transformers.Qwen3NextForCausalLM,
-        SIZES | EXPERTS | SHARED | HYBRID,
-    ),
-    "qwen35": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, SIZES | HYBRID),
-    "qwen35moe": (
-        transformers.Qwen3_5MoeTextConfig,
-        transformers.Qwen3_5MoeForCausalLM,
-        SIZES | EXPERTS | SHARED | HYBRID,
-    ),
-}
+INTERLEAVED = ("granite", "llama", "mistral3", "smollm3")
+"""Architectures whose converters put the two rows of a rotary pair side by side."""
 MIXED = (
     "Q4_K",
     "Q6_K",
@@ -79,12 +47,6 @@ _SCALE_BYTES = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
 }
-
-
-def reference_of(architecture: str, **changes: Any) -> Any:
-    config_class, model_class, sizes = BUILDS[architecture]
-    config = config_class(**(sizes | changes), attn_implementation="eager")
-    return randomised(lambda: model_class(config), std=0.06, vector_std=0.3)
 
 
 Override = Callable[[str, Tensor, str], list[tuple[str, Tensor]] | None]
@@ -119,10 +81,11 @@ def write_gguf(
 
     turns = itertools.cycle(formats)
     with torch.no_grad():
-        for source, parameter in reference.named_parameters():
+        biases = [(name, buffer) for name, buffer in reference.named_buffers() if name.endswith("correction_bias")]
+        for source, parameter in (*reference.named_parameters(), *biases):
             if source == "lm_head.weight" and config.tie_word_embeddings:
                 continue
-            if "norm" in source or parameter.dim() == 1 or "conv1d" in source:
+            if "norm" in source or source.endswith("_bias") or parameter.dim() == 1 or "conv1d" in source:
                 for name, tensor in tensors_of(source, parameter.float()):
                     writer.add_tensor(name, tensor.numpy(), raw_dtype=gguf.GGMLQuantizationType.F32)
                 continue
@@ -161,6 +124,8 @@ def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer
         tensor = _tiled(source, tensor, config)
     if source.endswith("A_log"):
         yield f"blk.{layer}.ssm_a", -torch.exp(tensor)
+    elif source.endswith("e_score_correction_bias"):
+        yield f"blk.{layer}.exp_probs_b.bias", tensor.flatten()
     elif source.endswith("dt_bias"):
         yield f"blk.{layer}.ssm_dt.bias", tensor
     elif "conv1d" in source:
@@ -171,13 +136,15 @@ def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer
         parts = _by_part(tensor, config)
         yield f"blk.{layer}.attn_qkv.weight", torch.cat(parts[:3])
         yield f"blk.{layer}.attn_gate.weight", parts[3]
-    elif "experts.gate_up_proj" in source:
+    elif ".experts.gate_up_proj" in source:
         gate, up = tensor.chunk(2, dim=1)
         yield f"blk.{layer}.ffn_gate_exps.weight", gate
         yield f"blk.{layer}.ffn_up_exps.weight", up
-    elif "experts.down_proj" in source:
+    elif ".experts.down_proj" in source:
         yield f"blk.{layer}.ffn_down_exps.weight", tensor
-    elif architecture == "llama" and (".q_proj." in source or ".k_proj." in source):
+    elif architecture == "gemma3" and source.endswith("norm.weight"):
+        yield name_of(source), tensor + 1
+    elif architecture in INTERLEAVED and (".q_proj." in source or ".k_proj." in source):
         heads = config.num_attention_heads if ".q_proj." in source else config.num_key_value_heads
         yield name_of(source), tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
     elif "shared_expert_gate" in source:
@@ -236,8 +203,13 @@ def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10_000.0)
+    if architecture == "cohere2":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    ropes = config.rope_parameters
+    writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
+    _add_options(writer, config, architecture)
     if architecture not in ("qwen3next", "qwen35moe"):
         writer.add_feed_forward_length(config.intermediate_size)
     if architecture in ("qwen3moe", "qwen3next", "qwen35moe"):
@@ -254,3 +226,67 @@ def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
         writer.add_full_attention_interval(HYBRID["full_attention_interval"])
         writer.add_rope_dimension_count(config.head_dim // 4)
+
+
+def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
+    """What some architectures have, under the keys of their converters."""
+    ropes = config.rope_parameters
+    scaling = ropes.get("full_attention", ropes)
+    if scaling["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    window = getattr(config, "sliding_window", None)
+    if architecture in ("cohere2", "exaone4", "gemma3", "olmo2", "phi3") and window is not None:
+        writer.add_sliding_window(window)
+        if architecture in ("exaone4", "olmo2"):
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if architecture == "cohere2":
+        writer.add_logit_scale(config.logit_scale)
+    elif architecture == "gemma3":
+        writer.add_sliding_window_pattern(4)
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    elif architecture in ("ernie4_5-moe", "glm4moe", "minimax-m2"):
+        _add_experts(writer, config, architecture)
+    elif architecture == "glm4":
+        writer.add_rope_dimension_count(config.head_dim // 2)
+    elif architecture == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    elif architecture == "mistral3" and config.model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(scaling["mscale_all_dim"])
+        writer.add_attn_temperature_scale(scaling["llama_4_scaling_beta"])
+    elif architecture == "phi3" and scaling["rope_type"] == "longrope":
+        writer.add_rope_dimension_count(config.head_dim // 2)
+        original = scaling["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        scale = math.sqrt(1 + math.log(config.max_position_embeddings / original) / math.log(original))
+        writer.add_rope_scaling_attn_factors(scale)
+        for name in ("long", "short"):
+            factors = np.array(scaling[f"{name}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors, raw_dtype=gguf.GGMLQuantizationType.F32)
+
+
+def _add_experts(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture == "ernie4_5-moe":
+        writer.add_expert_count(config.moe_num_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        return
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_rope_dimension_count(config.head_dim // 2)
+    if architecture == "minimax-m2":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        return
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)

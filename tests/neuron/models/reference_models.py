@@ -17,4 +17,7 @@ def randomised(build: Callable[[], Any], std: float, vector_std: float) -> Any:
     reference.tie_weights()
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=vector_std if parameter.dim() == 1 else std)
+    for name, buffer in reference.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.5)
     return reference.eval()

@@ -37,10 +37,10 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("added")
-@pytest.mark.parametrize("window", [None, 7])
-def test_family_of_the_walk_through_matches_the_reference_library(window: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("types", [None, ["sliding_attention", "full_attention", "full_attention"]])
+def test_family_of_the_walk_through_matches_the_reference_library(types: list[str] | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = transformers.MistralConfig(
+    config = transformers.CwmConfig(
         vocab_size=97,
         hidden_size=48,
         intermediate_size=72,
@@ -48,10 +48,11 @@ def test_family_of_the_walk_through_matches_the_reference_library(window: int | 
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        sliding_window=window,
+        sliding_window=7,
+        layer_types=types,
         **EAGER,
     )
-    reference = transformers.MistralForCausalLM(config).eval()
+    reference = transformers.CwmForCausalLM(config).eval()
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.15)
     reference.save_pretrained(tmp_path / "model")
@@ -76,5 +77,5 @@ def _outputs(engine: Engine) -> Iterator[tuple[int, ...]]:
 
 
 def test_unregistered_family_is_rejected() -> None:
-    with pytest.raises(UnsupportedModel, match="'mistral' is not supported"):
-        registry.read_architecture({"model_type": "mistral"})
+    with pytest.raises(UnsupportedModel, match="'cwm' is not supported"):
+        registry.read_architecture({"model_type": "cwm"})

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.neuron.models.gguf_models import BUILDS, MIXED, VOCAB, reference_of, write_gguf
+from tests.neuron.models.gguf_builds import BUILDS, VARIANTS, VOCAB, build, reference_of
+from tests.neuron.models.gguf_models import MIXED, write_gguf
 from tests.neuron.models.test_qwen3_next import logits_of
 
 from cortex.neuron.engine.loading import load_model
@@ -36,6 +37,15 @@ def assert_same_logits(path: Path, reference: Any) -> None:
 def test_every_logit_matches_the_reference_library(architecture: str, formats: tuple[str, ...], tmp_path: Path) -> None:
     reference = reference_of(architecture)
     write_gguf(tmp_path / "m.gguf", architecture, reference, formats)
+    assert_same_logits(tmp_path / "m.gguf", reference)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.inference_mode()
+def test_other_models_of_an_architecture_match(name: str, tmp_path: Path) -> None:
+    architecture, parts = VARIANTS[name]
+    reference = build(parts)
+    write_gguf(tmp_path / "m.gguf", architecture, reference, ("Q8_0",))
     assert_same_logits(tmp_path / "m.gguf", reference)
 
 
@@ -78,7 +88,7 @@ def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> No
     assert_same_logits(tmp_path / "m.gguf", reference)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3next", "qwen35moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3next", "qwen35moe", "glm4", "olmo2", "phi3"])
 def test_ranks_of_a_divided_model_read_their_part_of_every_tensor(architecture: str, tmp_path: Path) -> None:
     reference = reference_of(architecture)
     write_gguf(tmp_path / "m.gguf", architecture, reference, ("Q8_0", "F16"))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.neuron.models.gguf_models import BUILDS, VOCAB, reference_of, write_gguf
+from tests.neuron.models.gguf_builds import BUILDS, VOCAB, reference_of
+from tests.neuron.models.gguf_models import write_gguf
 from tests.neuron.models.test_qwen3_next import logits_of
 
 from cortex.neuron.engine.loading import LoadedModel, build_model
@@ -47,6 +49,17 @@ def load(checkpoint: Checkpoint, packing: Mapping[str, MatrixLayout]) -> LoadedM
     return build_model(checkpoint.config, spec, CPU, fill, packing=packing)
 
 
+def as_in_files(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+    """Queries or keys with the rotated rows of each head in the order of the family's files."""
+    if config["model_type"] not in ("cohere2", "ernie4_5", "ernie4_5_moe", "glm4"):
+        return tensor
+    fraction = {**config, **(config.get("rope_parameters") or {})}.get("partial_rotary_factor", 1.0)
+    rotated = int(config["head_dim"] * fraction)
+    heads = tensor.view(-1, config["head_dim"], *tensor.shape[1:]).clone()
+    heads[:, :rotated] = heads[:, :rotated].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return heads.view_as(tensor)
+
+
 def rounded(checkpoint: Checkpoint, layouts: Mapping[str, MatrixLayout], path: Path) -> Checkpoint:
     """The checkpoint in dense form with the numbers that packed matrices have."""
     tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
@@ -56,6 +69,10 @@ def rounded(checkpoint: Checkpoint, layouts: Mapping[str, MatrixLayout], path: P
         placement = PackedPlacement(name, matrix, 0, matrix.outputs)
         load_into(checkpoint, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
         tensors[name] = matrix.values()
+    for name in [
+        name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"))
+    ]:
+        tensors[name] = as_in_files(tensors[name], checkpoint.config)
     stacks = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     path.mkdir()
     save_file({name: tensors[name].contiguous() for name in tensors if name not in stacks}, path / "model.safetensors")
@@ -117,7 +134,7 @@ def test_dense_gguf_is_quantised_at_load(architecture: str, tmp_path: Path) -> N
     assert_packed_computes_as_dense(tmp_path / "m.gguf", tmp_path / "dense", RECIPES["q4_k"])
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen3next", "qwen35", "qwen35moe"])
+@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen3next", "qwen35", "qwen35moe", "glm4", "glm4moe", "gemma3"])
 @torch.inference_mode()
 def test_safetensors_of_every_family_are_quantised_at_load(architecture: str, tmp_path: Path) -> None:
     reference_of(architecture).save_pretrained(tmp_path)
@@ -140,3 +157,11 @@ def test_experts_of_a_published_fp8_checkpoint_stay_as_they_are(
     write_float8(tmp_path, "qwen3moe", size)
     packed = assert_packed_computes_as_dense(tmp_path, tmp_path / "dense")
     assert expert_layouts(packed) == {layout}
+
+
+@pytest.mark.parametrize("size", [128, 0])
+@torch.inference_mode()
+def test_joint_and_interleaved_rows_of_a_published_fp8_checkpoint_compute_as_dense(size: int, tmp_path: Path) -> None:
+    """Where a block of scales is cut by the new order, the rows are rounded again."""
+    write_float8(tmp_path, "glm4", size)
+    assert_packed_computes_as_dense(tmp_path, tmp_path / "dense")

@@ -23,7 +23,7 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.qwen3 import Qwen3
+from cortex.neuron.models.families.qwen import Qwen3
 
 from ..tiny_models import tiny_sizes
 from .reference_models import randomised

@@ -18,7 +18,7 @@ from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.layers.configs import MoEConfig
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.qwen3_moe import Qwen3Moe
+from cortex.neuron.models.mixtures.qwen3_moe import Qwen3Moe
 
 from ..tiny_models import tiny_sizes
 from .reference_models import randomised

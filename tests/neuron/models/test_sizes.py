@@ -48,10 +48,20 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+OWN_OPTIONS: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24},
+    "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "mellum": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3},
+}
+WITH_TOWER = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
+
+
 def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
-    config = {"model_type": family, **SIZES, **changes}
+    config = {"model_type": family, **SIZES, **OWN_OPTIONS.get(family, {}), **changes}
     # A config with a vision tower has the sizes of its text part one level down.
-    return {"model_type": family, "text_config": config} if family in ("qwen3_5", "qwen3_5_moe") else config
+    tied = {"tie_word_embeddings": changes.get("tie_word_embeddings", False)}
+    return {"model_type": family, "text_config": config, **tied} if family in WITH_TOWER else config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,8 +20,9 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
+    "longrope": ("original_max_position_embeddings",),
 }
-"""The supported scaling rules → the settings each requires."""
+"""The supported scaling rules → the numbers that each requires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class RopeConfig:
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """The settings of the scaling rule, under the names that checkpoints use."""
     trained_tokens: int = 0
-    """Positions the model was trained on; the fallback of yarn."""
+    """Positions that the config names for the model: the fallback of yarn, the longest context of longrope."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,9 +126,7 @@ def _bias(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | No
     """The bias of the choice of experts."""
     if not config.has_bias:
         return None
-    bias = parameters.empty(config.experts, dtype=torch.float32)
-    parameters.bind(f"{prefix}.gate.e_score_correction_bias", bias, torch.flatten)
-    return bias
+    return parameters.load(f"{prefix}.gate.e_score_correction_bias", config.experts, dtype=torch.float32)
 
 
 def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_inner: int, prefix: str) -> None:

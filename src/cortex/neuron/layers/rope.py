@@ -12,8 +12,11 @@ from torch import Tensor
 from cortex.neuron.layers.configs import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
-    """Radians per position for each pair of dimensions [dims / 2], and the factor that scales cosines and sines."""
+def inverse_frequencies(rope: RopeConfig, num_positions: int = 0) -> tuple[Tensor, float]:
+    """Radians per position for each pair of dimensions [dims / 2], and the factor that scales cosines and sines.
+
+    `num_positions`: the longest sequence, on which longrope depends.
+    """
     exponents = torch.arange(0, rope.dims, 2, dtype=torch.float32) / rope.dims
     frequencies = rope.theta**-exponents
     if rope.scaling == "linear":
@@ -22,6 +25,8 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
         return _llama3(frequencies, rope.settings), 1.0
     if rope.scaling == "yarn":
         return _yarn(frequencies, rope)
+    if rope.scaling == "longrope":
+        return _longrope(frequencies, rope, num_positions)
     return frequencies, 1.0
 
 
@@ -69,11 +74,22 @@ def _yarn_attention_factor(settings: Mapping[str, Any], factor: float) -> float:
     return magnitude(1.0)
 
 
+def _longrope(frequencies: Tensor, rope: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    """Divides each frequency by a factor of its own: one set for contexts up to the original length, another for longer
+    ones. The context that the model is loaded with decides, because keys in the cache cannot be rotated again."""
+    settings = rope.settings
+    original = settings["original_max_position_embeddings"]
+    factors = settings["long_factor" if num_positions > original else "short_factor"]
+    given, factor = settings.get("attention_factor"), settings.get("factor") or rope.trained_tokens / original
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return frequencies / torch.tensor(factors, dtype=torch.float32), scale if given is None else float(given)
+
+
 def rope_table(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor:
     """[positions, dims] float32: cosines, then sines. Without a config, two dimensions are rotated by nothing."""
     if rope is None:
         return torch.tensor((1.0, 0.0), device=device).repeat(num_positions, 1)
-    frequencies, scale = inverse_frequencies(rope)
+    frequencies, scale = inverse_frequencies(rope, num_positions)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=1) * scale
     return table.to(device)

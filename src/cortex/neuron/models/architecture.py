@@ -174,6 +174,11 @@ class Architecture(ABC):
         """The norms over the residual stream."""
         return NormConfig(self.config.norm_eps)
 
+    @property
+    def num_unread_layers(self) -> int:
+        """Layers that a checkpoint may have after those that its config counts: they predict further tokens."""
+        return 0
+
     def read_ends(self) -> EndsConfig:
         """The options of embedding, last norm and head."""
         return EndsConfig(self.norm)

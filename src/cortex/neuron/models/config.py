@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,14 +103,34 @@ def is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < _MAX_NUMBER
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int, layer_type: str | None = None) -> RopeConfig:
-    """Both spellings: `rope_theta` beside `rope_scaling`, and everything in `rope_parameters`, where each `layer_type`
-    may have its own."""
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if isinstance(settings, Mapping) and layer_type in settings:
-        settings = settings[layer_type] or {}
+def layer_type_in(config: Mapping[str, Any], index: int, allowed: Sequence[str], default: str) -> str:
+    """The type of one layer in `layer_types`, which names one of `allowed` for each; without the list, `default`.
+
+    Raises UnsupportedModel.
+    """
+    types = config.get("layer_types")
+    if not types:
+        return default
+    num_layers = config.get("num_hidden_layers")
+    if len(types) != num_layers or not set(types) <= set(allowed):
+        raise UnsupportedModel(f"layer_types must name {num_layers} layers, {' or '.join(allowed)}: {types}")
+    return str(types[index])
+
+
+def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Both spellings: `rope_theta` beside `rope_scaling`, and everything in `rope_parameters`.
+
+    Raises UnsupportedModel.
+    """
+    settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(settings, Mapping):
         raise UnsupportedModel(f"the model's config has {settings!r} for its rope parameters; they are an object")
+    return settings
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int, settings: Mapping[str, Any] | None = None) -> RopeConfig:
+    """`settings`: in place of the config's `rope_settings`. Raises UnsupportedModel."""
+    settings = rope_settings(config) if settings is None else settings
     scaling = str(settings.get("rope_type") or settings.get("type") or "default")
     if scaling not in SCALINGS:
         raise UnsupportedModel(f"rope scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}")
@@ -127,10 +147,27 @@ def read_rope(config: Mapping[str, Any], head_dim: int, layer_type: str | None =
     dims = int(head_dim * min(fraction, 2.0))
     if not 0 < dims <= head_dim or dims % 2:
         raise UnsupportedModel(f"the model's config rotates {dims} of {head_dim} dimensions; they must be pairs")
+    if scaling == "longrope":
+        _check_factors(settings, dims // 2)
     return RopeConfig(
         dims=dims,
         theta=theta,
         scaling=scaling,
-        settings=settings,
+        settings={} if scaling == "default" else settings,
         trained_tokens=int(config.get("max_position_embeddings") or 0),
     )
+
+
+def read_layer_rope(config: Mapping[str, Any], head_dim: int, layer_type: str, theta: float) -> RopeConfig:
+    """The rotation of one type of layers, in configs where types rotate differently: `rope_parameters` has an object
+    for each type. In the older spelling `rope_scaling` is that of full attention. `theta`: if the object has none."""
+    by_type = rope_settings({"rope_parameters": config.get("rope_parameters")})
+    scaling = rope_settings({"rope_scaling": config.get("rope_scaling")}) if layer_type == "full_attention" else {}
+    return read_rope(config, head_dim, {"rope_theta": theta, **(by_type.get(layer_type) or {}), **scaling})
+
+
+def _check_factors(settings: Mapping[str, Any], count: int) -> None:
+    for name in ("short_factor", "long_factor"):
+        factors, needed = settings.get(name), f"{count} positive numbers in {name!r}"
+        if not isinstance(factors, Sequence) or len(factors) != count or not all(map(is_positive, factors)):
+            raise UnsupportedModel(f"rope scaling 'longrope' needs {needed}: {factors!r:.80}")

@@ -14,7 +14,7 @@ def check_layer_count(architecture: Architecture, names: Iterable[str]) -> None:
     respond, and wrongly. A layer without tensors is noticed when its tensors are read."""
     layer = re.compile(re.escape(f"{architecture.prefix}.layers.") + r"(\d{1,9})\.")
     num_layers = max((int(match[1]) + 1 for name in names if (match := layer.match(name))), default=0)
-    if num_layers > architecture.config.num_layers:
+    if num_layers > architecture.config.num_layers + architecture.num_unread_layers:
         raise UnsupportedModel(
             f"the checkpoint has {num_layers} layers, its config {architecture.config.num_layers}; "
             "is this the config of these weights?"

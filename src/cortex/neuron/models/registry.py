@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.llama import Llama
-from cortex.neuron.models.qwen3 import Qwen3
-from cortex.neuron.models.qwen3_moe import Qwen3Moe
-from cortex.neuron.models.qwen3_next import Qwen3Next, Qwen35Multimodal
+from cortex.neuron.models.families.cohere2 import Cohere2
+from cortex.neuron.models.families.ernie4_5 import Ernie45
+from cortex.neuron.models.families.gemma3 import Gemma3, Gemma3Multimodal
+from cortex.neuron.models.families.glm4 import Glm4
+from cortex.neuron.models.families.granite import Granite
+from cortex.neuron.models.families.hunyuan import HunyuanDense
+from cortex.neuron.models.families.llama import Llama, SeedOss, SmolLM3
+from cortex.neuron.models.families.mistral import Ministral3, Mistral, mistral3
+from cortex.neuron.models.families.olmo import Exaone4, Olmo2, Olmo3
+from cortex.neuron.models.families.phi3 import Phi3
+from cortex.neuron.models.families.qwen import Qwen2, Qwen3
+from cortex.neuron.models.mixtures.ernie4_5_moe import Ernie45Moe
+from cortex.neuron.models.mixtures.glm4_moe import Glm4Moe
+from cortex.neuron.models.mixtures.minimax_m2 import MiniMaxM2
+from cortex.neuron.models.mixtures.qwen3_moe import Mellum, Qwen3Moe
+from cortex.neuron.models.mixtures.qwen3_next import Qwen3Next, Qwen35Multimodal
 from cortex.neuron.weights.safetensors.published import is_readable
 
-FAMILIES: dict[str, type[Architecture]] = {
+FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
+    "cohere2": Cohere2,
+    "ernie4_5": Ernie45,
+    "ernie4_5_moe": Ernie45Moe,
+    "exaone4": Exaone4,
+    "gemma3": Gemma3Multimodal,
+    "gemma3_text": Gemma3,
+    "glm4": Glm4,
+    "glm4_moe": Glm4Moe,
+    "granite": Granite,
+    "hunyuan_v1_dense": HunyuanDense,
     "llama": Llama,
+    "mellum": Mellum,
+    "minimax_m2": MiniMaxM2,
+    "ministral3": Ministral3,
+    "mistral": Mistral,
+    "mistral3": mistral3,
+    "olmo2": Olmo2,
+    "olmo3": Olmo3,
+    "phi3": Phi3,
+    "qwen2": Qwen2,
     "qwen3": Qwen3,
     "qwen3_moe": Qwen3Moe,
     "qwen3_5": Qwen35Multimodal,
@@ -22,6 +53,8 @@ FAMILIES: dict[str, type[Architecture]] = {
     "qwen3_5_moe_text": Qwen3Next,
     "qwen3_5_text": Qwen3Next,
     "qwen3_next": Qwen3Next,
+    "seed_oss": SeedOss,
+    "smollm3": SmolLM3,
 }
 """`model_type` in a model's config → the architecture that reads the config."""
 

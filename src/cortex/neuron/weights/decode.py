@@ -61,7 +61,7 @@ def decode(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0) -> tor
         numbers = _dequantise(stored, raw)
     numbers = numbers.view(-1, *stored.row_shape) if stored.shape else numbers.view(())
     if stored.interleaved_rows:
-        numbers = _separate_halves(numbers, stored.interleaved_rows)
+        numbers = _separate_halves(numbers, stored)
     if stored.columns is not None:
         numbers = torch.cat([numbers[:, run.start : run.stop] for run in stored.columns.runs], dim=1)
     return numbers if stored.adjustment is None else _unadjusted(stored, numbers)
@@ -87,7 +87,7 @@ def decode_groups(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0)
     row_groups = stored.row_shape[0] // size
     q, scale, minimum = (part.view(-1, row_groups, part.shape[-1]) for part in (groups.q, groups.scale, groups.minimum))
     if stored.interleaved_rows:
-        q, scale, minimum = (_separate_halves(part, stored.interleaved_rows) for part in (q, scale, minimum))
+        q, scale, minimum = (_separate_halves(part, stored) for part in (q, scale, minimum))
     if stored.columns is not None:
         runs = [slice(run.start // size, run.stop // size) for run in stored.columns.runs]
         q, scale, minimum = (torch.cat([part[:, run] for run in runs], dim=1) for part in (q, scale, minimum))
@@ -128,9 +128,15 @@ def _unadjusted(stored: StoredTensor, numbers: torch.Tensor) -> torch.Tensor:
     return torch.log(-numbers)
 
 
-def _separate_halves(numbers: torch.Tensor, head_rows: int) -> torch.Tensor:
-    """Rows a0 b0 a1 b1 … of each head become a0 a1 … b0 b1 …"""
+def _separate_halves(numbers: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    """Rows a0 b0 a1 b1 … at the start of each head become a0 a1 … b0 b1 …"""
+    head_rows = stored.interleaved_rows
     if numbers.shape[0] % head_rows or head_rows % 2:
         raise Malformed(f"{numbers.shape[0]} rows are not whole heads of {head_rows} rows; download the file again")
-    row_shape = numbers.shape[1:]
-    return numbers.view(-1, head_rows // 2, 2, *row_shape).transpose(1, 2).reshape(-1, *row_shape)
+    rotated, row_shape = stored.rotated_rows or head_rows, numbers.shape[1:]
+    heads = numbers.view(-1, head_rows, *row_shape)
+    pairs = heads[:, :rotated].reshape(len(heads), rotated // 2, 2, *row_shape)
+    halves = pairs.transpose(1, 2).reshape(len(heads), rotated, *row_shape)
+    if rotated < head_rows:
+        halves = torch.cat((halves, heads[:, rotated:]), dim=1)
+    return halves.view(-1, *row_shape)

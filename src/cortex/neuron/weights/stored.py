@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from cortex.neuron.weights.errors import TensorMissing, Unsupported
+from cortex.neuron.weights.errors import Malformed, TensorMissing, Unsupported
 from cortex.neuron.weights.gguf.types import GGMLType
 from cortex.neuron.weights.mapping import MappedFile
 
@@ -116,6 +116,8 @@ class StoredTensor:
     num_bytes: int
     interleaved_rows: int = 0
     """Rows of one head whose rotary halves are interleaved; decoding separates them. 0: not interleaved."""
+    rotated_rows: int = 0
+    """The rows at the start of such a head that are interleaved; 0: all of them."""
     selection: ByteSelection | None = None
     """For a part of a larger tensor, whose first byte is at `offset`; None: the bytes are contiguous."""
     beside: Beside | None = None
@@ -186,6 +188,23 @@ class StoredTensor:
         whole = self._whole_selection()
         groups = tuple(part for run in runs for part in whole.groups_between(run.start // size, run.stop // size))
         return replace(self, shape=shape, num_bytes=num_bytes, selection=replace(whole, groups=groups))
+
+    def with_halves_apart(self, head_rows: int, rotated_rows: int) -> StoredTensor:
+        """The tensor whose heads have rows a0 b0 a1 b1 … in the file and a0 a1 … b0 b1 … here, of their first
+        `rotated_rows`. Raises Malformed if it does not consist of such heads."""
+        if self.num_rows % head_rows or rotated_rows % 2 or not 0 < rotated_rows <= head_rows:
+            raise Malformed(
+                f"{self.file.path}: {self.name or 'a projection'} cannot be split into heads of {head_rows} rows, of "
+                f"which {rotated_rows} rotate; is it the model that its config describes?"
+            )
+        if self.beside is None:
+            return replace(self, interleaved_rows=head_rows, rotated_rows=rotated_rows)
+        halves = [*range(0, rotated_rows, 2), *range(1, rotated_rows, 2)]
+        runs: list[range] = []
+        for first in range(0, self.num_rows, head_rows):
+            runs += [range(first + row, first + row + 1) for row in halves]
+            runs.append(range(first + rotated_rows, first + head_rows))
+        return self.with_rows(tuple(run for run in runs if run))
 
     def with_columns(self, columns: range) -> StoredTensor:
         """The tensor of these columns of a matrix. Raises TensorMissing if it has no such columns, Unsupported if they

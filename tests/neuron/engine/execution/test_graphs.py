@@ -17,7 +17,7 @@ from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
-from cortex.neuron.models.llama import Llama
+from cortex.neuron.models.families.llama import Llama
 
 from ...tiny_models import tiny_sizes
 

@@ -11,7 +11,7 @@ from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.kernels.attention import cudnn
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
-from cortex.neuron.models.qwen3 import Qwen3
+from cortex.neuron.models.families.qwen import Qwen3
 
 from ...tiny_models import tiny_sizes
 

@@ -16,7 +16,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tests.neuron.models.gguf_models import reference_of, write_gguf
+from tests.neuron.models.gguf_builds import reference_of
+from tests.neuron.models.gguf_models import write_gguf
 
 from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.loading import load_model

@@ -18,6 +18,7 @@ from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import LoadSpec, RankSpec
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 
+from ...models.family_models import TABLE, reference_of
 from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes
 
 CPU = torch.device("cpu")
@@ -109,6 +110,18 @@ def test_logits_of_a_divided_model_equal_those_of_one_device(family: str, tmp_pa
             assert (logits - expected).abs().max() < 1e-4
         # Its own part and little more: norms, and of six experts on four ranks one or two.
         assert 0 < max(read_bytes) < {2: 0.52, 4: 0.35}[size] * (path / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_logits_of_two_ranks_equal_those_of_one_device(family: str, tmp_path: Path) -> None:
+    """The families that are options of Llama's shape, each with the most of them."""
+    path, directory = tmp_path / "model", tmp_path / "group"
+    reference_of(family, list(TABLE[family].changes)[-1]).save_pretrained(path)
+    expected = logits_of(path)
+    directory.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        for logits in pool.map(partial(logits_of, path), [RankSpec(rank, 2, str(directory)) for rank in range(2)]):
+            assert (logits - expected).abs().max() < 1e-5 * expected.abs().max().clamp(min=1)
 
 
 def test_ranks_agree_on_recomputed_near_ties_in_half_precision(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from cortex.neuron.node.survey_process.jobs import read_facts
 from cortex.neuron.node.survey_process.protocol import Read
 from cortex.wire.errors import LoadFailed
 
-from ...models.gguf_models import reference_of, write_gguf
+from ...models.gguf_builds import reference_of
+from ...models.gguf_models import write_gguf
 
 
 def same(read: Read) -> None:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cortex.neuron.weights.directory import model_file
 from cortex.neuron.weights.errors import Malformed, TensorMissing, Unsupported
-from cortex.neuron.weights.gguf.config import config_of, delta_heads, generation_config_of
+from cortex.neuron.weights.family_tensors import arranged
+from cortex.neuron.weights.gguf.config import INTERLEAVED, PLUS_ONE_NORMS, config_of, delta_heads, generation_config_of
 from cortex.neuron.weights.gguf.delta import delta_tensors
 from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor, HeaderBudget, parse_header
-from cortex.neuron.weights.gguf.names import ROPE_FACTORS, expert_names, hub_name, is_expert_stack, layer_part
+from cortex.neuron.weights.gguf.names import ROPE_TABLES, expert_names, hub_name, is_expert_stack, layer_part
 from cortex.neuron.weights.gguf.types import READABLE
 from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.stored import Adjustment, StoredTensor, TensorInfo
@@ -46,11 +47,13 @@ class GGUFCheckpoint:
             parts = [head, *(self._open(part, budget) for part in _following_parts(head))]
             whole = replace(head, tensors=_merged_tensors(parts))
             self.config: Mapping[str, Any] = config_of(whole)
-            self._num_blocks: int = head.metadata[f"{head.metadata['general.architecture']}.block_count"]
+            self._architecture: str = head.metadata["general.architecture"]
+            self._num_blocks: int = head.metadata[f"{self._architecture}.block_count"]
             self.generation_config: Mapping[str, Any] = generation_config_of(head)
             for file, mapped in zip(parts, self._mapped, strict=True):
                 for tensor in file.tensors.values():
                     self._register(mapped, tensor)
+            self._stored = arranged(self.config, self._stored)
         except BaseException:
             self.close()
             raise
@@ -78,7 +81,7 @@ class GGUFCheckpoint:
         return parse_header(mapped, budget)
 
     def _register(self, mapped: MappedFile, tensor: GGUFTensor) -> None:
-        if tensor.name == ROPE_FACTORS:
+        if tensor.name in ROPE_TABLES:
             return
         if tensor.type.name not in READABLE:
             raise Unsupported(
@@ -99,11 +102,11 @@ class GGUFCheckpoint:
                 for name, made in found.items():
                     self._add(f"model.layers.{layer}.{name}", made)
                 return
-        name = hub_name(tensor.name, is_hybrid=heads is not None)
+        name = hub_name(tensor.name, self._architecture)
         if is_expert_stack(name):
             self._add_experts(name, stored)
             return
-        if heads is not None and name.endswith("norm.weight"):
+        if self._architecture in PLUS_ONE_NORMS and name.endswith("norm.weight"):
             stored = replace(stored, adjustment=Adjustment.PLUS_ONE)
         if name.endswith(".shared_expert_gate.weight") and len(stored.shape) == 1:
             stored = replace(stored, shape=(1, *stored.shape))
@@ -138,8 +141,8 @@ class GGUFCheckpoint:
                 self._add(pattern.format(expert), replace(part, offset=offset))
 
     def _interleaved_rows(self, name: str, tensor: GGUFTensor) -> int:
-        """The rows per head, if GGUF stores them interleaved: in Llama, both rows of a rotary pair are adjacent."""
-        if self.config["model_type"] != "llama" or not re.search(r"\.self_attn\.[qk]_proj\.", name):
+        """The rows per head, if GGUF stores them interleaved: converters of Llama put rotary pairs side by side."""
+        if self._architecture not in INTERLEAVED or not re.search(r"\.self_attn\.[qk]_proj\.", name):
             return 0
         head_dim: int = self.config["head_dim"]
         if tensor.shape[0] % head_dim or head_dim % 2:

@@ -8,25 +8,46 @@ from typing import Any, Final
 
 from cortex.neuron.weights.delta_heads import DeltaHeads
 from cortex.neuron.weights.errors import Malformed, Unsupported
+from cortex.neuron.weights.gguf.family_options import OPTIONS
+from cortex.neuron.weights.gguf.keys import FLOAT32_DIGITS, Keys
 from cortex.neuron.weights.gguf.metadata import GGUFFile
 from cortex.neuron.weights.gguf.rope import rope_scaling
 
 _FAMILIES: Final = {
+    "cohere2": ("cohere2", "Cohere2ForCausalLM"),
+    "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    "exaone4": ("exaone4", "Exaone4ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "glm4": ("glm4", "Glm4ForCausalLM"),
+    "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
+    "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
+    "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
+    "mistral3": ("mistral", "MistralForCausalLM"),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "qwen3next": ("qwen3_next", "Qwen3NextForCausalLM"),
     "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
 }
-_MIXTURES: Final = frozenset({"qwen3moe", "qwen3next", "qwen35moe"})
+INTERLEAVED: Final = frozenset({"granite", "llama", "mistral3", "smollm3"})
+"""Architectures whose converters interleave the rotary halves of queries and keys."""
+_MIXTURES: Final = frozenset({"ernie4_5-moe", "glm4moe", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"})
 _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""
+_PARTIAL: Final = frozenset({"glm4", "glm4moe", "minimax-m2", "phi3"}) | _HYBRIDS
+"""Architectures that rotate a part of each head."""
+PLUS_ONE_NORMS: Final = frozenset({"gemma3"}) | _HYBRIDS
+"""Architectures whose converters add one to the weights of norms."""
 _TILED: Final = frozenset({"qwen35", "qwen35moe"})
 """Architectures whose value heads converters put into another order."""
-
-# GGUF stores float32. Rounding restores the value in the hub's config: 1e-05, not 9.999999747378752e-06.
-_FLOAT32_DIGITS: Final = 7
 
 # Far above every published model; they bound the work for a damaged file.
 _MAX_EXPERTS: Final = 1 << 12
@@ -42,48 +63,6 @@ _SAMPLING: Final = {
 _END_TOKENS: Final = ("eos", "eot", "eom")
 
 
-class _Keys:
-    """Typed access to the metadata of one architecture."""
-
-    def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self._file = file
-        self._architecture = architecture
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._get(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self._wrong(name, value)
-        return float(f"{value:.{_FLOAT32_DIGITS}g}")
-
-    def count(self, name: str, default: int | None = None, limit: int = (1 << 31) - 1) -> int:
-        value = self._get(name, default)
-        if isinstance(value, list):
-            raise Unsupported(
-                f"{self._file.path}: {self._architecture}.{name} differs from layer to layer, which is not supported"
-            )
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
-            raise self._wrong(name, value)
-        return value
-
-    def has(self, name: str) -> bool:
-        """Whether the file has the key with a value other than zero."""
-        return bool(self._file.metadata.get(f"{self._architecture}.{name}", 0) != 0)
-
-    def malformed(self, reason: str) -> Malformed:
-        return Malformed(f"{self._file.path} {reason}; convert the model again")
-
-    def _get(self, name: str, default: float | None) -> Any:
-        value = self._file.metadata.get(f"{self._architecture}.{name}", default)
-        if value is None:
-            raise Malformed(f"{self._file.path} lacks {self._architecture}.{name}; convert the model again")
-        return value
-
-    def _wrong(self, name: str, value: Any) -> Malformed:
-        return Malformed(
-            f"{self._file.path}: {self._architecture}.{name} is {str(value)[:80]!r}; convert the model again"
-        )
-
-
 def config_of(file: GGUFFile) -> dict[str, Any]:
     """The config of the model in the hub's format. Raises CheckpointError if it is incomplete or not supported."""
     architecture = file.metadata.get("general.architecture")
@@ -92,7 +71,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
             f"{file.path} has the architecture {str(architecture)[:80]!r}; supported in GGUF: {', '.join(_FAMILIES)}"
         )
     model_type, class_name = _FAMILIES[architecture]
-    keys = _Keys(file, architecture)
+    keys = Keys(file, architecture)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise Malformed(f"{file.path} has no token_embd.weight; is the model complete?")
@@ -102,7 +81,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     head_dim = keys.count("attention.key_length", hidden_size // num_heads)
     rotary_dim = keys.count("rope.dimension_count", head_dim)
     is_hybrid = architecture in _HYBRIDS
-    if rotary_dim % 2 or rotary_dim > head_dim or (rotary_dim < head_dim and not is_hybrid):
+    if rotary_dim % 2 or rotary_dim > head_dim or (rotary_dim < head_dim and architecture not in _PARTIAL):
         raise Unsupported(f"{file.path} rotates {rotary_dim} of {head_dim} dimensions, which is not supported in GGUF")
     rope_theta = keys.number("rope.freq_base", 10000.0)
     is_mixture = architecture in _MIXTURES
@@ -120,7 +99,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": keys.count("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-6 if architecture == "cohere2" else None),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling(file, architecture, rope_theta, rotary_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -133,8 +112,12 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         config |= _mixture(keys)
     else:
         config["intermediate_size"] = keys.count("feed_forward_length")
+    if architecture in _PARTIAL:
+        config["partial_rotary_factor"] = rotary_dim / head_dim
     if is_hybrid:
-        config |= {"partial_rotary_factor": rotary_dim / head_dim, **_gated_delta(keys)}
+        config |= _gated_delta(keys)
+    if architecture in OPTIONS:
+        config |= OPTIONS[architecture](keys, config)
     return config
 
 
@@ -151,7 +134,7 @@ def delta_heads(config: Mapping[str, Any]) -> DeltaHeads | None:
     )
 
 
-def _num_layers(file: GGUFFile, keys: _Keys) -> int:
+def _num_layers(file: GGUFFile, keys: Keys) -> int:
     """Without the layers that only predict further tokens, which come last."""
     num_layers = keys.count("block_count")
     extra = keys.count("nextn_predict_layers") if keys.has("nextn_predict_layers") else 0
@@ -160,7 +143,7 @@ def _num_layers(file: GGUFFile, keys: _Keys) -> int:
     return num_layers - extra
 
 
-def _mixture(keys: _Keys) -> dict[str, Any]:
+def _mixture(keys: Keys) -> dict[str, Any]:
     shared = "expert_shared_feed_forward_length"
     return {
         "intermediate_size": keys.count("feed_forward_length", keys.count("expert_feed_forward_length")),
@@ -174,7 +157,7 @@ def _mixture(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _gated_delta(keys: _Keys) -> dict[str, Any]:
+def _gated_delta(keys: Keys) -> dict[str, Any]:
     value_heads, inner = keys.count("ssm.time_step_rank", limit=_MAX_HEADS), keys.count("ssm.inner_size")
     key_heads = keys.count("ssm.group_count", limit=_MAX_HEADS)
     if inner % value_heads or value_heads % key_heads:
@@ -197,7 +180,7 @@ def generation_config_of(file: GGUFFile) -> dict[str, Any]:
     for key, hub_key in _SAMPLING.items():
         value = file.metadata.get(key)
         if isinstance(value, (int, float)) and math.isfinite(value):
-            generation[hub_key] = value if isinstance(value, int) else float(f"{value:.{_FLOAT32_DIGITS}g}")
+            generation[hub_key] = value if isinstance(value, int) else float(f"{value:.{FLOAT32_DIGITS}g}")
     return generation
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from cortex.neuron.weights.errors import Unsupported
@@ -30,21 +31,50 @@ _PER_LAYER: Final = {
     "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-_PER_HYBRID_LAYER: Final = {
-    **{part: name for part, name in _PER_LAYER.items() if part != "ffn_norm"},
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+_SHARED: Final = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_HYBRID: Final = {
+    **_SHARED,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
 """In models with gated delta nets, whose own tensors `delta.py` names."""
+_AFTER_BLOCKS: Final = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_FUSED: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "ernie4_5-moe": _SHARED,
+    "exaone4": _AFTER_BLOCKS,
+    "gemma3": {**_AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"},
+    "glm4": {
+        **_FUSED,
+        "ffn_norm": "post_attention_layernorm",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+    "glm4moe": {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
+    "olmo2": _AFTER_BLOCKS,
+    "phi3": _FUSED,
+    "qwen3next": _HYBRID,
+    "qwen35": _HYBRID,
+    "qwen35moe": _HYBRID,
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+}
+"""Architecture → tensors of a layer that have another meaning than in Llama, or that Llama lacks."""
 _LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 _IN_LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _GLOBAL: Final = re.compile(r"(\w+)\.(weight|bias)")
 
 ROPE_FACTORS: Final = "rope_freqs.weight"
-"""Not a weight but a table, which the config expresses as `rope_scaling`."""
+LONG_FACTORS: Final = "rope_factors_long.weight"
+SHORT_FACTORS: Final = "rope_factors_short.weight"
+ROPE_TABLES: Final = frozenset({ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS})
+"""Not weights but tables, which the config expresses as `rope_scaling`."""
 
 
 def layer_part(name: str) -> tuple[int, str] | None:
@@ -53,16 +83,18 @@ def layer_part(name: str) -> tuple[int, str] | None:
     return (int(match[1]), match[2]) if match else None
 
 
-def hub_name(name: str, *, is_hybrid: bool = False) -> str:
+def hub_name(name: str, architecture: str = "llama") -> str:
     """The hub's name of GGUF tensor `name`. The stack of all experts of a layer has no expert number.
 
     Raises Unsupported for an unknown tensor: dropping it would change the output of the model.
     """
     if match := _LAYER.fullmatch(name):
         layer, part, kind = match.groups()
-        known = _PER_HYBRID_LAYER if is_hybrid else _PER_LAYER
-        if part in known:
-            return f"model.layers.{int(layer)}.{known[part]}.{kind}"
+        if part == "exp_probs_b" and kind == "bias":
+            return f"model.layers.{int(layer)}.mlp.gate.e_score_correction_bias"
+        own = _OWN_NAMES.get(architecture, {}).get(part) or _PER_LAYER.get(part)
+        if own is not None:
+            return f"model.layers.{int(layer)}.{own}.{kind}"
     elif match := _GLOBAL.fullmatch(name):
         part, kind = match.groups()
         if part in _WHOLE_MODEL:

@@ -1,7 +1,7 @@
 """Converts the position scaling of a GGUF file to the hub's `rope_scaling`.
 
-Linear and YaRN scaling are metadata. Llama 3 scaling is not: the file holds a table of divisors, one per frequency, and
-this module computes the parameters that produce the table.
+Linear and YaRN scaling are metadata. LongRoPE has two tables of divisors, one per frequency. Llama 3 scaling has one,
+and this module computes the parameters that produce it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from cortex.neuron.weights.errors import Malformed, Unsupported
 from cortex.neuron.weights.gguf.metadata import GGUFFile
-from cortex.neuron.weights.gguf.names import ROPE_FACTORS
+from cortex.neuron.weights.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from cortex.neuron.weights.gguf.types import GGMLType
 
 # The values of the published models, for heads that are too small for the table to determine them.
@@ -20,13 +20,23 @@ _LOW_FREQ_FACTOR: Final = 1.0
 _HIGH_FREQ_FACTOR: Final = 4.0
 _ORIGINAL_POSITIONS: Final = 8192
 _TOLERANCE: Final = 1e-3
+_YARN_SETTINGS: Final = {
+    "yarn_beta_fast": ("beta_fast",),
+    "yarn_beta_slow": ("beta_slow",),
+    "yarn_log_multiplier": ("mscale", "mscale_all_dim"),
+}
 
 
 def rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int) -> dict[str, Any] | None:
     """The hub's `rope_scaling` for the file, None if positions are not scaled; raises CheckpointError."""
-    factors = _factors(file, head_dim)
+    factors = _factors(file, head_dim, ROPE_FACTORS)
     if factors is not None and any(factor != 1.0 for factor in factors):
         return _llama3(file, factors, theta, head_dim)
+    short, long = (_factors(file, head_dim, name) for name in (SHORT_FACTORS, LONG_FACTORS))
+    if short is not None and long is not None:
+        scale = file.metadata.get(f"{architecture}.rope.scaling.attn_factor")
+        longrope: dict[str, Any] = {"rope_type": "longrope", "short_factor": list(short), "long_factor": list(long)}
+        return longrope | ({"attention_factor": scale} if isinstance(scale, float) else {})
 
     def key(name: str, default: Any = None) -> Any:
         return file.metadata.get(f"{architecture}.rope.scaling.{name}", default)
@@ -40,23 +50,24 @@ def rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int)
     if isinstance(original := key("original_context_length"), int):
         scaling["original_max_position_embeddings"] = original
     if kind == "yarn":
-        for name, hub_name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        for name, hub_names in _YARN_SETTINGS.items():
             if isinstance(value := key(name), float) and 0 < value < math.inf:
-                scaling[hub_name] = value
+                scaling |= dict.fromkeys(hub_names, value)
     return scaling
 
 
-def _factors(file: GGUFFile, head_dim: int) -> tuple[float, ...] | None:
-    tensor = file.tensors.get(ROPE_FACTORS)
+def _factors(file: GGUFFile, head_dim: int, name: str) -> tuple[float, ...] | None:
+    tensor = file.tensors.get(name)
     if tensor is None:
         return None
     if tensor.type is not GGMLType.F32 or tensor.shape != (head_dim // 2,):
-        raise Malformed(f"{file.path}: {ROPE_FACTORS} does not match heads of size {head_dim}; convert the model again")
+        raise Malformed(f"{file.path}: {name} does not match heads of size {head_dim}; convert the model again")
     with file.path.open("rb") as raw:
         raw.seek(tensor.offset)
         factors = struct.unpack(f"<{head_dim // 2}f", raw.read(tensor.num_bytes))
-    if not all(1 <= factor < math.inf for factor in factors):
-        raise Malformed(f"{file.path}: {ROPE_FACTORS} holds a divisor below 1 or not finite; convert the model again")
+    lowest = 1 if name == ROPE_FACTORS else 1e-3
+    if not all(lowest <= factor < math.inf for factor in factors):
+        raise Malformed(f"{file.path}: {name} holds a divisor below {lowest} or not finite; convert the model again")
     return factors
 
 

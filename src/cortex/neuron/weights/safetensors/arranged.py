@@ -1,49 +1,16 @@
-"""Tensors of a checkpoint under the names that layers read: what a file has together is one tensor for each part.
-
-Rows are only read in another order or in parts, so all of it works on quantised rows as well. Needs no torch.
-"""
+"""The matrices of single experts in a stack of all experts of a layer. Needs no torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-from cortex.neuron.weights.delta_heads import DeltaHeads, joint_gates, joint_inputs
 from cortex.neuron.weights.stored import StoredTensor, TensorInfo
 
-_JOINT: Final = {"in_proj_qkvz.weight": joint_inputs, "in_proj_ba.weight": joint_gates}
 _EXPERT: Final = re.compile(r"(.+\.mlp\.experts)\.(\d{1,6})\.(gate|up|down)_proj\.weight")
 _STACK: Final = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj")
-
-
-def by_part(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The inputs of gated delta nets by part, where the checkpoint has them by key head. Raises CheckpointError."""
-    if not any(name.rpartition(".linear_attn.")[2] in _JOINT for name in stored):
-        return stored
-    heads = _heads(config)
-    if heads is None:
-        return stored
-    arranged: dict[str, StoredTensor] = {}
-    for name, tensor in stored.items():
-        prefix, _, part = name.rpartition(".linear_attn.")
-        build = _JOINT.get(part)
-        if build is None:
-            arranged[name] = tensor
-            continue
-        arranged |= {f"{prefix}.linear_attn.{made}": parts for made, parts in build(tensor, heads).items()}
-    return arranged
-
-
-def _heads(config: Mapping[str, Any]) -> DeltaHeads | None:
-    """None for sizes that are missing or impossible, which the model's architecture rejects."""
-    keys = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-    sizes = [config.get(key) for key in keys]
-    counts = [size for size in sizes if type(size) is int and 0 < size < 1 << 20]
-    if len(counts) < len(keys) or counts[1] % counts[0]:
-        return None
-    return DeltaHeads(counts[0], counts[1], counts[2], counts[3], is_tiled=False)
 
 
 def stacked_expert(stored: Mapping[str, StoredTensor], name: str) -> StoredTensor | None:

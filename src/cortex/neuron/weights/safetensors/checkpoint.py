@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cortex.neuron.weights.directory import model_file, read_json, read_optional_json
 from cortex.neuron.weights.errors import FilesMissing, Malformed, TensorMissing
+from cortex.neuron.weights.family_tensors import arranged
 from cortex.neuron.weights.mapping import MappedFile
-from cortex.neuron.weights.safetensors.arranged import by_part, stacked_expert
+from cortex.neuron.weights.safetensors.arranged import stacked_expert
 from cortex.neuron.weights.safetensors.header import parse_header
 from cortex.neuron.weights.safetensors.published import assemble
 from cortex.neuron.weights.stored import StoredTensor, TensorInfo
@@ -35,7 +36,7 @@ class SafetensorsCheckpoint:
         self.generation_config: Mapping[str, Any] = read_optional_json(directory, "generation_config.json")
         self._files: list[MappedFile] = []
         try:
-            self._stored = by_part(self.config, assemble(directory, self.config, self._open_tensors()))
+            self._stored = arranged(self.config, assemble(directory, self.config, self._open_tensors()))
         except BaseException:
             self.close()
             raise

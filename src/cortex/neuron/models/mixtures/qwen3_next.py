@@ -14,10 +14,11 @@ from cortex.neuron.layers.configs import (
     NormConfig,
     QKNormConfig,
 )
-from cortex.neuron.models.config import count_in, optional_count_in
+from cortex.neuron.models.config import count_in, layer_type_in, optional_count_in
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.llama import Llama
-from cortex.neuron.models.qwen3_moe import read_moe
+from cortex.neuron.models.families.llama import Llama
+from cortex.neuron.models.mixtures.qwen3_moe import read_moe
+from cortex.neuron.models.text_part import TextPart
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 
@@ -55,28 +56,11 @@ class Qwen3Next(Llama):
 
     def _layer_type(self, index: int) -> str:
         """Listed by the config, or given by the distance between attention layers. Raises UnsupportedModel."""
-        types = self.raw.get("layer_types")
-        if not types:
-            interval = optional_count_in(self.raw, "full_attention_interval") or 4
-            return "linear_attention" if (index + 1) % interval else "full_attention"
-        num_layers = self.config.num_layers
-        if len(types) != num_layers or not set(types) <= set(LAYER_TYPES):
-            raise UnsupportedModel(f"layer_types must name {num_layers} layers, {' or '.join(LAYER_TYPES)}: {types}")
-        return str(types[index])
+        interval = optional_count_in(self.raw, "full_attention_interval") or 4
+        default = "linear_attention" if (index + 1) % interval else "full_attention"
+        return layer_type_in(self.raw, index, LAYER_TYPES, default)
 
 
-class Qwen35Multimodal(Qwen3Next):
-    """Qwen3.5 as published: the language model beside a vision tower, which is not loaded.
-
-    In text the three position axes of its rotation are equal, so the ordinary rotation computes the same.
-    """
-
-    prefix = "model.language_model"
-    notes = ("text only: the vision tower is not loaded",)
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        text = raw.get("text_config")
-        if not isinstance(text, Mapping):
-            raise UnsupportedModel(f"the config of this {raw['model_type']} model has no 'text_config'")
-        tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        super().__init__({**text, "model_type": raw["model_type"], "tie_word_embeddings": tied})
+class Qwen35Multimodal(TextPart, Qwen3Next):
+    """Qwen3.5 as published. In text the three position axes of its rotation are equal, so the ordinary rotation
+    computes the same."""

@@ -1,0 +1,100 @@
+"""The configs of families: what they leave out, and what they ask for that is not implemented."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cortex.neuron.layers.configs import AttentionConfig, RopeConfig
+from cortex.neuron.layers.rope import inverse_frequencies
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.registry import read_architecture
+
+from .family_models import CASES, SIZES, TABLE
+
+
+def described(architecture: Architecture) -> tuple[Any, ...]:
+    """All of it, with the frequencies of each rotation in place of the settings that they are computed from."""
+    layers = []
+    for layer in architecture.layers:
+        assert isinstance(layer.mixer, AttentionConfig)
+        rope = layer.mixer.rope
+        frequencies = None if rope is None else _frequencies(rope)
+        layers.append((replace(layer, mixer=replace(layer.mixer, rope=None)), frequencies))
+    return architecture.config, architecture.ends, layers
+
+
+def _frequencies(rope: RopeConfig) -> tuple[list[float], float]:
+    frequencies, scale = inverse_frequencies(rope, num_positions=64)
+    return frequencies.tolist(), scale
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_option_that_a_config_leaves_out_means_what_the_reference_library_takes_for_it(family: str, name: str) -> None:
+    """Or the config is rejected, because nobody can know the value."""
+    entry = TABLE[family]
+    whole = entry.config_of(name).to_dict()
+    text = whole if entry.tower is None else whole["text_config"]
+    read_architecture(whole)
+    accepted = set()
+    for option in text.keys() - {"model_type"}:
+        rest = {key: value for key, value in text.items() if key != option}
+        given = rest if entry.tower is None else {**whole, "text_config": rest}
+        try:
+            ours = read_architecture(given)
+        except UnsupportedModel:
+            continue
+        accepted.add(option)
+        assert described(ours) == described(read_architecture(entry.config(**given).to_dict())), option
+    assert {"num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "hidden_act"} & accepted
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma3_text", {"hidden_activation": "relu"}, "hidden_act 'relu'"),
+        ("glm4_moe", {"n_group": 2}, "n_group is 2"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is True"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'"),
+        ("minimax_m2", {"num_local_experts": 1 << 13}, "8192 experts"),
+        ("mellum", {"mlp_layer_types": ["sparse", "wide"]}, "mlp_layer_types must name 2 layers"),
+        ("granite", {"residual_multiplier": 0.0}, "0.0 for 'residual_multiplier'"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 values for 2 layers"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types must name 2 layers"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "6 positive numbers in 'short_factor'"),
+        ("glm4", {"partial_rotary_factor": 0.1}, "rotates 1 of 12 dimensions"),
+        ("mistral3", {}, "no 'text_config'"),
+    ],
+)
+def test_rejects_an_option_that_is_not_implemented_by_name_and_value(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4}
+    with pytest.raises(UnsupportedModel, match=message):
+        read_architecture({"model_type": family, **SIZES, **experts, **changes})
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_damaged_value_of_any_option_is_read_or_rejected(family: str) -> None:
+    """No other error leaves the registry, whatever an option holds."""
+    whole = TABLE[family].config_of(list(TABLE[family].changes)[-1]).to_dict()
+    text = whole if TABLE[family].tower is None else whole["text_config"]
+    ropes = text.get("rope_parameters") or {}
+    num_rejected = 0
+    for options in (text, ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+        for option, value in list(options.items()):
+            for damaged in (None, 0, -1, "x", [1], {"a": 1}, float("nan"), 10**30):
+                options[option] = damaged
+                try:
+                    read_architecture(whole)
+                except UnsupportedModel:
+                    num_rejected += 1
+            options[option] = value
+    read_architecture(whole)
+    assert num_rejected > 50

@@ -1,4 +1,4 @@
-"""Checks that quantised tensors have scales, and FP8 ones weights, that are numbers, while the tensors are read."""
+"""Checks that quantised tensors have finite scales, and FP8 ones finite weights, while the tensors are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ScaleCheck:
         """[] bool on a GPU, or None: all is checked."""
 
     def add(self, scales: torch.Tensor) -> None:
-        """`scales`: numbers of one piece; if a scale is not finite, one of them is not. Raises Malformed on the CPU."""
+        """`scales`: values of one piece; if a scale is not finite, one of them is not. Raises Malformed on the CPU."""
         self._add(torch.isfinite(scales.sum()))
 
     def add_float8(self, codes: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ class ScaleCheck:
         stored = self._stored
         what = "weights" if stored.format == "FP8" else "scales"  # its scales are checked where they are read
         return Malformed(
-            f"{stored.file.path}: {stored.name} in {stored.format} has {what} that are not numbers; download it again"
+            f"{stored.file.path}: {stored.name} in {stored.format} has {what} that are not finite; download it again"
         )
 
 

@@ -29,9 +29,9 @@ class LayerSizes:
 
     weight_bytes: int
     page_bytes: int = 0
-    """Of one KV page."""
+    """The size of one KV page."""
     slot_bytes: int = 0
-    """Of one recurrent state."""
+    """The size of one recurrent state."""
     window: Window = None
     """Which KV group its pages belong to."""
 

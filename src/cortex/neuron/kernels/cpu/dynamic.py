@@ -102,7 +102,7 @@ def _ones(count: int) -> Tensor:
 class _Places:
     """Where codes and scales are in the packed bytes of a block of rows.
 
-    The library has no function that unpacks, and its order depends on the processor. So it packs numbers that tell
+    The library has no function that unpacks, and its order depends on the processor. So it packs values that show
     where each of them went: codes whose scales are all 0, then scales whose codes are all 0.
     """
 

@@ -1,4 +1,4 @@
-"""Matrix products for small batches, as in decode steps. They are bound by the bytes of the matrix, so the norm before
+"""GEMV and small-batch GEMM, as in decode steps. They are bound by the bytes of the matrix, so the norm before
 and the gate or addition after are fused into the same pass.
 
 One row: each program reads whole rows of the matrix and sums. The scale of the norm is a common factor of each dot

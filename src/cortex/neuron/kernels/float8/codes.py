@@ -79,5 +79,5 @@ def widened(codes: Float8Codes, rows: Tensor | slice = slice(None)) -> Tensor:
     block = codes.layout.block
     if not block:
         return values * codes.scales[rows]
-    numbers = torch.arange(codes.outputs, device=values.device)[rows]
-    return values * codes.scales[numbers // block].repeat_interleave(block, 1)[:, : codes.inputs]
+    row_ids = torch.arange(codes.outputs, device=values.device)[rows]
+    return values * codes.scales[row_ids // block].repeat_interleave(block, 1)[:, : codes.inputs]

@@ -1,6 +1,6 @@
-"""How a matrix of eight-bit floating-point numbers lies in a device's memory. Needs no torch.
+"""How an FP8 matrix lies in a device's memory. Needs no torch.
 
-The numbers lie as in a checkpoint, row by row. They have one scale for each block of 128 x 128, or one for each row.
+The weights lie as in a checkpoint, row by row. They have one scale for each block of 128 x 128, or one for each row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Float8Layout:
         return (-(-outputs // self.block), -(-inputs // self.block)) if self.block else (outputs, 1)
 
     def num_bytes(self, outputs: int, inputs: int) -> int:
-        """Of a matrix with `outputs` rows and `inputs` columns."""
+        """The size of a matrix with `outputs` rows and `inputs` columns."""
         down, across = self.num_scales(outputs, inputs)
         return outputs * inputs + 4 * down * across
 

@@ -1,6 +1,6 @@
-"""Products with matrices of eight-bit floating-point numbers.
+"""GEMM with FP8 matrices.
 
-Rows become eight-bit numbers too (`rows.py`), and FP8 tensor cores multiply: in a kernel that reads each row of the
+Rows are converted to FP8 too (`rows.py`), and FP8 tensor cores multiply: in a kernel that reads each row of the
 matrix once for small batches, in the library's products for large ones, and where it has none in the same kernel, a
 stretch of rows at a time. A single row has a kernel of its own (`one_row.py`).
 
@@ -35,7 +35,7 @@ _SCRATCH_BYTES = 32 << 20
 
 
 class Tiles(NamedTuple):
-    """How a product with a small batch is cut into programs of COUNTED_ROWS rows of the matrix."""
+    """How a small-batch GEMM is cut into programs of COUNTED_ROWS rows of the matrix."""
 
     inputs: int
     """Columns at a time: those of a block, or more where there are no blocks."""

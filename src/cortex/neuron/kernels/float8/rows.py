@@ -32,7 +32,7 @@ class Float8Rows:
     """[groups of columns or 1, the same rows] float32"""
     num_rows: int
     dtype: torch.dtype
-    """Of the numbers before."""
+    """The dtype of the values before."""
 
 
 def float8_rows(x: Tensor, prologue: Prologue = PLAIN, *, grouped: bool) -> Float8Rows:

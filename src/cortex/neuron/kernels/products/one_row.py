@@ -1,5 +1,5 @@
-"""How products with one row (GEMV) are launched and end: for matrices of codes and of FP8, whose kernels take each pair
-of a row and an expert as a row of its own, too. The dense kernel ends in the same way."""
+"""How GEMVs are launched and end: for matrices of codes and of FP8, whose kernels take each pair of a row and an expert
+as a row of its own, too. The dense kernel ends in the same way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cortex.neuron.kernels.moe.pairs import ExpertPairs
 
 
 class OneRowTiles(NamedTuple):
-    """How a product with one row is cut into programs."""
+    """How a GEMV is cut into programs."""
 
     outputs: int
     width: int

@@ -18,7 +18,7 @@ class Recipe:
     name: str
     matrices: DeviceLayout
     ends: Layout
-    """Of the embedding and the output head, where few bits cost the most quality."""
+    """The layout of the embedding and the output head, where few bits cost the most quality."""
 
     def layout_of(self, tensor: str) -> DeviceLayout:
         """By the tensor's name in the checkpoint."""

@@ -54,7 +54,7 @@ def _serve(address: RendezvousAddress, size: int) -> Any:
         )
     except (OSError, RuntimeError) as error:
         raise LoadError(
-            f"the ranks of the model cannot meet at {address.host}:{address.store_port} ({error}); `peer_address` must "
+            f"no rendezvous of the model's ranks at {address.host}:{address.store_port} ({error}); `peer_address` must "
             "be an address of this host that the other nodes reach"
         ) from error
 

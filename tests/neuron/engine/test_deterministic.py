@@ -86,7 +86,7 @@ def alone(family: str, requests: Sequence[EngineRequest]) -> dict[str, Response]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_response_is_the_same_alone_and_in_company(family: str) -> None:
+def test_response_is_independent_of_the_batch(family: str) -> None:
     requests = [request(number) for number in range(5)]
     assert responses(engine(family), requests) == alone(family, requests)
 

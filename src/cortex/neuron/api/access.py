@@ -25,7 +25,7 @@ _HASHED_CHARACTERS = 1024
 
 
 class NodeKeys:
-    """The keys in force, as hashes. Once there were keys, no keys means that nobody gets in."""
+    """The keys in force, as hashes. Once there were keys, an empty set rejects every caller."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self.required = False

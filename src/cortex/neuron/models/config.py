@@ -168,6 +168,6 @@ def read_layer_rope(config: Mapping[str, Any], head_dim: int, layer_type: str, t
 
 def _check_factors(settings: Mapping[str, Any], count: int) -> None:
     for name in ("short_factor", "long_factor"):
-        factors, needed = settings.get(name), f"{count} positive numbers in {name!r}"
+        factors, needed = settings.get(name), f"{count} positive values in {name!r}"
         if not isinstance(factors, Sequence) or len(factors) != count or not all(map(is_positive, factors)):
             raise UnsupportedModel(f"rope scaling 'longrope' needs {needed}: {factors!r:.80}")

@@ -10,7 +10,7 @@ from cortex.neuron.weights.errors import Malformed
 from cortex.neuron.weights.stored import StoredTensor
 
 _NAN = 0x7F
-"""The code of FP8 (e4m3) that is no number, without its sign. Some kernels would read it as 480."""
+"""The code of NaN in FP8 (e4m3), without its sign. Some kernels would read it as 480."""
 
 
 class ScaleCheck:
@@ -46,7 +46,7 @@ class ScaleCheck:
 
 
 def finish(checks: Iterable[ScaleCheck]) -> None:
-    """Raises Malformed if a scale or a weight was not a number."""
+    """Raises Malformed if a scale or a weight was not finite."""
     pending = [(check, check.finite) for check in checks if check.finite is not None]
     if not pending:
         return

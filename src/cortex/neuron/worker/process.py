@@ -145,7 +145,7 @@ class WorkerProcess:
         self._channel.send(command)
 
     def call(self, number: int, command: Command) -> asyncio.Future[Reply]:
-        """Sends a command that has a reply. `number` is its handle or query number, which has no other call pending.
+        """Sends a command that has a reply. `number` is its handle or query id, which has no other call pending.
 
         Raises Unsendable; the reply raises WorkerLost.
         """

@@ -107,7 +107,7 @@ class CudaCapture:
     """Captures graphs that share one memory pool, because no two of them run at once."""
 
     def __init__(self, *, is_divided: bool = False) -> None:
-        """`is_divided`: the step has messages between ranks. Whether NCCL can capture them is for it to say."""
+        """`is_divided`: the step has messages between ranks. NCCL decides whether they can be captured."""
         self._pool: Any = None
         self._rejections = (RuntimeError, GroupBroken) if is_divided else (torch.OutOfMemoryError,)
 

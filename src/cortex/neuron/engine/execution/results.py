@@ -19,7 +19,7 @@ class RowResult:
     """What a step computed for one row."""
 
     tokens: tuple[int, ...] = ()
-    """The accepted ones of those drawn."""
+    """The drawn tokens that were accepted."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Those of each token, if any request of the step asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -13,7 +13,7 @@ from cortex.neuron.kernels.norm import rms_norm_reference
 
 HEADS_AT_ONCE = 8
 FLOAT8_MAX = 448.0
-"""The largest number in float8_e4m3fn."""
+"""The largest value in float8_e4m3fn."""
 
 
 def rotate_and_store(

@@ -1,4 +1,4 @@
-"""Matrices of four-bit codes for ARM processors, whose products quantise the input to eight bits (KleidiAI)."""
+"""Matrices of four-bit codes for ARM processors, whose GEMMs quantise the input to eight bits (KleidiAI)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DynamicMatrix(LibraryMatrix):
         self._packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         """In the order of the library."""
         self._constants: Tensor | None = None
-        """[padded rows, inputs / group] float32, column by column: so the products with single rows are fastest"""
+        """[padded rows, inputs / group] float32, column by column: so GEMVs are fastest"""
         if layout.has_constants:
             self._constants = torch.empty(inputs // layout.group, self._stored_rows, device=device).t()
 

@@ -24,7 +24,7 @@ from cortex.neuron.kernels.dense.matrix import dense_product
 
 _TRIES = 4
 _TOLERANCE = 0.03
-"""Relative to the norm of the exact product: what quantised inputs may add."""
+"""Relative to the norm of the exact result: what quantised inputs may add."""
 
 
 FORMS: Final[Mapping[CpuForm, type[CpuMatrix]]] = {

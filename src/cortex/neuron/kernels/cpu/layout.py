@@ -1,6 +1,6 @@
 """How a quantised matrix lies in a CPU's memory, and how many bytes it takes. Needs no torch.
 
-The products of torch for low bits take signed codes of four bits, in groups of 32 columns with one scale. Every format
+The low-bit GEMMs of torch take signed codes of four bits, in groups of 32 columns with one scale. Every format
 is mapped onto them without a change of its weights (scales are rounded to bfloat16):
 
 - Codes of more than four bits become two planes, `code = base · high + low`. The matrix has twice the columns, first

@@ -153,7 +153,7 @@ def _short(scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _multiples(values: Tensor) -> tuple[Tensor, Tensor]:
-    """As multiples, from 0 to 15, of a unit in float16 that two tiles share: of those by which the largest number is a
+    """As multiples, from 0 to 15, of a unit in float16 that two tiles share: of those by which the largest value is a
     multiple, the one with the smallest error.
 
     values: [blocks, pairs, 2, groups, 16] → multiples uint8, units [blocks, pairs, 16]

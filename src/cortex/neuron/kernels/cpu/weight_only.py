@@ -1,4 +1,4 @@
-"""Matrices of four-bit codes whose products take bfloat16 inputs (`_weight_int4pack_mm_for_cpu`, fast on x86)."""
+"""Matrices of four-bit codes whose GEMMs take bfloat16 inputs (`_weight_int4pack_mm_for_cpu`, fast on x86)."""
 
 from __future__ import annotations
 

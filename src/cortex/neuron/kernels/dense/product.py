@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
 
 def beats_library(rows: int, inputs: int) -> bool:
-    """Whether these kernels were measured to be faster than norm, library product and addition in sequence."""
+    """Whether these kernels were measured to be faster than norm, library GEMM and addition in sequence."""
     return rows <= 16 or (rows <= 32 and inputs <= 8192)
 
 

@@ -1,4 +1,4 @@
-"""The codes and scales of a matrix of eight-bit floating-point values."""
+"""The codes and scales of an FP8 matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cortex.neuron.kernels.products.small_batch import COUNTED_ROWS
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""The largest number of this type."""
+"""The largest value of this type."""
 SMALLEST_SCALE = 1e-12
 
 

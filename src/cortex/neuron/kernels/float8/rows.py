@@ -18,7 +18,7 @@ from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait,
 from cortex.neuron.kernels.matrix import PLAIN, Prologue
 
 ROW_STEP = 16
-"""Memory is for a multiple of this many rows, as the library's products want it."""
+"""Memory is for a multiple of this many rows, as the library's GEMMs want it."""
 _LARGEST = constant(LARGEST)
 _SMALLEST_SCALE = constant(SMALLEST_SCALE)
 _GROUP = constant(GROUP)

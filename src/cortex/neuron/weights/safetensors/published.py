@@ -65,7 +65,7 @@ class _Assembly:
         self._left[f"{matrix}.weight"] = tensor
 
     def _plain(self, matrix: str, codes: StoredTensor) -> StoredTensor:
-        """Codes of eight bits, one number each, and a scale for every block, row, or the whole matrix."""
+        """Codes of eight bits, one value each, and a scale for every block, row, or the whole matrix."""
         scale = self._stored.get(f"{matrix}.weight_scale_inv") or self._part(matrix, "weight_scale")
         zero = self._stored.get(f"{matrix}.weight_zero_point")
         if len(codes.shape) != 2:

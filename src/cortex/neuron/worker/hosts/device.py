@@ -30,7 +30,7 @@ class DeviceHost:
         self._sink: ModelSink
         """From the load on."""
         self._handle = 0
-        """In the worker; none has 0."""
+        """The model's handle in the worker; 0: it has none."""
         self._live: set[str] = set()
         """Ids of the requests in it."""
         self._lost_in_load: str | None = None

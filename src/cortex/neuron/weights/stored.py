@@ -43,9 +43,9 @@ class ByteSelection:
     groups: tuple[range, ...]
     """Runs of the larger tensor's groups, in order."""
     stride_bytes: int
-    """From one group of the larger tensor to the next."""
+    """The distance from one group of the larger tensor to the next."""
     skip_bytes: int = 0
-    """From the start of a group to the selected part."""
+    """The distance from the start of a group to the selected part."""
 
     def groups_between(self, start: int, stop: int) -> Iterator[range]:
         """Groups `start` up to `stop` of the selection, as runs of the larger tensor's groups."""
@@ -129,7 +129,7 @@ class StoredTensor:
     """For a matrix whose columns have another order in the file; None: the same order."""
     adjustment: Adjustment | None = None
     name: str = ""
-    """In the file, for errors."""
+    """The tensor's name in the file, for errors."""
 
     @property
     def num_rows(self) -> int:

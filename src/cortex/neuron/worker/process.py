@@ -31,9 +31,9 @@ class WorkerTimeouts:
     load_s: float = 300.0
     unload_s: float = 30.0
     reclaim_s: float = 5.0
-    """For the memory of an unloaded model to come back."""
+    """How long the memory of an unloaded model may take to become free."""
     exit_s: float = 3.0
-    """For a worker to exit when asked to."""
+    """How long a worker may take to exit when asked to."""
 
     def without_progress_s(self, activity: Activity) -> float:
         match activity:

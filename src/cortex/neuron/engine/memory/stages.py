@@ -49,7 +49,7 @@ class CacheSize:
         return layer.weight_bytes + page_bytes + self.num_slots * layer.slot_bytes
 
     def towards(self, other: CacheSize, step: int) -> CacheSize:
-        """From this size (step 0) to `other` (the last step)."""
+        """Interpolates between this size (step 0) and `other` (the last step)."""
         return CacheSize(
             {
                 window: count + (other.num_pages[window] - count) * step // _STEPS

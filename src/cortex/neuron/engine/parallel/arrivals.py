@@ -26,7 +26,7 @@ class Arrivals:
         self._listener = listener
         self._hellos = hellos
         self._ranks: dict[int, socket.socket] = {}
-        """By the place of the hello."""
+        """Index of the hello → connection."""
         self._unauthenticated: dict[socket.socket, bytes] = {}
         """What each has sent so far; oldest first."""
 

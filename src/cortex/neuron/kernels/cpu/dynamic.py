@@ -32,7 +32,7 @@ class DynamicMatrix(LibraryMatrix):
         self._stored_rows, self._stored_columns = padded_rows(outputs), layout.stored_columns(inputs)
         num_bytes = self._stored_rows * dynamic_row_bytes(self._stored_columns)
         self._packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        """In the order of the library."""
+        """The packed bytes, in the order of the library."""
         self._constants: Tensor | None = None
         """[padded rows, inputs / group] float32, column by column: so GEMVs are fastest"""
         if layout.has_constants:

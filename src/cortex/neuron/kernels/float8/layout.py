@@ -37,7 +37,7 @@ FLOAT8_ROWS = Float8Layout(0)
 
 
 def float8_layout(shape: tuple[int, ...], scaled: tuple[int, int] | None) -> Float8Layout | None:
-    """For a matrix of which `scaled` rows and columns share a scale; None if there is no such layout."""
+    """The layout of a matrix of which `scaled` rows and columns share a scale; None if there is no such layout."""
     outputs, inputs = shape
     if scaled is None or inputs % GROUP or outputs % 16:
         return None

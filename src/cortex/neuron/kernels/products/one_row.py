@@ -21,9 +21,9 @@ class OneRowTiles(NamedTuple):
     """Units of columns at a time: words of four (FP8), or chunks of 128 (codes)."""
     warps: int
     programs: int
-    """On each processor, which share the blocks of rows; 0: one for each block."""
+    """Programs on each processor, which share the blocks of rows; 0: one for each block."""
     registers: int | None
-    """That a thread has at most, so that the programs fit."""
+    """The most registers of a thread, so that the programs fit."""
 
 
 def launch_one_row(

@@ -37,9 +37,9 @@ class FewRowsTiles(NamedTuple):
     """Chunks of 128 columns, for each program."""
     warps: int
     programs: int
-    """On each processor."""
+    """Programs on each processor."""
     registers: int
-    """That a thread has at most, so that the programs fit."""
+    """The most registers of a thread, so that the programs fit."""
 
 
 def max_few_rows(layout: Layout) -> int:

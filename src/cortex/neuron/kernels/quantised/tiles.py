@@ -25,7 +25,7 @@ class PackedTiles(NamedTuple):
     split: int
     """Programs that share the columns of one row."""
     registers: int
-    """That a thread has at most, so that as many programs run on a processor as its shared memory holds."""
+    """The most registers of a thread: as many programs run on a processor as its shared memory holds."""
 
 
 def small_batch_tiles(

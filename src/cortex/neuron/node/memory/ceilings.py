@@ -19,7 +19,7 @@ class ModelHolding:
     model_id: str
     devices: tuple[int, ...]
     device_bytes: tuple[int, ...]
-    """On each of them."""
+    """What it holds on each of them."""
 
     @property
     def num_bytes(self) -> int:

@@ -34,9 +34,9 @@ class Demand:
     idle_s: float | None = None
     """How long the extra replica that was used least recently has had no request; None: all have one."""
     since_change_s: float = float("inf")
-    """Since a replica was added or removed."""
+    """Seconds since a replica was added or removed."""
     since_failure_s: float = float("inf")
-    """Since one was lost or could not be added."""
+    """Seconds since a replica was lost or could not be added."""
 
 
 @dataclass(frozen=True, slots=True)

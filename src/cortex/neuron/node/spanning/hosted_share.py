@@ -48,7 +48,7 @@ T = TypeVar("T")
 ROOM_S = 30.0
 """How long a share may wait for other loads on its devices."""
 FREE_S = 5.0
-"""For a rank whose lead is gone to leave its step; then its worker is killed."""
+"""How long a rank whose lead is gone may take to leave its step; then its worker is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class HostedShare(RelaySink):
         self._resources = resources
         self._loader = resources.loader
         self._host: ModelHost | None = None
-        """From its load on."""
+        """Set when its load begins."""
         self._stage_layers: tuple[int, ...] = ()
         self._model: tuple[KnownModel, ModelFacts] | None = None
         """Once its files are known."""

@@ -141,7 +141,7 @@ def _block_scales(stored: StoredTensor, scales: ScaleTensors, rows: Tensor) -> T
 
 
 def _spread(by_block: Tensor, stored: StoredTensor, scales: ScaleTensors, rows: Tensor) -> Tensor:
-    """For every element of some rows of the file what its block has: [rows, inputs of the file]"""
+    """Repeats the value of each block for every element of some rows of the file: [rows, inputs of the file]"""
     by_block = (by_block if by_block.dim() == 2 else by_block.view(-1, 1)).to(rows.device)
     column = torch.arange(*stored.row_shape, device=rows.device) // scales.columns
     return by_block[rows // scales.rows][:, column]

@@ -187,7 +187,7 @@ class _Assembly:
         zero: StoredTensor | None,
         ordered: StoredTensor | None,
     ) -> None:
-        """That all parts have the shapes and formats that decoding relies on."""
+        """Checks that all parts have the shapes and formats that decoding relies on."""
         if codes.format != "I32":
             raise self._malformed(matrix, f"has codes in {codes.format}, not I32")
         if scale.format not in _SCALE_FORMATS:

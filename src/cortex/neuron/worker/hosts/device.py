@@ -28,7 +28,7 @@ class DeviceHost:
         self._supervisor = supervisor
         self._spec = spec
         self._sink: ModelSink
-        """From the load on."""
+        """Set when the load begins."""
         self._handle = 0
         """The model's handle in the worker; 0: it has none."""
         self._live: set[str] = set()

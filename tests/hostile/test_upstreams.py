@@ -21,6 +21,9 @@ from ..gateway.fake_neuron import GB
 from ..gateway.started_gateway import until
 from .target import MEBIBYTE, WAIT_S
 
+MAX_SENT_BYTES = 256 * MEBIBYTE
+"""Far less than an endless response on a busy machine: what sockets and loops hold while a gateway decides."""
+
 if TYPE_CHECKING:
     from ..gateway.fake_neuron import FakeNeuron, StartNeuron
     from ..gateway.started_gateway import Client, StartGateway
@@ -125,7 +128,7 @@ async def test_endless_whole_responses_are_cut_off_with_502(
         assert status == 502, found
         assert found["error"]["message"]
         await until(lambda: server.num_ended >= server.num_requests)
-        assert server.num_sent_bytes < 64 * MEBIBYTE
+        assert server.num_sent_bytes < MAX_SENT_BYTES
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,7 @@ async def test_endless_streams_that_are_translated_end_with_an_error(
             content = await response.read()
         assert response.status == 502 or b"event: error" in content or b"response.failed" in content[-2000:]
         await until(lambda: server.num_ended == server.num_requests)
-        assert server.num_sent_bytes < 64 * MEBIBYTE
+        assert server.num_sent_bytes < MAX_SENT_BYTES
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ async def test_an_endless_list_of_models_is_cut_off(start_gateway: StartGateway)
     async with running(server):
         client = await start_gateway(foreign=(server,))
         await until(lambda: server.num_ended)
-        assert server.num_sent_bytes < 64 * MEBIBYTE * (1 + server.num_ended)
+        assert server.num_sent_bytes < MAX_SENT_BYTES * (1 + server.num_ended)
         assert (await client.get("/health"))[0] == 200
 
 

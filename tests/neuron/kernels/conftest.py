@@ -24,16 +24,20 @@ if INTERPRETED:  # no kernel of Triton is in them, and the rest of the suite run
 
     speed_up()
 
+
+@pytest.fixture(autouse=True)
+def _same_random_values() -> None:
+    torch.manual_seed(0)
+
+
 AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @pytest.fixture
 def device() -> torch.device:
     if torch.cuda.is_available():
-        torch.manual_seed(0)
         return torch.device("cuda")
     if INTERPRETED:
-        torch.manual_seed(0)
         return torch.device("cpu")
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
 

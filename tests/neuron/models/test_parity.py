@@ -231,13 +231,16 @@ def test_disabled_window_is_ignored(tmp_path: Path) -> None:
     assert_parity(logits, reference(tokens[None]).logits[0])
 
 
+WINDOWED = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"layer_types": ["full_attention"]}, "layer_types must name 2 layers"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
-        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "no 'sliding_window'"),
-        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "0 for 'sliding_window'"),
+        ({**WINDOWED, "sliding_window": None}, "no 'sliding_window'"),
+        ({**WINDOWED, "sliding_window": 0}, "0 for 'sliding_window'"),
     ],
 )
 def test_rejects_invalid_layer_types(changes: dict[str, Any], message: str) -> None:

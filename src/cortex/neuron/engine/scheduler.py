@@ -183,7 +183,10 @@ class Scheduler:
             cached = self._cached_pages(first, draft)
             if cached is None or not self._try_admit(first, cached, draft):
                 return
-            budget -= self._prefill(first, draft, budget)
+            num_tokens = self._prefill(first, draft, budget)
+            if num_tokens == 0:
+                return  # it lacks a page that admission had counted; another step may have it
+            budget -= num_tokens
 
     def _cached_pages(self, sequence: Sequence, draft: StepDraft) -> int | None:
         """How many pages of its prefix are already computed; None if the sequence must wait for the next step."""

@@ -13,7 +13,7 @@ from cortex.neuron.models.families.llama import ATTENTION_TYPES, Llama
 
 
 class Qwen3(Llama):
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32, "head_dim": 128}
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096}
 
     def attention(self, index: int) -> AttentionConfig:
         return replace(super().attention(index), qk_norm=QKNormConfig(self.norm))
@@ -23,16 +23,14 @@ class Qwen3(Llama):
         is_after_first = self.raw.get("use_sliding_window") and index >= self.raw.get("max_window_layers", 28)
         default = "sliding_attention" if is_after_first else "full_attention"
         is_windowed = layer_type_in(self.raw, index, ATTENTION_TYPES, default) == "sliding_attention"
-        if not is_windowed or self.raw.get("use_sliding_window") is False:
-            return None
-        return count_in(self.raw, "sliding_window")
+        return count_in(self.raw, "sliding_window") if is_windowed and self.raw.get("use_sliding_window") else None
 
 
 class Qwen2(Qwen3):
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 32,
         "max_position_embeddings": 32_768,
-        "use_sliding_window": False,
+        "sliding_window": 4096,
     }
 
     def attention(self, index: int) -> AttentionConfig:

@@ -47,6 +47,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "every second layer": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
     "tied, biased": {"tie_word_embeddings": True, "attention_bias": True},
     "no experts": {"num_experts": 0},
+    "windows": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
 }
 
 

@@ -140,8 +140,8 @@ class OutgoingBody:
 
 def choice_limit(reservation: Reservation, facts: Facts) -> int | None:
     """The most tokens of one choice at a server that cannot be told a limit for the whole request; None without a
-    budget. The prompt counts as one token per byte, because that is the most that it can have. Raises InsufficientQuota
-    or RateLimitExceeded."""
+    budget, and where the model's context ends a choice before the budget does. The prompt counts as one token per byte,
+    because that is the most that it can have. Raises InsufficientQuota or RateLimitExceeded."""
     prompt_tokens = reservation.max_prompt_tokens
     try:
         limit = reservation.extend(prompt_tokens)
@@ -150,5 +150,7 @@ def choice_limit(reservation: Reservation, facts: Facts) -> int | None:
         raise type(error)(f"{error.message} {counted}", retry_after_s=error.retry_after_s) from error
     if limit is None:
         return None
+    if not reservation.is_tight:  # the budget has all that the client's limit or the context allows
+        return facts.completion_limit
     left = (limit - prompt_tokens) // facts.num_choices
     return left if facts.completion_limit is None else min(left, facts.completion_limit)

@@ -16,7 +16,17 @@ MLP_TYPES = ("dense", "sparse")
 
 
 class Qwen3Moe(Qwen3):
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "max_position_embeddings": 32_768}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+    }
+
+    def window(self, index: int) -> int | None:
+        """On every layer or on none: unlike Qwen3, it knows no types of layers."""
+        del index
+        has_window = self.raw.get("use_sliding_window") and self.raw["sliding_window"] is not None
+        return count_in(self.raw, "sliding_window") if has_window else None
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         return read_moe(self.raw, index, self.config.hidden) or super().feed_forward(index)

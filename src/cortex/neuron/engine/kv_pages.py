@@ -1,4 +1,4 @@
-"""The KV pages of a model, in groups: the layers of a group attend to the same positions and share page numbers.
+"""The KV pages of a model, in groups: the layers of a group attend to the same positions and share page ids.
 
 Layers without a window are one group. Layers with a sliding window need only the latest positions of a sequence, so
 each window has a group with a page pool of its own, and a sequence releases the pages behind the window as it advances.
@@ -84,7 +84,7 @@ class KVPages:
     # -- prefixes --------------------------------------------------------------------------------------------------
 
     def match(self, digests: Sequence[Digest]) -> Sequence[int]:
-        """After how many leading pages a sequence with these `digests` can continue: all such numbers in ascending
+        """After how many leading pages a sequence with these `digests` can continue: all such counts in ascending
         order, beginning with 0. It takes no reference: call `hold` before anything else."""
         counts: Sequence[int] = range(len(digests) + 1)
         for group in self.groups:

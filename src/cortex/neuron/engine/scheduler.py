@@ -40,8 +40,9 @@ class SchedulerLimits:
     leave rows idle."""
 
     def prefill_tokens(self, num_decodes: int, num_waiting: int) -> int:
-        """Most prefill tokens of a step. Beside decode rows a few prompts get little, so that running streams do not
-        stutter. Many prompts get up to half of a step: they start at nearly full pace, and the stutter ends sooner."""
+        """Most prefill tokens of a step. If there are decode rows, a few prompts get little, so that running streams do
+        not stutter. Many prompts get up to half of a step: they start at nearly full pace, and the stutter ends
+        sooner."""
         room = self.step_tokens - num_decodes
         if num_decodes == 0:
             return room

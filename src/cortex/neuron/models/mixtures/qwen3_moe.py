@@ -62,7 +62,7 @@ class Mellum(Qwen3Moe):
 
 
 def read_moe(config: Mapping[str, Any], index: int, hidden: int) -> MoEConfig | None:
-    """The experts of one layer; None for a dense layer. Raises UnsupportedModel for numbers that contradict."""
+    """The experts of one layer; None for a dense layer. Raises UnsupportedModel if sizes contradict."""
     # Published configs have the first spelling, newer versions of the reference library write the second.
     experts = optional_count_in(config, "num_experts") or optional_count_in(config, "num_local_experts")
     if not experts or index in (config.get("mlp_only_layers") or ()):

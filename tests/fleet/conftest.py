@@ -77,7 +77,7 @@ def _node(
                 kept_free_share=kept_share,
             )
         )
-    facts = {"healthy": True, "last_seen": NOW} | facts
+    facts = {"healthy": True} | facts
     return Node(name=name, devices=tuple(devices), residencies={held.model_id: held for held in models}, **facts)
 
 

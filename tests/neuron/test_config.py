@@ -80,6 +80,12 @@ def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
             "`a` has tensor_parallel and pipeline_parallel; choose one of them",
         ),
         ("[[models]]\nid = 'a'\n[[models]]\nid = 'a'", "twice"),
+        (
+            "[[models]]\nid = 'a'\nnodes = ['x', 'y']\n[[default_models]]\nid = 'a'\nreplicas = 2\n"
+            "[[peers]]\nname = 'y'\nendpoint = 'http://y'",
+            r"`a` in \[\[default_models\]\] has both `nodes` and `replicas`",
+        ),
+        ("[[models]]\nid = 'a'\ncontext_tokens = 1", "context_tokens.*expected whole number ≥ 2, got 1"),
         ("[[default_models]]\nid = 'a'\nharness = 'vllm'", "no harness `vllm`; choose one of torch, candle"),
         ("[[harnesses]]\nname = 'vllm'", "no harness `vllm`; choose one of torch, candle"),
         (

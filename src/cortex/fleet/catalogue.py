@@ -15,14 +15,13 @@ import msgspec
 from cortex.settings import Section
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.protocol import KVDtype
+from cortex.wire.node.load_options import Count, KVDtype
 from cortex.wire.node.sampling import SamplingDefaults
 
 MEBIBYTE = 1024 * 1024
 
 LoadPolicy = Literal["on_demand", "pinned", "manual"]
 Capability = Literal["chat", "tools", "reasoning", "vision", "embeddings"]
-Count = Annotated[int, msgspec.Meta(ge=1)]
 Amount = Annotated[int, msgspec.Meta(ge=0)]
 Price = Annotated[float, msgspec.Meta(ge=0)]
 

@@ -148,7 +148,6 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """It gets no new requests and loads: it shuts down, or is drained."""
     drained: bool = False
     """By the operator."""
-    last_seen: float | None = None
     missed_polls: int = 0
     problem: str | None = None
     """Why it is not healthy, or why its devices cannot be used."""
@@ -303,7 +302,6 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         dialects=discovery.dialects,
         healthy=True,
         draining=health.status == "draining",
-        last_seen=now,
         missed_polls=0,
         problem=discovery.driver_problem,
         disk=health.disk,

@@ -7,15 +7,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import uvloop
+
 from cortex.exits import ExitCode
 from cortex.neuron import config
-from cortex.neuron.serve import serve
+from cortex.neuron.api import server
 from cortex.settings import SettingsError
 from cortex.telemetry import logs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code; an error is one line on standard error."""
+    """Blocks until a signal ends the daemon. Returns OK, NO_ROOM when the address cannot be bound, or CONFIG when the
+    configuration cannot be used; an error is one line on standard error."""
     parser = argparse.ArgumentParser(prog="python -m cortex.neuron", description="One node of a cortex fleet.")
     parser.add_argument("--config", type=Path, help="a neuron.toml; without it, defaults and the environment")
     parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
@@ -23,10 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.hold()
     try:
         settings = config.load(options.config)
-    except SettingsError as problem:
+        uvloop.run(server.serve(settings, options.config, insecure=options.insecure))
+    except (SettingsError, server.CannotListen) as problem:
         print(f"neuron: {problem}", file=sys.stderr)
-        return ExitCode.CONFIG
-    return serve(settings, options.config, insecure=options.insecure)
+        return ExitCode.CONFIG if isinstance(problem, SettingsError) else ExitCode.NO_ROOM
+    return ExitCode.OK
 
 
 if __name__ == "__main__":

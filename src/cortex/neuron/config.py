@@ -17,10 +17,8 @@ from cortex import settings
 from cortex.settings import Listen, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
-from cortex.wire.node.protocol import KVDtype
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import Count, LoadOptions
 
-Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Megabytes = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -135,68 +133,34 @@ class TextLimits(Section, frozen=True):
         return self.workers or min(max(2, os.cpu_count() or 2), 4)
 
 
-class ModelOptions(Section, frozen=True):
+class ModelOptions(Section, LoadOptions, frozen=True, kw_only=True):
     """How a model is loaded and sampled."""
 
-    source: str | None = None
-    """Hub id, directory or GGUF file; the id itself when absent."""
-    harness: str = "torch"
-    """What runs it: `torch`, the built-in engine, or its old name `candle`."""
-    quant: str | None = None
-    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
-    so, its dense weights are, at load: `q4_k`, `q5_k`, `q6_k`, `q8_0` or, on a GPU, `fp8`."""
-    context_tokens: Count | None = None
-    """Maximum sequence length; the model's own limit when absent."""
-    kv_dtype: KVDtype = "auto"
-    """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
-    an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
-    deterministic: bool = False
-    """A request with a seed, or at temperature 0, gets the same tokens whatever else is in the batch or cached, and
-    however its prompt is divided into steps. Slower; not for models that are divided among devices."""
+    id: str
+    """The model's name in requests."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
-    tensor_parallel: Count = 1
-    """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
-    pipeline_parallel: Count = 1
-    """Number of devices that the model's layers are divided among, by their free memory. For devices of different sizes
-    and slow links; not together with `tensor_parallel`."""
-    nodes: tuple[str, ...] = ()
-    """Nodes that share the model, this one first; the others are named in `peers`. Each takes an equal number of the
-    `tensor_parallel` or `pipeline_parallel` devices. Only this node serves it."""
     replicas: Count = 1
     """How often the model is loaded on this node, each time on devices of its own; requests go to the replica with the
     least work."""
     max_replicas: Count = 1
     """How many replicas it may have while requests wait, beyond `replicas`: the others are added on devices with room
     for them (`limits.add_replica_after_s`), and give way to every other load. Only for models on one device."""
-    devices: tuple[int, ...] = ()
-    """Indices of the devices it may use; the node chooses when absent."""
-    control_tokens_in_messages: bool = False
-    """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
-    default they are only text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always have them."""
-    sampling: SamplingDefaults = SamplingDefaults()
-    """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; as its files recommend where
-    absent."""
 
     def __post_init__(self) -> None:
-        _check_harness(self.harness)
+        if self.harness is not None:
+            _check_harness(self.harness)
 
 
-class ModelEntry(ModelOptions, frozen=True, kw_only=True):
+class ModelEntry(ModelOptions, frozen=True):
     """A model that this node serves; models in the hub cache need no entry."""
 
-    id: str
-    """The model's name in requests."""
 
-
-class DefaultModel(ModelOptions, frozen=True, kw_only=True):
+class DefaultModel(ModelOptions, frozen=True):
     """A model that is loaded at start, in the background, in the order of the file. What it leaves out is as in its
-    entry under `models`, except for `harness`, `devices`, `context_tokens` and `memory_mb`."""
+    entry under `models`."""
 
     renamed: ClassVar = {"model_id": "id"}
-
-    id: str
-    """The model's name in requests."""
 
 
 class PeerEntry(Section, frozen=True):
@@ -297,22 +261,23 @@ class NeuronConfig(Section, frozen=True):
         ):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
                 raise ValueError(f"`{twice[0]}` is listed twice in [[{name}]]; remove one entry")
-        # A model may have an entry in both lists.
-        entries: tuple[ModelEntry | DefaultModel, ...] = (*self.models, *self.default_models)
-        in_stages = {entry.id for entry in entries if entry.pipeline_parallel > 1}
-        for entry in entries:
-            if entry.tensor_parallel > 1 and entry.id in in_stages:
-                raise ValueError(f"`{entry.id}` has tensor_parallel and pipeline_parallel; choose one of them")
         for entry in self.models:
-            self._check_nodes("models", entry.id, entry)
+            self._check_model("models", entry)
         for default in self.default_models:
-            self._check_nodes("default_models", default.id, default)
+            self._check_model("default_models", self.completed(default))
         indices = [device.index for device in self.devices]
         if len(set(indices)) < len(indices):
             raise ValueError("a device is listed twice in [[devices]]; remove one entry")
 
-    def _check_nodes(self, section: str, model_id: str, options: ModelOptions) -> None:
-        nodes = options.nodes
+    def completed(self, default: DefaultModel) -> ModelOptions:
+        """The default model with the options of its entry under `models` where it gives none."""
+        entry = next((entry for entry in self.models if entry.id == default.id), None)
+        return default if entry is None else default.over(entry)
+
+    def _check_model(self, section: str, options: ModelOptions) -> None:
+        model_id, nodes = options.id, options.nodes
+        if options.tensor_parallel > 1 and options.pipeline_parallel > 1:
+            raise ValueError(f"`{model_id}` has tensor_parallel and pipeline_parallel; choose one of them")
         where = f"`nodes` of `{model_id}` in [[{section}]]"
         if len(nodes) == 1 or len(set(nodes)) < len(nodes):
             raise ValueError(f"{where} must name two or more nodes, each once, this one first")

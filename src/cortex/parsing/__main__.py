@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 
 from cortex.ipc.child import attach_to_parent, name_thread
 from cortex.ipc.pool_process import serve_pool
@@ -12,8 +11,6 @@ from cortex.parsing import protocol
 from cortex.parsing.protocol import Job, Reply
 from cortex.wire.errors import CortexError, InvalidValue
 from cortex.wire.rejection import rejected
-
-log = logging.getLogger(__name__)
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ def test_single_file_model_is_read_as_written(model_directory: Directory) -> Non
     checkpoint = open_checkpoint(model_directory(tensors, config=config))
 
     assert checkpoint.config == config
-    assert checkpoint.generation_config == {}
     assert checkpoint.tensors["a"] == TensorInfo((3, 4), "F32", 48)
     for name, tensor in tensors.items():
         read = checkpoint.read(name)
@@ -54,12 +53,6 @@ def test_shards_are_merged_into_one_model(model_directory: Directory) -> None:
     checkpoint = open_checkpoint(model_directory({"a": torch.ones(2)}, {"b": torch.zeros(3)}))
     assert set(checkpoint.tensors) == {"a", "b"}
     assert checkpoint.read("b").tolist() == [0, 0, 0]
-
-
-def test_generation_config_is_read_if_present(model_directory: Directory) -> None:
-    directory = model_directory({})
-    (directory / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    assert open_checkpoint(directory).generation_config == {"eos_token_id": [1, 2]}
 
 
 def test_error_names_the_missing_tensor(model_directory: Directory) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from cortex.neuron.config import NeuronConfig, check_key
 from cortex.settings import SettingsError
 from cortex.wire.errors import CortexError, InvalidAPIKey
 from cortex.wire.fields.body import check_content_type
-
-log = logging.getLogger(__name__)
 
 OPEN_PATH = b"/health"
 """Needs no key. Without one its response has only the status."""

@@ -32,7 +32,6 @@ from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.layer_count import check_layer_count
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
@@ -109,7 +108,7 @@ def load_model(
         progress("place", 0, 0)
 
     try:
-        check_layer_count(read_architecture(checkpoint.config), checkpoint.tensors)
+        read_architecture(checkpoint.config).check_layer_count(checkpoint.tensors)
         return build_model(
             checkpoint.config,
             spec,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -178,6 +179,17 @@ class Architecture(ABC):
     def num_unread_layers(self) -> int:
         """Layers that a checkpoint may have after those that its config counts: they predict further tokens."""
         return 0
+
+    def check_layer_count(self, names: Iterable[str]) -> None:
+        """Raises UnsupportedModel for tensors of layers that the config does not count: without them the model would
+        respond, and wrongly. A layer without tensors is noticed when its tensors are read."""
+        layer = re.compile(re.escape(f"{self.prefix}.layers.") + r"(\d{1,9})\.")
+        num_layers = max((int(match[1]) + 1 for name in names if (match := layer.match(name))), default=0)
+        if num_layers > self.config.num_layers + self.num_unread_layers:
+            raise UnsupportedModel(
+                f"the checkpoint has {num_layers} layers, its config {self.config.num_layers}; "
+                "is this the config of these weights?"
+            )
 
     def read_ends(self) -> EndsConfig:
         """The options of embedding, last norm and head."""

@@ -26,8 +26,6 @@ class Checkpoint(Protocol):
     path: Path
     config: Mapping[str, Any]
     """In the format of the hub's `config.json`, for every file format."""
-    generation_config: Mapping[str, Any]
-    """In the format of `generation_config.json`; empty if the model has none."""
     tensors: Mapping[str, TensorInfo]
     """By the hub's tensor names."""
 

@@ -54,13 +54,6 @@ def read_json(directory: Path, name: str) -> Mapping[str, Any]:
     return parse_json_object(raw, path)
 
 
-def read_optional_json(directory: Path, name: str) -> Mapping[str, Any]:
-    """Like `read_json`, but an absent file is an empty object."""
-    if not (directory / name).exists():
-        return {}
-    return read_json(directory, name)
-
-
 def parse_json_object(raw: bytes, path: Path) -> dict[str, Any]:
     """Parse `raw`, the contents of `path`, as a JSON object; raises Malformed."""
     try:

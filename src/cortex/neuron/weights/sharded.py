@@ -40,7 +40,6 @@ class ShardedCheckpoint:
         is not possible. The whole checkpoint belongs to this one from now on."""
         self.path = whole.path
         self.config = whole.config
-        self.generation_config = whole.generation_config
         self._whole = whole
         self._stored: dict[str, StoredTensor] = {}
         for name in whole.tensors.keys() - slices.keys():

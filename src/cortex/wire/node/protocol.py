@@ -14,20 +14,15 @@ import msgspec
 from msgspec import Meta
 
 from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.load_options import Count, LoadOptions
 from cortex.wire.node.sampling import SamplingDefaults
 
 log = logging.getLogger(__name__)
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
-ShortText = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
-Source = Annotated[str, Meta(max_length=4096)]
-Devices = Annotated[tuple[int, ...], Meta(max_length=1024)]
 Dialect = Literal["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
 DeviceKind = Literal["cuda", "cpu"]
 Stage = Literal["resolve", "download", "read", "place", "warm"]
-
-KVDtype = Literal["auto", "fp8"]
-"""The dtype of a model's KV cache; `auto`: the dtype that the model computes in."""
 
 
 class NodeValue(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +67,7 @@ class Discovery(NodeValue, frozen=True):
     """The latest CUDA version that the driver supports."""
     driver_problem: str | None = None
     """Why no GPU is used although one may be there, such as a driver/library mismatch."""
-    max_devices_per_model: Annotated[int, Meta(ge=1)] = 1
+    max_devices_per_model: Count = 1
     """The most devices that one model may span on this node."""
     can_sleep: bool = True
     """Whether it keeps the weights of unloaded models in host memory; nodes without a GPU do not by default."""
@@ -143,9 +138,9 @@ class ModelStatus(NodeValue, frozen=True):
     id: str
     state: ModelState
     devices: tuple[int, ...] = ()
-    num_devices: Annotated[int, Meta(ge=1)] = 1
+    num_devices: Count = 1
     """Devices that it takes on this node, as configured there: it is divided among them, or has a replica on each."""
-    replicas: Annotated[int, Meta(ge=1)] = 1
+    replicas: Count = 1
     """How often it is loaded there, or will be. It includes extra replicas, which come and go with demand; `devices`
     and all sizes do not, because their memory counts as free."""
     replica_devices: tuple[tuple[int, ...], ...] = ()
@@ -280,38 +275,14 @@ class Health(NodeValue, frozen=True):
     """Parts of models that other nodes serve."""
 
 
-class LoadRequest(NodeValue, frozen=True, omit_defaults=True):
-    """`POST /models/load`. Idempotent: a request for a model that is ready or loading joins it, unless it names another
-    `quant` than that one has, which is rejected with 409."""
+class LoadRequest(LoadOptions, frozen=True, kw_only=True):
+    """`POST /models/load`. What it does not give is as the node is configured. Idempotent: a request for a model that
+    is ready or loading joins it, unless it names another `quant` than that one has, which is rejected with 409."""
 
     model_id: ModelName
-    source: Source | None = None
-    """Hub id, directory or file; the model id itself when absent."""
-    harness: ShortText | None = None
-    """What runs it; as the node is configured when absent."""
-    quant: ShortText | None = None
-    devices: Devices = ()
-    """Empty: the node chooses."""
-    tensor_parallel: Annotated[int, Meta(ge=1)] = 1
-    """Number of devices that divide every layer."""
-    pipeline_parallel: Annotated[int, Meta(ge=1)] = 1
-    """Number of devices that divide the layers by their memory; not together with `tensor_parallel`."""
-    context_tokens: Annotated[int, Meta(ge=2)] | None = None
-    """At least one prompt token and one generated token."""
-    control_tokens_in_messages: bool = False
-    """Whether the text of control tokens in messages becomes these tokens."""
-    kv_dtype: KVDtype | None = None
-    """The dtype of the KV cache; as the node is configured when absent."""
-    nodes: Annotated[tuple[ShortText, ...], Meta(max_length=64)] = ()
-    """The nodes that the model spans, this one first. The others are `peers` of this node; each takes an equal number
-    of the `tensor_parallel` or `pipeline_parallel` devices. Empty: as the node is configured."""
-    sampling: SamplingDefaults = SamplingDefaults()
-    """How the model samples where a request says nothing; as the node is configured where absent."""
-    deterministic: bool = False
-    """Whether computation is batch-invariant: a request gets the same tokens whatever else is in the batch."""
-    max_bytes: Annotated[int, Meta(ge=1)] | None = None
+    max_bytes: Count | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
-    max_bytes_of_nodes: Annotated[tuple[Annotated[int, Meta(ge=1)] | None, ...], Meta(max_length=64)] = ()
+    max_bytes_of_nodes: Annotated[tuple[Count | None, ...], Meta(max_length=64)] = ()
     """The most that they may take of each of `nodes`, if the layers are divided among these."""
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ def chosen(free_gib: list[float], total_gib: list[float] | None = None, **option
         for index, (total, free) in enumerate(zip(totals, free_gib, strict=True))
     }
     settings: dict[str, Any] = {"pipeline_parallel": 2, **options}
-    model = KnownModel("m", "/m", **settings)
+    model = KnownModel(id="m", source="/m", **settings)
     return DeviceChoice(model, FACTS, devices, readings, FORECAST).choose()
 
 
@@ -108,7 +108,7 @@ def test_rejects_a_model_that_no_division_fits_with_the_memory_of_each_device(
 def test_ceilings_of_devices_decide_like_their_free_memory() -> None:
     devices = [Device(index=index, kind="cuda", name="card", total_bytes=24 * GIB) for index in range(2)]
     readings = {index: DeviceReading(24 * GIB, 24 * GIB) for index in range(2)}
-    model = KnownModel("m", "/m", pipeline_parallel=2)
+    model = KnownModel(id="m", source="/m", pipeline_parallel=2)
     left = {0: None, 1: 9 * GIB}
     found = DeviceChoice(model, FACTS, devices, readings, FORECAST, left=lambda device: left[device.index]).choose()
     assert layers(found)[0] > layers(found)[1]

@@ -60,7 +60,7 @@ def forecast(dtype: Literal["auto", "float32"] = "auto", **limits: int) -> Forec
 
 
 def model_at(path: Path, memory_bytes: int | None = None) -> KnownModel:
-    return KnownModel("m", source=str(path), memory_bytes=memory_bytes)
+    return KnownModel(id="m", source=str(path), memory_bytes=memory_bytes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,11 +136,11 @@ def test_forecast_counts_the_buffer_for_messages_between_ranks(
 ) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
     facts, forecaster = inspect(tmp_path, num_ranks=options.get("tensor_parallel", 1)), forecast(min_free_vram_mb=0)
-    plain, divided = (KnownModel("m", source=str(tmp_path), **each) for each in ({}, options))
+    plain, divided = (KnownModel(id="m", source=str(tmp_path), **each) for each in ({}, options))
     device = Device(index=0, kind=kind, name="device", total_bytes=24 * GIB)
     assert forecaster.least_bytes(divided, facts, device) - forecaster.least_bytes(plain, facts, device) == expected
     if kind == "cuda":
-        limited = KnownModel("m", source=str(tmp_path), memory_bytes=facts.num_ranks * GIB, **options)
+        limited = KnownModel(id="m", source=str(tmp_path), memory_bytes=facts.num_ranks * GIB, **options)
         sizes = ModelSizes.of(facts.architecture, facts.storage(GPU))
         taken = forecaster.expected_bytes(limited, facts, device)
         assert GIB - sizes.page_bytes < taken <= GIB
@@ -168,7 +168,7 @@ def test_footprint_covers_only_the_allowed_devices(tmp_path: Path) -> None:
     tight = Device(index=0, kind="cuda", name="card", total_bytes=GIB + (256 << 20) + 700_000)
     wide = Device(index=1, kind="cuda", name="card", total_bytes=24 * GIB)
     anywhere = forecaster.footprint(model_at(tmp_path), facts, (tight, wide))
-    confined = forecaster.footprint(KnownModel("m", source=str(tmp_path), devices=(0,)), facts, (tight, wide))
+    confined = forecaster.footprint(KnownModel(id="m", source=str(tmp_path), devices=(0,)), facts, (tight, wide))
     assert anywhere.expected_bytes > confined.expected_bytes
     assert anywhere.least_bytes == confined.least_bytes
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, TorchHarness
+from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, PeerEntry, TorchHarness
 from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
 from cortex.wire.errors import LoadFailed, ModelNotFound
 from cortex.wire.node.protocol import LoadRequest
@@ -56,6 +56,53 @@ def test_default_model_inherits_from_its_configured_entry() -> None:
     assert library.find("a").quant == "q8_0"
     assert library.find("a").control_tokens_in_messages
     assert library.find("b").devices == (1,)
+
+
+EVERY_OPTION: dict[str, Any] = {
+    "source": "org/a",
+    "harness": "candle",
+    "quant": "q8_0",
+    "context_tokens": 4096,
+    "kv_dtype": "fp8",
+    "deterministic": True,
+    "memory_mb": 100,
+    "tensor_parallel": 2,
+    "devices": (1, 2, 3, 4),
+    "replicas": 2,
+    "control_tokens_in_messages": True,
+    "sampling": SamplingDefaults(top_k=5),
+}
+INSTEAD: dict[str, Any] = {
+    "pipeline_parallel": 2,
+    "nodes": ("here", "there"),
+    "max_replicas": 3,
+}
+"""Those that cannot be combined with the others."""
+
+
+@pytest.mark.parametrize("given", [EVERY_OPTION, *({name: value} for name, value in INSTEAD.items())])
+def test_default_model_inherits_every_option_that_it_does_not_give(given: dict[str, Any]) -> None:
+    assert {*EVERY_OPTION, *INSTEAD, "id"} == set(ModelEntry.__struct_fields__)
+    peers = (PeerEntry(name="there", endpoint="http://there"),)
+    known = {
+        Library(NeuronConfig(peers=peers, models=models, default_models=defaults), {}).find("a")
+        for models, defaults in (
+            ((ModelEntry(id="a", **given),), ()),
+            ((ModelEntry(id="a", **given),), (DefaultModel(id="a"),)),
+            ((), (DefaultModel(id="a", **given),)),
+        )
+    }
+    (model,) = known
+    expected = {**given, "memory_bytes": given["memory_mb"] << 20} if "memory_mb" in given else given
+    assert all(getattr(model, name) == value for name, value in expected.items() if name != "memory_mb")
+
+
+def test_what_a_default_model_gives_is_preferred_to_its_entry() -> None:
+    entry = ModelEntry(id="a", source="org/a", replicas=4, memory_mb=100, kv_dtype="fp8", harness="candle")
+    default = DefaultModel(id="a", source="org/b", replicas=2, memory_mb=200, kv_dtype="auto", harness="torch")
+    model = Library(NeuronConfig(models=(entry,), default_models=(default,)), {}).find("a")
+    assert (model.source, model.replicas, model.memory_bytes) == ("org/b", 2, 200 << 20)
+    assert (model.kv_dtype, model.harness) == ("auto", "torch")
 
 
 def test_load_request_overrides_only_the_options_it_has() -> None:

@@ -120,12 +120,15 @@ async def test_preflight_rejects_before_any_worker_is_started(tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
     async with running_node(tmp_path, config) as node:
         for rejected, reason in (
-            (LoadRequest("gpt"), "model_type 'gpt2'"),
-            (LoadRequest("m", quant="fp8"), "not quantised as fp8 at load on this node.*; choose q8 or q4, or omit"),
-            (LoadRequest(str(tmp_path / "empty")), "no \\*.safetensors"),
-            (LoadRequest("m", devices=(7,)), "device 7"),
-            (LoadRequest("m", tensor_parallel=2), "tensor_parallel"),
-            (LoadRequest("m", harness="vllm"), "no harness"),
+            (LoadRequest(model_id="gpt"), "model_type 'gpt2'"),
+            (
+                LoadRequest(model_id="m", quant="fp8"),
+                "not quantised as fp8 at load on this node.*; choose q8 or q4, or omit",
+            ),
+            (LoadRequest(model_id=str(tmp_path / "empty")), "no \\*.safetensors"),
+            (LoadRequest(model_id="m", devices=(7,)), "device 7"),
+            (LoadRequest(model_id="m", tensor_parallel=2), "tensor_parallel"),
+            (LoadRequest(model_id="m", harness="vllm"), "no harness"),
         ):
             with pytest.raises(LoadFailed, match=reason):
                 await node.load(rejected, wait=True)

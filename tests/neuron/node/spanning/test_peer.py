@@ -104,7 +104,9 @@ class FakePlace:
     """A node with one device."""
 
     def __init__(self, group: FakeGroup) -> None:
-        self.library: Any = SimpleNamespace(is_configured=lambda _: True, adopt=lambda _: KnownModel("m", "m"))
+        self.library: Any = SimpleNamespace(
+            is_configured=lambda _: True, adopt=lambda _: KnownModel(id="m", source="m")
+        )
         self.loader: Any = SimpleNamespace(find_local=self._find_local)
         self.harness: Any = SimpleNamespace(inspect=self._inspect, spec=lambda *_: LoadSpec("m"))
         self.room: Any = SimpleNamespace(for_load=self._for_load)

@@ -98,17 +98,7 @@ def test_config_has_the_format_of_the_hub(tmp_path: Path, gguf_writer: Writer) -
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": [2, 3],
-        "pad_token_id": 2,
     }
-    assert checkpoint.generation_config == {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 2}
-
-
-def test_recommended_sampling_becomes_generation_config(tmp_path: Path, gguf_writer: Writer) -> None:
-    writer = model(gguf_writer()).add("general.sampling.temp", 0.6).add("general.sampling.top_k", 20)
-    generation = open_checkpoint(write(tmp_path, writer)).generation_config
-    assert (generation["temperature"], generation["top_k"]) == (0.6, 20)
 
 
 def test_tensors_have_the_names_of_the_hub(tmp_path: Path, gguf_writer: Writer) -> None:

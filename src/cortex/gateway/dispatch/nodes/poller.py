@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Protocol
 
 from cortex.gateway.dispatch.nodes.client import NodeClient
@@ -11,8 +10,6 @@ from cortex.http.upstream.faults import UpstreamFault
 from cortex.tasks import SupervisedTask, Supervisor
 from cortex.wire.errors import CortexError
 from cortex.wire.node.protocol import Capabilities, Dialect, Discovery, Health, ModelState, ModelStatus
-
-log = logging.getLogger(__name__)
 
 FOREIGN_DIALECTS: tuple[Dialect, ...] = ("openai_chat", "openai_completions")
 """The dialects of any OpenAI-compatible server."""

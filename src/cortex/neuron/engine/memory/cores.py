@@ -7,38 +7,17 @@ an operation, while the others wait for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
+
+from cortex.neuron.engine.memory.host import cgroup_folders
 
 
 def usable_cores(root: Path = Path("/")) -> int:
     """At least 1. A part of a core counts as one. `root` is for tests."""
     cores = float(len(os.sched_getaffinity(0)))
-    return max(1, -int(-min([cores, *_quotas(root)]) // 1))
-
-
-def _quotas(root: Path) -> Iterator[float]:
-    """The quota in cores of every cgroup this process is under that has one."""
-    try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for membership in memberships:
-        _, controllers, path = membership.split(":", 2)
-        if controllers == "":
-            base = root / "sys/fs/cgroup"
-        elif "cpu" in controllers.split(","):
-            base = root / "sys/fs/cgroup/cpu"
-        else:
-            continue
-        # Inside a container the path may name folders of the host that are not mounted here: skip those.
-        folder = base / path.lstrip("/")
-        for level in (folder, *folder.parents):
-            quota, period = _quota(level)
-            if quota > 0 and period > 0:
-                yield quota / period
-            if level == base:
-                break
+    quotas = map(_quota, cgroup_folders("cpu", root))
+    limits = (quota / period for quota, period in quotas if quota > 0 and period > 0)
+    return max(1, -int(-min([cores, *limits]) // 1))
 
 
 def _quota(folder: Path) -> tuple[int, int]:

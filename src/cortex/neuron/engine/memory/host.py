@@ -5,6 +5,7 @@ Reads only a few small files under /proc and /sys, of cgroup v1 and v2.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,37 +46,43 @@ def anonymous_bytes(process_id: int | None = None) -> int:
     return (int(statm[1]) - int(statm[2])) * _PAGE_BYTES
 
 
-def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, unreclaimable use) of every cgroup this process is under that has a limit."""
+def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """The folders of every cgroup this process is under that may limit what `controller` is for (`cpu`, `memory`)."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for membership in memberships:
         _, controllers, path = membership.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if controllers == "":  # v2
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
         else:
             continue
-        # Inside a container the path may name folders of the host that are not mounted here: skip those.
+        # Inside a container the path may name folders of the host that are not mounted here: nothing can be read there.
         folder = base / path.lstrip("/")
-        for level in (folder, *folder.parents):
-            if (limit := _number(level / names[0])) is not None and limit < _UNLIMITED_BYTES:
-                used = _number(level / names[1]) or 0
-                yield limit, max(0, used - _fields(level / "memory.stat").get(names[2], 0))
-            if level == base:
-                break
+        yield from (level for level in (folder, *folder.parents) if level.is_relative_to(base))
 
 
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, unreclaimable use) of every cgroup this process is under that has a limit."""
+    for folder in cgroup_folders("memory", root):
+        limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
+        if limit is not None and limit < _UNLIMITED_BYTES:
+            used = _number(folder / "memory.current", folder / "memory.usage_in_bytes") or 0
+            statistics = _fields(folder / "memory.stat")
+            dropped = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))  # v1, v2
+            yield limit, max(0, used - dropped)
+
+
+def _number(*paths: Path) -> int | None:
+    """The number in the first of these files that exists."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            text = path.read_text().strip()
+            return int(text) if text.isdigit() else None
+    return None
 
 
 def _fields(path: Path) -> dict[str, int]:

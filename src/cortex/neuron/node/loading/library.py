@@ -9,20 +9,19 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
-from cortex.neuron.config import DefaultModel, ModelEntry, ModelOptions, NeuronConfig
+from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.protocol import KVDtype, LoadRequest
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import KVDtype, LoadOptions
+from cortex.wire.node.protocol import LoadRequest
 
 _CACHE_PREFIX = "models--"
 _PATH_PREFIXES = ("/", "./", "../", "~")
@@ -32,29 +31,18 @@ MAX_ADOPTED = 1000
 """Ids that load requests may add. They are kept until the end of the daemon."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownModel:
+class KnownModel(LoadOptions, frozen=True, kw_only=True):
     """A model that can be loaded, and its options."""
 
     id: str
     source: str
     harness: str = "torch"
-    quant: str | None = None
-    devices: tuple[int, ...] = ()
-    tensor_parallel: int = 1
-    context_tokens: int | None = None
+    kv_dtype: KVDtype = "auto"
     memory_bytes: int | None = None
-    control_tokens_in_messages: bool = False
+    """The most that one replica may take."""
     replicas: int = 1
     max_replicas: int = 1
     """With those that are added while requests wait; no more than `replicas`: none are."""
-    kv_dtype: KVDtype = "auto"
-    nodes: tuple[str, ...] = ()
-    """Nodes that share it, this one first; empty: this one alone."""
-    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """The operator's defaults."""
-    deterministic: bool = False
-    pipeline_parallel: int = 1
     max_bytes_of_nodes: tuple[int | None, ...] = ()
     """The most that its layers take of each of `nodes`; empty: no limits."""
 
@@ -138,31 +126,22 @@ class Library:
                     " list the models that it serves in neuron.toml"
                 )
             self._adopted.add(request.model_id)
-            known = self._models[request.model_id] = KnownModel(request.model_id, source)
+            known = self._models[request.model_id] = KnownModel(id=request.model_id, source=source)
         # A gateway may name fewer devices than the model is configured to take here.
         has_enough = len(request.devices) >= known.num_devices
         # It divides a model among the devices that it names, but does not know of replicas. Stages are preferred to
         # a division of every layer: where either program is configured for them, the links need them.
-        divided = known
+        stages, shares = known.pipeline_parallel, known.tensor_parallel
         if known.replicas == 1:
-            stages = max(request.pipeline_parallel, known.pipeline_parallel)
-            shares = max(request.tensor_parallel, known.tensor_parallel)
-            divided = replace(known, pipeline_parallel=stages, tensor_parallel=1 if stages > 1 else shares)
+            stages = max(stages, request.pipeline_parallel)
+            shares = 1 if stages > 1 else max(shares, request.tensor_parallel)
         max_bytes = None if request.max_bytes is None else max(1, request.max_bytes // known.replicas)
         adopted = replace(
-            divided,
-            source=source,
-            harness=request.harness or known.harness,
-            quant=request.quant or known.quant,
+            request.over(known),
             devices=request.devices if has_enough else known.devices,
-            context_tokens=request.context_tokens or known.context_tokens,
-            control_tokens_in_messages=request.control_tokens_in_messages or known.control_tokens_in_messages,
-            kv_dtype=request.kv_dtype or known.kv_dtype,
-            nodes=request.nodes or known.nodes,
-            sampling=request.sampling.over(known.sampling),
-            deterministic=request.deterministic or known.deterministic,
+            tensor_parallel=shares,
+            pipeline_parallel=stages,
             memory_bytes=smallest(known.memory_bytes, max_bytes),
-            max_bytes_of_nodes=request.max_bytes_of_nodes,
         )
         return _with_own_quant(adopted)
 
@@ -196,7 +175,7 @@ class Library:
     def discovered(self, model_ids: list[str]) -> list[str]:
         """Adds models found in the cache. Returns the new ids."""
         new = [model_id for model_id in model_ids if model_id not in self._models]
-        self._models.update({model_id: KnownModel(model_id, model_id) for model_id in new})
+        self._models.update({model_id: KnownModel(id=model_id, source=model_id) for model_id in new})
         return new
 
 
@@ -250,49 +229,6 @@ def _names_a_model(source: str) -> bool:
 
 
 def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
-    entries = {entry.id: entry for entry in config.models}
-    for entry in config.models:
-        yield _known(entry.id, entry)
-    for default in config.default_models:
-        yield _known(default.id, _completed(default, entries.get(default.id)))
-
-
-def _known(model_id: str, options: ModelOptions) -> KnownModel:
-    return KnownModel(
-        model_id,
-        options.source or model_id,
-        options.harness,
-        options.quant,
-        options.devices,
-        options.tensor_parallel,
-        pipeline_parallel=options.pipeline_parallel,
-        context_tokens=options.context_tokens,
-        memory_bytes=options.memory_mb << 20 if options.memory_mb else None,
-        replicas=options.replicas,
-        max_replicas=options.max_replicas,
-        control_tokens_in_messages=options.control_tokens_in_messages,
-        kv_dtype=options.kv_dtype,
-        nodes=options.nodes,
-        sampling=options.sampling,
-        deterministic=options.deterministic,
-    )
-
-
-def _completed(default: DefaultModel, entry: ModelEntry | None) -> DefaultModel:
-    """A default model with the options of its own entry where it has none."""
-    if entry is None:
-        return default
-    return msgspec.structs.replace(
-        default,
-        source=default.source or entry.source,
-        quant=default.quant or entry.quant,
-        tensor_parallel=max(default.tensor_parallel, entry.tensor_parallel),
-        pipeline_parallel=max(default.pipeline_parallel, entry.pipeline_parallel),
-        replicas=max(default.replicas, entry.replicas),
-        max_replicas=max(default.max_replicas, entry.max_replicas),
-        control_tokens_in_messages=default.control_tokens_in_messages or entry.control_tokens_in_messages,
-        kv_dtype=entry.kv_dtype if default.kv_dtype == "auto" else default.kv_dtype,
-        nodes=default.nodes or entry.nodes,
-        sampling=default.sampling.over(entry.sampling),
-        deterministic=default.deterministic or entry.deterministic,
-    )
+    for options in (*config.models, *map(config.completed, config.default_models)):
+        memory_bytes = options.memory_mb << 20 if options.memory_mb else None
+        yield options.over(KnownModel(id=options.id, source=options.id, memory_bytes=memory_bytes))

@@ -12,8 +12,10 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import NodeDevices

@@ -176,7 +176,7 @@ class HostedShare(RelaySink):
         try:
             for share in self._stale:
                 await (share.unload() if share.is_ending else share.end())
-            model = replace(
+            model = msgspec.structs.replace(
                 self._resources.library.adopt(request),
                 replicas=1,
                 nodes=request.nodes,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cortex.neuron.weights.directory import model_file
 from cortex.neuron.weights.errors import Malformed, TensorMissing, Unsupported
 from cortex.neuron.weights.family_tensors import arranged
-from cortex.neuron.weights.gguf.config import INTERLEAVED, PLUS_ONE_NORMS, config_of, delta_heads, generation_config_of
+from cortex.neuron.weights.gguf.config import INTERLEAVED, PLUS_ONE_NORMS, config_of, delta_heads
 from cortex.neuron.weights.gguf.delta import delta_tensors
 from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor, HeaderBudget, parse_header
 from cortex.neuron.weights.gguf.names import ROPE_TABLES, expert_names, hub_name, is_expert_stack, layer_part
@@ -49,7 +49,6 @@ class GGUFCheckpoint:
             self.config: Mapping[str, Any] = config_of(whole)
             self._architecture: str = head.metadata["general.architecture"]
             self._num_blocks: int = head.metadata[f"{self._architecture}.block_count"]
-            self.generation_config: Mapping[str, Any] = generation_config_of(head)
             for file, mapped in zip(parts, self._mapped, strict=True):
                 for tensor in file.tensors.values():
                     self._register(mapped, tensor)

@@ -1,15 +1,14 @@
-"""Converts GGUF metadata to the format of the hub's `config.json` and `generation_config.json`."""
+"""Converts GGUF metadata to the format of the hub's `config.json`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
 from cortex.neuron.weights.delta_heads import DeltaHeads
 from cortex.neuron.weights.errors import Malformed, Unsupported
 from cortex.neuron.weights.gguf.family_options import OPTIONS
-from cortex.neuron.weights.gguf.keys import FLOAT32_DIGITS, Keys
+from cortex.neuron.weights.gguf.keys import Keys
 from cortex.neuron.weights.gguf.metadata import GGUFFile
 from cortex.neuron.weights.gguf.rope import rope_scaling
 
@@ -52,15 +51,6 @@ _TILED: Final = frozenset({"qwen35", "qwen35moe"})
 # Far above every published model; they bound the work for a damaged file.
 _MAX_EXPERTS: Final = 1 << 12
 _MAX_HEADS: Final = 1 << 12
-
-_SAMPLING: Final = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-}
-_END_TOKENS: Final = ("eos", "eot", "eom")
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:
@@ -106,7 +96,6 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "torch_dtype": "bfloat16",
-        **_special_tokens(file),
     }
     if is_mixture:
         config |= _mixture(keys)
@@ -172,31 +161,3 @@ def _gated_delta(keys: Keys) -> dict[str, Any]:
         "linear_conv_kernel_dim": keys.count("ssm.conv_kernel"),
         "full_attention_interval": keys.count("full_attention_interval", 4),
     }
-
-
-def generation_config_of(file: GGUFFile) -> dict[str, Any]:
-    """The token ids that end a response, and the recommended sampling parameters if the file has them."""
-    generation = _special_tokens(file)
-    for key, hub_key in _SAMPLING.items():
-        value = file.metadata.get(key)
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            generation[hub_key] = value if isinstance(value, int) else float(f"{value:.{FLOAT32_DIGITS}g}")
-    return generation
-
-
-def _special_tokens(file: GGUFFile) -> dict[str, Any]:
-    ends = [token for kind in _END_TOKENS if (token := _token(file.metadata, kind)) is not None]
-    ends = list(dict.fromkeys(ends))
-    special: dict[str, Any] = {}
-    if (bos := _token(file.metadata, "bos")) is not None:
-        special["bos_token_id"] = bos
-    if ends:
-        special["eos_token_id"] = ends[0] if len(ends) == 1 else ends
-    if (padding := _token(file.metadata, "padding")) is not None:
-        special["pad_token_id"] = padding
-    return special
-
-
-def _token(metadata: Mapping[str, Any], kind: str) -> int | None:
-    value = metadata.get(f"tokenizer.ggml.{kind}_token_id")
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

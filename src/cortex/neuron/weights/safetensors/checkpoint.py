@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from cortex.neuron.weights.directory import model_file, read_json, read_optional_json
+from cortex.neuron.weights.directory import model_file, read_json
 from cortex.neuron.weights.errors import FilesMissing, Malformed, TensorMissing
 from cortex.neuron.weights.family_tensors import arranged
 from cortex.neuron.weights.mapping import MappedFile
@@ -33,7 +33,6 @@ class SafetensorsCheckpoint:
         """Open `directory` and check every header. Raises CheckpointError."""
         self.path = directory
         self.config: Mapping[str, Any] = read_json(directory, "config.json")
-        self.generation_config: Mapping[str, Any] = read_optional_json(directory, "generation_config.json")
         self._files: list[MappedFile] = []
         try:
             self._stored = arranged(self.config, assemble(directory, self.config, self._open_tensors()))

@@ -1,0 +1,64 @@
+"""How a model is loaded: the options that a load request, an entry of `neuron.toml` and a model of a node share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.sampling import SamplingDefaults
+
+Count = Annotated[int, Meta(ge=1)]
+ShortText = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
+KVDtype = Literal["auto", "fp8"]
+"""The dtype of a model's KV cache; `auto`: the dtype that the model computes in."""
+
+Options = TypeVar("Options", bound="LoadOptions")
+
+
+class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An option that has its default is not given: `over` takes it from another place."""
+
+    source: Annotated[str, Meta(max_length=4096)] | None = None
+    """Hub id, directory or GGUF file; the id itself when absent."""
+    harness: ShortText | None = None
+    """What runs it: `torch`, the built-in engine, or its old name `candle`; `torch` when absent."""
+    quant: ShortText | None = None
+    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
+    so, its dense weights are, at load: `q4_k`, `q5_k`, `q6_k`, `q8_0` or, on a GPU, `fp8`."""
+    context_tokens: Annotated[int, Meta(ge=2)] | None = None
+    """Maximum sequence length, with at least one prompt token and one generated token; the model's own limit when
+    absent."""
+    kv_dtype: KVDtype | None = None
+    """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
+    an Ada, Hopper or Blackwell GPU, or a CPU. `auto`, also when absent: they have the dtype that the model computes
+    in."""
+    deterministic: bool = False
+    """A request with a seed, or at temperature 0, gets the same tokens whatever else is in the batch or cached, and
+    however its prompt is divided into steps. Slower; not for models that are divided among devices."""
+    tensor_parallel: Count = 1
+    """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
+    pipeline_parallel: Count = 1
+    """Number of devices that the model's layers are divided among, by their free memory. For devices of different sizes
+    and slow links; not together with `tensor_parallel`."""
+    nodes: Annotated[tuple[ShortText, ...], Meta(max_length=64)] = ()
+    """Nodes that share the model, this one first; the others are named in `peers`. Each takes an equal number of the
+    `tensor_parallel` or `pipeline_parallel` devices. Only this node serves it."""
+    devices: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
+    """Indices of the devices it may use; the node chooses when absent."""
+    control_tokens_in_messages: bool = False
+    """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
+    default they are only text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always have them."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; as its files recommend where
+    absent."""
+
+    def over(self, base: Options) -> Options:
+        """`base` with every option that is given here and that it has; `sampling` value by value. Empty text gives
+        nothing."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in msgspec.structs.fields(self)}
+        given = {name: value for name, (value, default) in values.items() if value and value != default}
+        given["sampling"] = self.sampling.over(base.sampling)
+        return msgspec.structs.replace(base, **{name: given[name] for name in base.__struct_fields__ if name in given})

@@ -54,7 +54,7 @@ class ScriptedBackend:
     )
 
     @property
-    def prompts(self) -> ScriptedBackend:
+    def texts(self) -> ScriptedBackend:
         return self
 
     def model(self, model_id: str) -> ModelStatus:

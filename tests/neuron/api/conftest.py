@@ -174,7 +174,7 @@ class ScriptedNode:
     )
 
     @property
-    def prompts(self) -> ScriptedNode:
+    def texts(self) -> ScriptedNode:
         return self
 
     def health(self) -> Health:

@@ -60,8 +60,8 @@ class Session:
         request = self._packed.head
         status = await self._drain_gate.wait_for(ready(self._backend, request.model))
         self.phase = "render"
-        text = await self._drain_gate.wait_for(self._backend.prompts.text(request.model))
-        preparing = self._backend.prompts.prepare(self._packed, principal=self._principal)
+        text = await self._drain_gate.wait_for(self._backend.texts.text(request.model))
+        preparing = self._backend.texts.prepare(self._packed, principal=self._principal)
         prepared = await self._drain_gate.wait_for(preparing)
         num_prompt_tokens = sum(len(rendered.ids) for rendered in prepared.prompts)
         check_num_scores(request, num_prompt_tokens)

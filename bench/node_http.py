@@ -29,11 +29,13 @@ from typing import Any
 
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.generation import Generation
+from cortex.neuron.node.status import ServedModel
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.wire.node.protocol import Discovery, ModelState, ModelStatus
+from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.packed_request import PackedRequest, unpack
 from neuron import compiled_client, cpu_s, request_bytes
 from random_checkpoint import write_tokenizer
@@ -57,8 +59,8 @@ class ScriptedBackend:
     def texts(self) -> ScriptedBackend:
         return self
 
-    def model(self, model_id: str) -> ModelStatus:
-        return self.status
+    def served(self, model_id: str) -> ServedModel:
+        return ServedModel(ModelState.READY, CONTEXT_TOKENS, SamplingDefaults())
 
     def models(self) -> tuple[ModelStatus, ...]:
         return (self.status,)
@@ -75,7 +77,7 @@ class ScriptedBackend:
     async def prepare(self, request: PackedRequest, *, principal: str, in_context: bool = True) -> Prepared:
         return prepare(self.text_model, unpack(request.whole), PromptRules(CONTEXT_TOKENS))
 
-    def submit(self, model_id: str, request: EngineRequest) -> Generation:
+    def generate(self, model_id: str, request: EngineRequest) -> Generation:
         generation = Generation(request.id, lambda: self.running.pop(request.id, None) and None)
         self.running[request.id] = (generation, request, 0)
         return generation

@@ -14,7 +14,7 @@ from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import ModelHolding, equal_parts
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, SleepingModel
-from cortex.neuron.node.status import describe_model
+from cortex.neuron.node.status import ServedModel, describe_model, served_model
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.worker.backoff import BackoffPolicy
@@ -79,10 +79,14 @@ class Models:
             self._loader.damaged.get(model_id),
         )
 
+    def served(self, model_id: str) -> ServedModel:
+        """Raises ModelNotFound."""
+        return served_model(self.options(model_id), self._controllers.get(model_id), self._loader.surveys.get(model_id))
+
     def prompt_rules(self, model_id: str) -> PromptRules:
         """The bounds of the model's prompts. Raises ModelNotFound."""
         return PromptRules(
-            context_tokens=self.status(model_id).context_tokens,
+            context_tokens=self.served(model_id).context_tokens,
             max_prompt_tokens=self._max_prompt_tokens,
             control_tokens_in_messages=self.options(model_id).control_tokens_in_messages,
         )

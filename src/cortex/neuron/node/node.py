@@ -38,7 +38,7 @@ from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
 from cortex.neuron.node.spanning.peer import HostedShares
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
-from cortex.neuron.node.status import describe_node
+from cortex.neuron.node.status import ServedModel, describe_node
 from cortex.neuron.node.survey_process.client import SurveyProcess, Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.node.text.work import TextSource
@@ -197,6 +197,10 @@ class Node:
     def model(self, model_id: str) -> ModelStatus:
         """Raises ModelNotFound."""
         return self._models.status(model_id)
+
+    def served(self, model_id: str) -> ServedModel:
+        """Raises ModelNotFound."""
+        return self._models.served(model_id)
 
     def engine_stats(self) -> dict[str, EngineStats]:
         """The engines' counters by model id, as of their latest reports; models in memory only."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -105,6 +106,8 @@ async def serve(port: int, step_s: float, folder: Path) -> None:
     backend = ScriptedBackend(TextModel.of(*read_text(folder)))
     api = NodeApi(backend, DrainGate())  # type: ignore[arg-type] # the routes that the bench uses need no more
     await api.server.listen("127.0.0.1", port)
+    gc.collect()
+    gc.freeze()  # as the daemon does
     await backend.step(step_s)
 
 

@@ -114,8 +114,8 @@ class Session:
                         yield events
                     if choice.ended:
                         generations[index].cancel()
-                    if all(choice.ended for choice in choices):
-                        return
+                        if all(choice.ended for choice in choices):
+                            return
             raise CortexError("The engine stopped before the response was complete; try again.")
         finally:
             for generation in generations:

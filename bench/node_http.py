@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -29,11 +30,13 @@ from typing import Any
 
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.generation import Generation
+from cortex.neuron.node.status import ServedModel
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.wire.node.protocol import Discovery, ModelState, ModelStatus
+from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.packed_request import PackedRequest, unpack
 from neuron import compiled_client, cpu_s, request_bytes
 from random_checkpoint import write_tokenizer
@@ -54,11 +57,11 @@ class ScriptedBackend:
     )
 
     @property
-    def prompts(self) -> ScriptedBackend:
+    def texts(self) -> ScriptedBackend:
         return self
 
-    def model(self, model_id: str) -> ModelStatus:
-        return self.status
+    def served(self, model_id: str) -> ServedModel:
+        return ServedModel(ModelState.READY, CONTEXT_TOKENS, SamplingDefaults())
 
     def models(self) -> tuple[ModelStatus, ...]:
         return (self.status,)
@@ -75,7 +78,7 @@ class ScriptedBackend:
     async def prepare(self, request: PackedRequest, *, principal: str, in_context: bool = True) -> Prepared:
         return prepare(self.text_model, unpack(request.whole), PromptRules(CONTEXT_TOKENS))
 
-    def submit(self, model_id: str, request: EngineRequest) -> Generation:
+    def generate(self, model_id: str, request: EngineRequest) -> Generation:
         generation = Generation(request.id, lambda: self.running.pop(request.id, None) and None)
         self.running[request.id] = (generation, request, 0)
         return generation
@@ -103,6 +106,8 @@ async def serve(port: int, step_s: float, folder: Path) -> None:
     backend = ScriptedBackend(TextModel.of(*read_text(folder)))
     api = NodeApi(backend, DrainGate())  # type: ignore[arg-type] # the routes that the bench uses need no more
     await api.server.listen("127.0.0.1", port)
+    gc.collect()
+    gc.freeze()  # as the daemon does
     await backend.step(step_s)
 
 

@@ -18,6 +18,7 @@ from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput, TokenLogprobs
 from cortex.neuron.node.spanning.protocol import Connection
+from cortex.neuron.node.status import ServedModel
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
@@ -174,7 +175,7 @@ class ScriptedNode:
     )
 
     @property
-    def prompts(self) -> ScriptedNode:
+    def texts(self) -> ScriptedNode:
         return self
 
     def health(self) -> Health:
@@ -198,6 +199,10 @@ class ScriptedNode:
         if model_id != "org/tiny":
             raise ModelNotFound(f"There is no model '{model_id}' here; did you mean 'org/tiny'?")
         return self.models()[0]
+
+    def served(self, model_id: str) -> ServedModel:
+        self.model(model_id)
+        return ServedModel(self.state, self.context_tokens, self.sampling)
 
     def engine_stats(self) -> dict[str, EngineStats]:
         return {"org/tiny": EngineStats(steps=7, preemptions=1, num_pages=9, used_pages=4, cached_pages=2)}
@@ -234,6 +239,7 @@ class ScriptedNode:
         return self.text_model
 
     async def prepare(self, request: PackedRequest, *, principal: str, in_context: bool = True) -> Prepared:
+        self.model(request.head.model)
         rules = PromptRules(self.context_tokens) if in_context else NO_RULES
         return prepare(self.text_model, unpack(request.whole), rules)
 
@@ -241,6 +247,7 @@ class ScriptedNode:
         return len((await self.prepare(request, principal=principal, in_context=False)).prompts[0].ids)
 
     async def encode(self, model_id: str, text: str, *, principal: str) -> tuple[int, ...]:
+        self.model(model_id)
         return tuple(self.text_model.encode(text))
 
     async def recycle(self, device: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import signal
 import socket
@@ -183,6 +184,9 @@ async def _serve_node(
         scheme=scheme,
     )
     host, port = api.server.listen_on(sockets, tls=front.certificate.context if front.certificate is not None else None)
+    # Objects from imports live as long as the process: exclude them from garbage collection.
+    gc.collect()
+    gc.freeze()
     watching = Supervisor().start("watch keys and certificate", front.watch)
     try:
         log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)

@@ -14,8 +14,9 @@ from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import ModelHolding, equal_parts
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, SleepingModel
-from cortex.neuron.node.status import describe_model
-from cortex.neuron.node.text.models import Texts
+from cortex.neuron.node.status import ServedModel, describe_model, served_model
+from cortex.neuron.node.text.texts import Texts
+from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.errors import CortexError
 from cortex.wire.node.protocol import ModelState, ModelStatus
@@ -76,6 +77,18 @@ class Models:
             self._files.disk_bytes(model),
             self._max_prompt_tokens,
             self._loader.damaged.get(model_id),
+        )
+
+    def served(self, model_id: str) -> ServedModel:
+        """Raises ModelNotFound."""
+        return served_model(self.options(model_id), self._controllers.get(model_id), self._loader.surveys.get(model_id))
+
+    def prompt_rules(self, model_id: str) -> PromptRules:
+        """The bounds of the model's prompts. Raises ModelNotFound."""
+        return PromptRules(
+            context_tokens=self.served(model_id).context_tokens,
+            max_prompt_tokens=self._max_prompt_tokens,
+            control_tokens_in_messages=self.options(model_id).control_tokens_in_messages,
         )
 
     def engine_stats(self) -> dict[str, EngineStats]:

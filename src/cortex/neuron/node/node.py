@@ -38,10 +38,10 @@ from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
 from cortex.neuron.node.spanning.peer import HostedShares
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
-from cortex.neuron.node.status import describe_node
+from cortex.neuron.node.status import ServedModel, describe_node
 from cortex.neuron.node.survey_process.client import SurveyProcess, Surveys
-from cortex.neuron.node.text.models import Texts, TextSource
-from cortex.neuron.node.text.prompts import Prompts
+from cortex.neuron.node.text.texts import Texts
+from cortex.neuron.node.text.work import TextSource
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices
@@ -100,7 +100,13 @@ class Node:
         open_text = parts.open_text or partial(
             TokenizerClient, memory_bytes=config.text.memory_mb << 20, read_s=config.text.timeout_s
         )
-        self._texts = Texts(open_text, config.text, limits.max_queue)
+        self.texts = Texts(
+            open_text,
+            config.text,
+            limits.max_queue,
+            self._local_path,
+            lambda model_id: self._models.prompt_rules(model_id),
+        )
         held = MemoryCeilings(ceilings, self._holdings)
         room = DeviceRoom(
             self.devices, forecast, lambda model: self._harnesses.of(model).estimates, held, parts.read_devices
@@ -113,7 +119,7 @@ class Node:
             room,
             fetch=parts.fetch,
             surveys=self._surveys,
-            texts=self._texts,
+            texts=self.texts,
         )
         sleep_budget = SleepBudget(
             lambda held_bytes: sleep_budget_bytes(limits.sleep_mb, inventory.devices, read_host_memory(), held_bytes),
@@ -128,7 +134,7 @@ class Node:
             self._library,
             self._loader,
             self.files,
-            self._texts,
+            self.texts,
             self._model_changed,
             parts.policy,
             sleep_budget,
@@ -137,7 +143,6 @@ class Node:
         self._replica_demand = ReplicaDemand(
             ReplicaRules.of(limits), self._models.growing, self._loader.add_replica, self._model_changed
         )
-        self.prompts = Prompts(self._models, self._loader, self._texts, limits.max_prompt_tokens, self._check_open)
         self._feed = EventFeed()
         self._startup_models = StartupModels(
             [default.id for default in config.default_models],
@@ -192,6 +197,10 @@ class Node:
     def model(self, model_id: str) -> ModelStatus:
         """Raises ModelNotFound."""
         return self._models.status(model_id)
+
+    def served(self, model_id: str) -> ServedModel:
+        """Raises ModelNotFound."""
+        return self._models.served(model_id)
 
     def engine_stats(self) -> dict[str, EngineStats]:
         """The engines' counters by model id, as of their latest reports; models in memory only."""
@@ -286,7 +295,7 @@ class Node:
         await asyncio.gather(self._models.close(_shutting_down(), drain_s), self.shares.drain(drain_s))
         await self.shares.close()
         await self.devices.close()
-        await self._texts.close()
+        await self.texts.close()
         await self.files.close()
         await self._surveys.close()
         await self._models.closed()
@@ -297,6 +306,10 @@ class Node:
         if self._closing:
             raise _shutting_down()
 
+    async def _local_path(self, model_id: str) -> Path:
+        self._check_open()
+        return await self._loader.local_path(self._models.options(model_id))
+
     def _model_changed(self, model_id: str) -> None:
         self._feed.publish(_model_event(self.model(model_id)))
         if not self._models.is_in_memory(model_id):
@@ -304,7 +317,7 @@ class Node:
 
     async def _rest_text(self, model_id: str) -> None:
         if not self._models.is_in_memory(model_id):  # a caller may have loaded it again
-            await self._texts.rest(model_id)
+            await self.texts.rest(model_id)
 
     def _holdings(self) -> list[ModelHolding]:
         """What models, and the parts here of models that other nodes lead, hold of the devices."""
@@ -339,7 +352,7 @@ class Node:
         """Keeps device readings up to date."""
         while True:
             await self.devices.sample()
-            await self._texts.rest_idle(self._models.is_in_memory)
+            await self.texts.rest_idle(self._models.is_in_memory)
             await self._surveys.rest_idle()
             await asyncio.sleep(_SAMPLE_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 import time
+from dataclasses import dataclass
 
 import cortex
 from cortex.neuron.node.controller import ModelController
@@ -13,6 +14,17 @@ from cortex.neuron.node.loading.loader import Estimate, Survey
 from cortex.neuron.node.memory.sleep_budget import can_sleep
 from cortex.neuron.worker.discovery import Inventory
 from cortex.wire.node.protocol import Capabilities, Discovery, ModelLoad, ModelState, ModelStatus, QuantisedSize
+from cortex.wire.node.sampling import SamplingDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The part of a model's status that requests need: the whole status takes too long for every request."""
+
+    state: ModelState
+    context_tokens: int | None
+    sampling: SamplingDefaults
+    """Of the operator, then of the model's files."""
 
 
 def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[str, ...]) -> Discovery:
@@ -28,6 +40,20 @@ def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[s
         max_devices_per_model=len(inventory.devices),
         can_sleep=can_sleep(sleep_mb, inventory.devices),
         harnesses=harnesses,
+    )
+
+
+def served_model(model: KnownModel, controller: ModelController | None, survey: Survey | None) -> ServedModel:
+    instance = controller.instance if controller is not None else None
+    if instance is not None:
+        context_tokens: int | None = instance.resident.info.context_tokens
+    else:
+        limits = (survey.facts.context_tokens if survey is not None else None, model.context_tokens)
+        context_tokens = min((limit for limit in limits if limit is not None), default=None)
+    return ServedModel(
+        state=controller.life.state if controller is not None else ModelState.COLD,
+        context_tokens=context_tokens,
+        sampling=model.sampling if survey is None else model.sampling.over(survey.text.generation),
     )
 
 
@@ -47,14 +73,11 @@ def describe_model(
     life = controller.life if controller is not None else None
     instance = controller.instance if controller is not None else None
     resident = instance.resident if instance is not None else None
-    context_tokens = facts.context_tokens if facts is not None else model.context_tokens
-    if facts is not None and model.context_tokens is not None:
-        context_tokens = min(facts.context_tokens, model.context_tokens)
-    if resident is not None:
-        context_tokens = resident.info.context_tokens
+    served = served_model(model, controller, survey)
+    context_tokens = served.context_tokens
     return ModelStatus(
         id=model.id,
-        state=life.state if life is not None else ModelState.COLD,
+        state=served.state,
         devices=instance.host.device_indices if instance is not None else model.devices,
         num_devices=model.num_devices,
         replicas=len(instance.host.replica_devices) if instance is not None else model.replicas,
@@ -82,7 +105,7 @@ def describe_model(
         max_input_tokens=min((limit for limit in (context_tokens, max_prompt_tokens) if limit), default=None),
         max_output_tokens=context_tokens,
         capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),
-        sampling=model.sampling if survey is None else model.sampling.over(survey.text.generation),
+        sampling=served.sampling,
         progress=controller.progress.snapshot() if controller is not None and controller.progress is not None else None,
         load=instance.load(num_in_preparation) if instance is not None else ModelLoad(),
         reason=(life.reason if life is not None else None) or damage,

@@ -29,13 +29,15 @@ class ChunkEncoder:
     """Choices to chunks. The usage chunk and `[DONE]` follow the finish of the last choice."""
 
     def __init__(self, kind: str, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
-        self._head = {
+        head = {
             "id": id,
             "object": kind,
             "created": created,
             "model": model,
             "system_fingerprint": SYSTEM_FINGERPRINT,
         }
+        self._head = msgspec.json.encode(head)[:-1] + b',"choices":'
+        """The beginning of every chunk, encoded once."""
         self._include_usage = request.include_usage
         self._continuous: dict[int, Usage] = {}
         """The latest usage of each choice, for clients that want it in every chunk."""
@@ -45,12 +47,12 @@ class ChunkEncoder:
         """Those that wait for the next chunk of their choice."""
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        chunk: dict[str, Any] = {**self._head, "choices": choices}
-        if self._include_usage:
-            chunk["usage"] = usage
+        chunk = self._head + msgspec.json.encode(choices)
         if self._continuous and usage is None:
-            chunk["usage"] = usage_body(summed(self._continuous.values()))
-        return frame(msgspec.json.encode(chunk))
+            usage = usage_body(summed(self._continuous.values()))
+        if self._include_usage or usage is not None:
+            chunk += b',"usage":' + msgspec.json.encode(usage)
+        return frame(chunk + b"}")
 
     def _finished(self, event: Finish, chunk: bytes) -> bytes:
         """The last `chunk` of a choice, and after that of the last one the end of the stream."""

@@ -25,12 +25,12 @@ from ..node_calls import has_worker, load, until
 
 async def test_reads_text_without_loading_the_weights(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
-        one, two = await asyncio.gather(node.prompts.text("m"), node.prompts.text("m"))
+        one, two = await asyncio.gather(node.texts.text("m"), node.texts.text("m"))
         assert one is two
         assert node.model("m").state is ModelState.COLD
         assert not has_worker(node)
         with pytest.raises(ModelNotFound):
-            await node.prompts.text("unknown")
+            await node.texts.text("unknown")
 
 
 async def test_cold_model_reports_its_size_without_starting_a_tokenizer(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ async def test_cold_model_reports_its_size_without_starting_a_tokenizer(tmp_path
         assert made == []
         for _ in range(2):
             await load(node, "m")
-            await node.prompts.text("m")
+            await node.texts.text("m")
             await node.unload(UnloadRequest(model_id="m"))
         assert len(made) == 1
 
@@ -130,9 +130,9 @@ async def test_prompts_are_prepared_by_the_rules_of_their_model(tmp_path: Path) 
     packed = pack(GenerateRequest(model="m", prompt="x"))
     async with running_node(tmp_path, config, open_text=RecordingText) as node:
         await load(node, "m")
-        await node.prompts.prepare(packed, principal="p")
+        await node.texts.prepare(packed, principal="p")
         assert used.pop() == PromptRules(4096, 77, 1_000_000, 2000, 2.0, control_tokens_in_messages=True)
-        await node.prompts.prepare(packed, principal="p", in_context=False)
+        await node.texts.prepare(packed, principal="p", in_context=False)
         assert used.pop() == PromptRules(None, None, 1_000_000, 2000, 2.0, control_tokens_in_messages=True)
         with pytest.raises(ModelNotFound):
-            await node.prompts.prepare(pack(GenerateRequest(model="unknown", prompt="x")), principal="p")
+            await node.texts.prepare(pack(GenerateRequest(model="unknown", prompt="x")), principal="p")

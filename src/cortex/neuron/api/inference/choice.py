@@ -229,6 +229,8 @@ class Choice:
 
 def _joined(events: list[AnyEvent]) -> list[AnyEvent]:
     """Joins adjacent deltas of one kind: what accumulated while the client was slow becomes one write."""
+    if len(events) < 2:
+        return events
     joined: list[AnyEvent] = []
     for event in events:
         last = joined[-1] if joined else None

@@ -62,7 +62,7 @@ class Inference:
                 check_content_type(http.text(b"content-type"))
                 strip_billing = bodies.strips_billing(http, self.strip_billing_header)
                 packed = await self.parser.parse(name, http.body, bodies.client_of(http), strip_billing=strip_billing)
-                self.backend.model(packed.head.model)
+                self.backend.served(packed.head.model)  # raises ModelNotFound
                 watch.model = packed.head.model
                 try:
                     return await self._respond(call, DIALECTS[name], packed, watch)

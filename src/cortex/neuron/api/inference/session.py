@@ -14,9 +14,10 @@ from cortex.neuron.api.inference.choice import Choice, ChoiceContext
 from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, scores_prompt, within_limit
 from cortex.neuron.api.inference.thought_budget import generate_within_budget
 from cortex.neuron.engine.request import EngineRequest, StepOutput
+from cortex.neuron.node.status import ServedModel
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Timing, Usage
-from cortex.wire.node.protocol import LoadRequest, ModelState, ModelStatus
+from cortex.wire.node.protocol import LoadRequest, ModelState
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.response import summed
 
@@ -58,10 +59,10 @@ class Session:
         """Batches of events. Raises a `CortexError` when the response cannot start or continue."""
         arrived_s = time.monotonic()
         request = self._packed.head
-        status = await self._drain_gate.wait_for(ready(self._backend, request.model))
+        served = await self._drain_gate.wait_for(ready(self._backend, request.model))
         self.phase = "render"
-        text = await self._drain_gate.wait_for(self._backend.prompts.text(request.model))
-        preparing = self._backend.prompts.prepare(self._packed, principal=self._principal)
+        text = await self._drain_gate.wait_for(self._backend.texts.text(request.model))
+        preparing = self._backend.texts.prepare(self._packed, principal=self._principal)
         prepared = await self._drain_gate.wait_for(preparing)
         num_prompt_tokens = sum(len(rendered.ids) for rendered in prepared.prompts)
         check_num_scores(request, num_prompt_tokens)
@@ -76,8 +77,8 @@ class Session:
                 id=self._id,
                 first_index=len(jobs),
                 prompt=rendered.ids,
-                context_tokens=status.context_tokens or len(rendered.ids) + 1,
-                defaults=status.sampling.over(text.generation),
+                context_tokens=served.context_tokens or len(rendered.ids) + 1,
+                defaults=served.sampling.over(text.generation),
                 eos_ids=text.eos_ids,
                 turn_ends=rendered.turn_ends,
                 grammar=prepared.grammar,
@@ -113,20 +114,21 @@ class Session:
                         yield events
                     if choice.ended:
                         generations[index].cancel()
-                    if all(choice.ended for choice in choices):
-                        return
+                        if all(choice.ended for choice in choices):
+                            return
             raise CortexError("The engine stopped before the response was complete; try again.")
         finally:
             for generation in generations:
                 generation.cancel()
 
 
-async def ready(backend: Backend, model_id: str) -> ModelStatus:
-    """The model's status once it is loaded. A recovering model is returned as is: `submit` raises when to retry."""
-    status = backend.model(model_id)
-    if status.state in (ModelState.READY, ModelState.RECOVERING):
-        return status
-    return await backend.load(LoadRequest(model_id=model_id), wait=True)
+async def ready(backend: Backend, model_id: str) -> ServedModel:
+    """The model once it is loaded. A recovering model is returned as is: `generate` raises when to retry."""
+    served = backend.served(model_id)
+    if served.state in (ModelState.READY, ModelState.RECOVERING):
+        return served
+    await backend.load(LoadRequest(model_id=model_id), wait=True)
+    return backend.served(model_id)
 
 
 async def _merged(generations: Sequence[GenerationStream]) -> AsyncGenerator[tuple[int, list[StepOutput]], None]:

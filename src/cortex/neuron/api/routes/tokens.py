@@ -32,15 +32,13 @@ class Tokens:
         counted = await self.parser.parse(
             "anthropic_messages", request.body, client_of(request), strip_billing=strip_billing
         )
-        self.backend.model(counted.head.model)
-        num_tokens = await self.backend.prompts.count_tokens(counted, principal=principal_of(request))
+        num_tokens = await self.backend.texts.count_tokens(counted, principal=principal_of(request))
         return responses.json({"input_tokens": num_tokens})
 
     async def count_responses(self, call: ApiCall) -> Response:
         request = call.request
         counted = await self.parser.parse("openai_responses", request.body, client_of(request))
-        self.backend.model(counted.head.model)
-        num_tokens = await self.backend.prompts.count_tokens(counted, principal=principal_of(request))
+        num_tokens = await self.backend.texts.count_tokens(counted, principal=principal_of(request))
         return responses.json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def tokenize(self, call: ApiCall) -> Response:
@@ -50,12 +48,10 @@ class Tokens:
         principal = principal_of(request)
         if isinstance(parsed, PackedRequest):
             model = parsed.head.model
-            self.backend.model(model)
-            prepared = await self.backend.prompts.prepare(parsed, principal=principal, in_context=False)
+            prepared = await self.backend.texts.prepare(parsed, principal=principal, in_context=False)
             ids = prepared.prompts[0].ids
         else:
             model = parsed.model
-            self.backend.model(model)
-            ids = await self.backend.prompts.encode(model, parsed.text, principal=principal)
-        status = self.backend.model(model)
-        return responses.json({"count": len(ids), "max_model_len": status.context_tokens, "tokens": ids})
+            ids = await self.backend.texts.encode(model, parsed.text, principal=principal)
+        served = self.backend.served(model)
+        return responses.json({"count": len(ids), "max_model_len": served.context_tokens, "tokens": ids})

@@ -27,7 +27,7 @@ from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wa
 from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
 from cortex.neuron.node.loading.preflight import gigabytes
 from cortex.neuron.node.survey_process.client import Surveys
-from cortex.neuron.node.text.models import Texts
+from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
@@ -164,6 +164,16 @@ class ModelLoader:
         """The local path of the model when all of it is on disk. Raises LoadFailed."""
         return await self._reader.find_local(model.source, self._library.cache, model.quant)
 
+    async def local_path(self, model: KnownModel) -> Path:
+        """The local path of the model, whose files must be on disk and not damaged. Raises LoadFailed."""
+        survey = self.surveys.get(model.id)
+        if survey is None and (damage := self.damaged.get(model.id)) is not None:
+            raise LoadFailed(damage)
+        path = survey.facts.path if survey is not None else await self.find_local(model)
+        if path is None:
+            raise LoadFailed(f"the files of {model.id} are not on this node yet; POST /models/load fetches them")
+        return path
+
     async def download(self, model: KnownModel, on_progress: Callable[[str, int, int], None]) -> Path:
         """The local path of the model, after downloading what is missing. Raises LoadFailed."""
         loop = asyncio.get_running_loop()
@@ -244,7 +254,7 @@ class ModelLoader:
         """Loads the weights and starts the tokenizer side by side. Where either fails, and when this is cancelled,
         the weights are unloaded again. Raises LoadRejected or WorkerLost, and LoadFailed of the tokenizer."""
         host = instance.host
-        tokenizer = asyncio.create_task(self._texts.awake(instance.model_id, path))
+        tokenizer = asyncio.create_task(self._texts.wake(instance.model_id, path))
         weights = asyncio.create_task(host.load(instance))
         try:
             await asyncio.wait({weights, tokenizer}, return_when=asyncio.FIRST_EXCEPTION)

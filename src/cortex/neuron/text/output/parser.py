@@ -33,25 +33,27 @@ class OutputParser:
 
     def push(self, text: str) -> list[OutputEvent]:
         pieces = [OutputPiece(False, text)] if self._splitter is None else self._splitter.push(text)
-        return list(self._events(pieces))
+        return self._events(pieces)
 
     def finish(self) -> list[OutputEvent]:
         """The events of held-back text, after the last push."""
-        events = list(self._events([] if self._splitter is None else self._splitter.finish()))
+        events = [] if self._splitter is None else self._events(self._splitter.finish())
         if self._scanner is not None:
             events += self._scanner.finish()
         return events
 
-    def _events(self, pieces: Iterable[OutputPiece]) -> Iterable[OutputEvent]:
+    def _events(self, pieces: Iterable[OutputPiece]) -> list[OutputEvent]:
+        events: list[OutputEvent] = []
         for piece in pieces:
             if not piece.text:
                 continue
             if piece.is_reasoning:
-                yield ReasoningDelta(index=self._index, text=piece.text)
+                events.append(ReasoningDelta(index=self._index, text=piece.text))
             elif self._scanner is not None:
-                yield from self._scanner.push(piece.text)
+                events += self._scanner.push(piece.text)
             else:
-                yield TextDelta(index=self._index, text=piece.text)
+                events.append(TextDelta(index=self._index, text=piece.text))
+        return events
 
 
 def call_syntax(kind: ToolSyntax, tools: Iterable[Tool]) -> CallSyntax:

@@ -15,14 +15,13 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] = frozenset()) -> None:
-        self._tokenizer = tokenizer
+        self._spelled = tokenizer.token_bytes
         self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """The characters that `ids` complete; bytes of an incomplete character are held back."""
-        spelled = self._tokenizer.token_bytes
-        return self._decoder.decode(b"".join(spelled(i) for i in ids if i not in self._hidden))
+        return self._decoder.decode(b"".join([self._spelled(i) for i in ids if i not in self._hidden]))
 
     def flush(self) -> str:
         """The rest, after the last push: a replacement character if the last one is incomplete."""

@@ -1,4 +1,4 @@
-"""Text models of a node, with fake sources that record the calls."""
+"""The text work of a node's models, with fake sources that record the calls."""
 
 import asyncio
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from cortex.neuron.config import TextLimits
-from cortex.neuron.node.text.models import Texts
+from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
@@ -71,24 +71,40 @@ def opened() -> list[Source]:
     return []
 
 
-@pytest.fixture
-def texts(opened: list[Source]) -> Texts:
+def make_texts(opened: list[Source], paths: dict[str, Path], limits: TextLimits = LIMITS) -> Texts:
     def open_text(path: Path) -> Source:
         opened.append(Source(path))
         return opened[-1]
 
-    return Texts(open_text, LIMITS, max_queue=2)
+    async def path_of(model_id: str) -> Path:
+        return paths.get(model_id, HERE)
+
+    return Texts(open_text, limits, 2, path_of, lambda _: NO_RULES)
+
+
+@pytest.fixture
+def paths() -> dict[str, Path]:
+    """Where models are, if not `HERE`."""
+    return {}
+
+
+@pytest.fixture
+def texts(opened: list[Source], paths: dict[str, Path]) -> Texts:
+    return make_texts(opened, paths)
 
 
 async def test_reads_a_text_once_for_concurrent_callers(texts: Texts, opened: list[Source]) -> None:
-    one, two, _ = await asyncio.gather(texts.get("m", HERE), texts.get("m", HERE), texts.awake("m", HERE))
+    one, two, _ = await asyncio.gather(texts.text("m"), texts.text("m"), texts.wake("m", HERE))
     assert one is two
     assert [source.calls for source in opened] == [["read", "wake"]]
 
 
-async def test_another_path_replaces_the_text_and_closes_the_first(texts: Texts, opened: list[Source]) -> None:
-    await texts.get("m", HERE)
-    first, second = await asyncio.gather(texts.get("m", THERE), texts.get("m", THERE))
+async def test_another_path_replaces_the_text_and_closes_the_first(
+    texts: Texts, opened: list[Source], paths: dict[str, Path]
+) -> None:
+    await texts.text("m")
+    paths["m"] = THERE
+    first, second = await asyncio.gather(texts.text("m"), texts.text("m"))
     assert first is second
     assert [source.path for source in opened] == [HERE, THERE]
     assert [source.calls for source in opened] == [["read", "close"], ["read"]]
@@ -100,37 +116,37 @@ async def test_another_path_replaces_the_text_and_closes_the_first(texts: Texts,
 async def test_reads_again_after_a_failed_read(
     texts: Texts, opened: list[Source], error: Exception, expected: type[Exception]
 ) -> None:
-    caller = asyncio.create_task(texts.get("m", HERE))
+    caller = asyncio.create_task(texts.text("m"))
     await asyncio.sleep(0)
     opened[0].error = error
     with pytest.raises(expected):
         await caller
     assert "close" in opened[0].calls
-    await texts.get("m", HERE)
+    await texts.text("m")
     assert len(opened) == 2
 
 
 async def test_reads_again_after_an_error_that_no_caller_saw(texts: Texts, opened: list[Source]) -> None:
-    caller = asyncio.create_task(texts.get("m", HERE))
+    caller = asyncio.create_task(texts.text("m"))
     await asyncio.sleep(0)
     opened[0].error = TextFileMalformed("broken")
     caller.cancel()
     await opened[0].has_read.wait()
-    await texts.get("m", HERE)
+    await texts.text("m")
     assert [source.calls for source in opened] == [["read", "close"], ["read"]]
 
 
 async def test_cancelled_caller_does_not_stop_the_read(texts: Texts, opened: list[Source]) -> None:
-    caller = asyncio.create_task(texts.get("m", HERE))
+    caller = asyncio.create_task(texts.text("m"))
     await asyncio.sleep(0)
     caller.cancel()
-    await texts.get("m", HERE)
+    await texts.text("m")
     assert opened[0].calls == ["read"]
 
 
 async def test_rests_idle_texts_of_models_that_are_not_in_memory(texts: Texts, opened: list[Source]) -> None:
     for name in ("loaded", "counted", "forgotten"):
-        await texts.get(name, HERE)
+        await texts.text(name)
     for source, idle_s in zip(opened, (1e6, 1.0, 1e6), strict=True):
         source.idle_s = idle_s
     await texts.rest_idle(lambda model_id: model_id == "loaded")
@@ -147,7 +163,7 @@ CONSTRAINED = pack(GenerateRequest(model="m", prompt="x", output=OutputFormat(ki
 
 
 def preparing(texts: Texts, *requests: PackedRequest, principal: str = "p") -> list[asyncio.Task[Prepared]]:
-    return [asyncio.create_task(texts.prepare("m", HERE, each, NO_RULES, principal)) for each in requests]
+    return [asyncio.create_task(texts.prepare(each, principal=principal)) for each in requests]
 
 
 async def turns(count: int = 20) -> None:
@@ -173,7 +189,7 @@ async def test_rejects_more_waiting_texts_than_the_queue_holds(texts: Texts, ope
     waiting = preparing(texts, SHORT, SHORT, SHORT)
     await turns()
     with pytest.raises(Overloaded, match="2 prompts are waiting") as busy:
-        await texts.prepare("m", HERE, SHORT, NO_RULES, "p")
+        await texts.prepare(SHORT, principal="p")
     assert busy.value.retry_after_s is not None
     assert busy.value.retry_after_s >= 1
     opened[0].may_end.set()
@@ -193,11 +209,7 @@ async def test_disconnected_client_ends_its_text_work_and_frees_its_place(texts:
 
 
 async def test_text_work_over_the_deadline_is_rejected_and_ended(opened: list[Source]) -> None:
-    def open_text(path: Path) -> Source:
-        opened.append(Source(path))
-        return opened[-1]
-
-    texts = Texts(open_text, TextLimits(workers=1, timeout_s=0.01), max_queue=2)
+    texts = make_texts(opened, {}, TextLimits(workers=1, timeout_s=0.01))
     with pytest.raises(PreparationLimitExceeded, match=r"0\.01 s .text\.timeout_s"):
-        await texts.prepare("m", HERE, SHORT, NO_RULES, "p")
+        await texts.prepare(SHORT, principal="p")
     assert opened[0].calls == ["read", "short", "short cancelled"]

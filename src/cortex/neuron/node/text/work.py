@@ -1,0 +1,182 @@
+"""The text work of one model: templates, tokenising and grammars, in the tokenizer process of the model.
+
+Each job has a worker process, so few jobs run at once, and slots are given out as fairly as those of the engine. Long
+texts and large grammars have slots of their own: they never delay short texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from cortex.neuron.config import TextLimits
+from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
+from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.preparation import Prepared
+from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
+from cortex.neuron.tokenizer_process.client import UNREADABLE
+from cortex.wire.errors import LoadFailed, Overloaded, PreparationLimitExceeded
+from cortex.wire.fields.constraints import is_constrained
+from cortex.wire.packed_request import PackedRequest
+from cortex.wire.words import duration, os_error_in_words
+
+_LONG_BYTES = 1 << 20
+"""A request with more text is long: it takes a tenth of a second and more, if its turns are new."""
+_LONG_CONSTRAINED_BYTES = 1 << 15
+"""A request with a grammar is long from here on: a large one may take seconds to compile."""
+
+
+class TextSource(Protocol):
+    """Reads one model's text files and runs its tokenizer process. `TokenizerClient` is the real one."""
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last use; 0 while in use."""
+
+    async def read(self) -> TextModel:
+        """Raises an error in `UNREADABLE`, or a CortexError."""
+
+    async def wake(self) -> None:
+        """Starts the process if it does not run. Raises as `read` does."""
+
+    async def rest(self) -> None:
+        """Ends the process; the next use starts it again."""
+
+    async def close(self) -> None:
+        """Ends the process for good."""
+
+    # Jobs: they raise a CortexError, and a cancelled one ends.
+
+    async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> Prepared: ...
+    async def count(self, request: bytes, rules: PromptRules, *, is_long: bool) -> int: ...
+    async def encode(self, text: str, rules: PromptRules, *, is_long: bool) -> tuple[int, ...]: ...
+
+
+class TextWork:
+    """Begins to read the model's files when it is made. Belongs to one loop.
+
+    Jobs raise a CortexError: Overloaded when too many wait, PreparationLimitExceeded at the deadline.
+    """
+
+    def __init__(self, model_id: str, path: Path, source: TextSource, limits: TextLimits, max_queue: int) -> None:
+        self.path = path
+        self._model_id = model_id
+        self._source = source
+        self._limits = limits
+        self._short = Admission(limits.num_workers, max_queue)
+        self._long = Admission(max(1, limits.num_workers // 2), max_queue)
+        self._reading = asyncio.create_task(source.read())
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the files could not be read."""
+        return self._reading.done() and self._reading.exception() is not None
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that run or wait."""
+        return sum(lane.running + lane.waiting for lane in (self._short, self._long))
+
+    @property
+    def idle_s(self) -> float:
+        return self._source.idle_s
+
+    async def text(self) -> TextModel:
+        """The model's text, once it has been read. Raises LoadFailed, or another CortexError."""
+        try:
+            return await asyncio.shield(self._reading)
+        except UNREADABLE as error:
+            raise LoadFailed(f"{self._model_id}: its tokenizer cannot be read: {error}") from error
+
+    async def wake(self) -> None:
+        """Starts the process unless it runs. Raises LoadFailed."""
+        try:
+            await self._source.wake()
+        except OSError as error:
+            reason = os_error_in_words(error)
+            raise LoadFailed(f"{self._model_id}: the tokenizer process cannot be started: {reason}") from error
+
+    async def rest(self) -> None:
+        """Ends the process, unless it is reading the files; the next job starts it again."""
+        if self._reading.done():
+            await self._source.rest()
+
+    async def close(self) -> None:
+        """Ends the process for good."""
+        await self._source.close()
+
+    async def closed(self) -> None:
+        """Returns when the read has ended, which `close` interrupts."""
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    # Jobs
+
+    async def prepare(self, request: PackedRequest, rules: PromptRules, principal: str) -> Prepared:
+        """The prompts and the grammar of a request."""
+        is_long = len(request.whole) > (_LONG_CONSTRAINED_BYTES if is_constrained(request.head) else _LONG_BYTES)
+        async with self._slot(principal, is_long=is_long):
+            return await self._source.prepare(request.whole, self._limited(rules), is_long=is_long)
+
+    async def count(self, request: PackedRequest, rules: PromptRules, principal: str) -> int:
+        """The number of tokens in the prompt of a request."""
+        is_long = len(request.whole) > _LONG_BYTES
+        async with self._slot(principal, is_long=is_long):
+            return await self._source.count(request.whole, self._limited(rules), is_long=is_long)
+
+    async def encode(self, text: str, principal: str) -> tuple[int, ...]:
+        """The tokens of a text, including control tokens in it."""
+        is_long = len(text) > _LONG_BYTES
+        async with self._slot(principal, is_long=is_long):
+            return await self._source.encode(text, self._limited(NO_RULES), is_long=is_long)
+
+    def _limited(self, rules: PromptRules) -> PromptRules:
+        return replace(
+            rules,
+            max_characters=self._limits.max_prompt_mb * 1_000_000,
+            max_grammar_characters=self._limits.max_grammar_kb * 1000,
+            max_grammar_cpu_s=self._limits.max_grammar_cpu_s,
+        )
+
+    @asynccontextmanager
+    async def _slot(self, principal: str, *, is_long: bool) -> AsyncIterator[None]:
+        """Waits for a slot and holds it, up to the deadline."""
+        lane = self._long if is_long else self._short
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def start() -> None:
+            if not started.done():
+                started.set_result(None)
+
+        def reject(retry_after_s: float) -> None:
+            if not started.done():
+                started.set_exception(self._overloaded(lane.waiting, retry_after_s))
+
+        queued = QueuedRequest(principal, 0, start, reject)
+        has_finished = False
+        try:
+            lane.enter(queued, time.monotonic())
+            await started
+            async with asyncio.timeout(self._limits.timeout_s):
+                yield
+            has_finished = True
+        except QueueFull as full:
+            raise self._overloaded(full.waiting, full.retry_after_s) from full
+        except TimeoutError:
+            raise PreparationLimitExceeded(
+                f"Preparing this request took longer than {self._limits.timeout_s:g} s (text.timeout_s in "
+                "neuron.toml). Send a shorter conversation, or a simpler schema or grammar."
+            ) from None
+        finally:
+            lane.release(queued, time.monotonic(), finished=has_finished)
+
+    def _overloaded(self, num_waiting: int, retry_after_s: float) -> Overloaded:
+        return Overloaded(
+            f"{self._model_id} is busy: {num_waiting} prompts are waiting to be tokenised; "
+            f"try again in {duration(retry_after_s)}",
+            retry_after_s=retry_after_s,
+        )

@@ -62,7 +62,7 @@ def draw(matcher: Matcher, model: TextModel, grammar: str, seed: int, max_tokens
         state.accept(token)
         if token in model.eos_ids:
             assert state.is_finished
-            return model.detokenizer().push(ids)
+            return model.detokenizer(request(tools=TOOLS)).push(ids)
         ids.append(token)
     pytest.fail(f"no end after {max_tokens} tokens: {model.decode(ids)[-300:]}")
 

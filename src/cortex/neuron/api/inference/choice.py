@@ -59,7 +59,7 @@ class Choice:
         self.rendered = context.rendered
         """The prompt that it continues."""
         self._context = context
-        self._detokenizer = context.text.detokenizer()
+        self._detokenizer = context.text.detokenizer(context.request)
         self._stops = StopScanner(context.request.sampling.stop)
         self._parser = context.text.parser(context.request, context.rendered, index)
         self._stop_token_ids = frozenset(context.stop_token_ids)
@@ -179,7 +179,7 @@ class Choice:
 
     def _end(self, reason: FinishReason, stop_sequence: str | None, timing: Timing) -> list[AnyEvent]:
         self.ended = True
-        events: list[AnyEvent] = list(self._parser.finish())
+        events: list[AnyEvent] = list(self._parser.finish(is_cut=reason == "length"))
         self._note(events)
         if self._parser.broke_off:
             # A client must not take an incomplete tool call for a complete one.

@@ -11,7 +11,7 @@ The first row of this table that applies decides:
 | `<function=` | Qwen XML: `<tool_call><function=f><parameter=p>…` |
 | `[TOOL_CALLS]` and `[ARGS]` | Mistral: `[TOOL_CALLS]f[ARGS]{…}` |
 | `[TOOL_CALLS]` | Mistral JSON: `[TOOL_CALLS][{"name": …, "arguments": …}]` |
-| `<|tool_call_start|>` | LFM2: `<|tool_call_start|>[f(p=1)]<|tool_call_end|>` |
+| `<|tool_call_start|>` or `<|tool_list_start|>` | LFM2: `<|tool_call_start|>[f(p=1)]<|tool_call_end|>` |
 | `<function_calls>` | OLMo: `<function_calls>f(p=1)</function_calls>` |
 | `<|tool_call>` | Gemma: `<|tool_call>call:f{p:1}<tool_call|>` |
 | `<|/tool_call|>` | Phi JSON: `<|tool_call|>[{"name": …, "arguments": …}]<|/tool_call|>` |
@@ -89,6 +89,7 @@ _MARKERS: Final = (
     (("[TOOL_CALLS]", "[ARGS]"), ToolSyntax.MISTRAL),
     (("[TOOL_CALLS]",), ToolSyntax.MISTRAL_JSON),
     (("<|tool_call_start|>",), ToolSyntax.LFM2),
+    (("<|tool_list_start|>",), ToolSyntax.LFM2),
     (("<function_calls>",), ToolSyntax.OLMO),
     (("<|tool_call>",), ToolSyntax.GEMMA),
     (("<|/tool_call|>",), ToolSyntax.PHI_JSON),

@@ -27,7 +27,7 @@ class Gemma:
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self.openings = (frame.opening,)
+        self.openings: tuple[str, ...] = (frame.opening,)
         self.markers = self.never_text = (*frame.markers, QUOTE)
 
     def reader(self, opening: str) -> CallReader:  # noqa: ARG002 - there is only one

@@ -79,36 +79,40 @@ def _tagged_function(grammar: LarkGrammar, form: TagForm, tool: Tool) -> str:
     for name, schema in (required | optional).items():
         parameter = _tagged_parameter(grammar, form, name, schema, tool.parameters)
         parts.append(parameter if name in required else f"({parameter})?")
-    opening = f"{form.function_open}{form.quote}{tool.name}{form.quote}{form.function_name_close}\n"
-    closing = [literal(form.function_close)] if form.closing else []
-    return " ".join([literal(opening), *parts, *closing])
+    name = literal(f"{form.quote}{tool.name}{form.quote}{form.function_name_close}\n")
+    opening = [grammar.marker(form.function_open)] if form.function_open else []
+    closing = [grammar.marker(form.function_close)] if form.closing else []
+    return " ".join([*opening, name, *parts, *closing])
 
 
 def _tagged_parameter(
     grammar: LarkGrammar, form: TagForm, name: str, schema: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> str:
-    name_close = "".join(form.parameter_name_close)
-    opening = literal(f"{form.parameter_open}{form.quote}{name}{form.quote}{name_close}{form.value_break}")
-    closing = f"{form.value_break}{form.parameter_close}\n"
+    opening = [
+        *(grammar.marker(form.parameter_open), literal(f"{form.quote}{name}{form.quote}")),
+        *map(grammar.marker, form.parameter_name_close),
+        *([literal(form.value_break)] if form.value_break else []),
+    ]
+    closing = grammar.marker(form.parameter_close)
+    if form.value_break:
+        closing = f"{literal(form.value_break)} {closing}"
     choices = schema.get("enum")
     if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
-        value = f"({' | '.join(map(literal, choices))}) {literal(closing)}"
+        value = f"({' | '.join(map(literal, choices))}) {closing}"
     elif schema.get("type", "string") == "string" and not {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys():
-        value = grammar.text_until(closing)
+        value = grammar.text_until(f"{form.value_break}{form.parameter_close}")
     else:
-        value = f"{_json_value(grammar, schema, parameters)} {literal(closing)}"
-    return f"{opening} {value}"
+        value = f"{_json_value(grammar, schema, parameters)} {closing}"
+    return " ".join([*opening, value, literal("\n")])
 
 
 def _python_call(grammar: LarkGrammar, tool: Tool) -> str:
     """Keyword arguments whose values are JSON, which the parser reads as Python: the required ones, then any others."""
     required, optional = _parameters(tool)
-    given = [
-        f"{literal(f'{name}=')} {_json_value(grammar, schema, tool.parameters)}" for name, schema in required.items()
-    ]
-    others = [
-        f"{literal(f'{name}=')} {_json_value(grammar, schema, tool.parameters)}" for name, schema in optional.items()
-    ]
+    given, others = (
+        [f"{literal(f'{name}=')} {_json_value(grammar, schema, tool.parameters)}" for name, schema in group.items()]
+        for group in (required, optional)
+    )
     comma = literal(", ")
     if given:
         arguments = f" {comma} ".join(given) + "".join(f" ({comma} {other})?" for other in others)

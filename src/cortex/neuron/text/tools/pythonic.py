@@ -39,7 +39,7 @@ class Pythonic:
         """`schemas`: each tool's parameters by its name."""
         self._frame = frame
         self._schemas = schemas
-        self.openings = (frame.opening,)
+        self.openings: tuple[str, ...] = (frame.opening,)
         self.next_openings = tuple(f"{name}(" for name in schemas)
         self.markers = frame.markers
         self.never_text = frame.markers if frame.is_control else ()

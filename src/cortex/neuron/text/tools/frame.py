@@ -10,7 +10,7 @@ from cortex.neuron.text.output.detect import TOOL_CALL_CLOSE, TOOL_CALL_OPEN, To
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class CallFrame:
     """The markers around a call, and the layout between them and the call."""
 
     opening: str
@@ -26,19 +26,19 @@ class Frame:
         return (self.opening, self.closing) if self.closing else (self.opening,)
 
 
-FRAMES: Final[Mapping[ToolSyntax, Frame]] = {
-    ToolSyntax.HERMES_JSON: Frame(TOOL_CALL_OPEN, "\n", "\n", TOOL_CALL_CLOSE),
-    ToolSyntax.QWEN_XML: Frame(TOOL_CALL_OPEN, "\n", "\n", TOOL_CALL_CLOSE),
-    ToolSyntax.GLM_XML: Frame(TOOL_CALL_OPEN, "", "", TOOL_CALL_CLOSE),
-    ToolSyntax.SEED_XML: Frame("<seed:tool_call>", "\n", "\n", "</seed:tool_call>"),
-    ToolSyntax.MINIMAX_XML: Frame("<minimax:tool_call>", "\n", "\n", "</minimax:tool_call>"),
-    ToolSyntax.MISTRAL: Frame("[TOOL_CALLS]", "", "", "", is_control=True),
-    ToolSyntax.MISTRAL_JSON: Frame("[TOOL_CALLS]", "[", "]", "", is_control=True),
-    ToolSyntax.PHI_JSON: Frame("<|tool_call|>", "[", "]", "<|/tool_call|>", is_control=True),
-    ToolSyntax.GRANITE_JSON: Frame("<|tool_call|>", "[", "]", "", is_control=True),
-    ToolSyntax.COHERE_JSON: Frame("<|START_ACTION|>", "[\n    ", "\n]", "<|END_ACTION|>", is_control=True),
-    ToolSyntax.HUNYUAN_JSON: Frame("<tool_calls>", "[", "]", "</tool_calls>"),
-    ToolSyntax.LFM2: Frame("<|tool_call_start|>", "[", "]", "<|tool_call_end|>", is_control=True),
-    ToolSyntax.OLMO: Frame("<function_calls>", "", "", "</function_calls>"),
-    ToolSyntax.GEMMA: Frame("<|tool_call>", "", "", "<tool_call|>", is_control=True),
+FRAMES: Final[Mapping[ToolSyntax, CallFrame]] = {
+    ToolSyntax.HERMES_JSON: CallFrame(TOOL_CALL_OPEN, "\n", "\n", TOOL_CALL_CLOSE),
+    ToolSyntax.QWEN_XML: CallFrame(TOOL_CALL_OPEN, "\n", "\n", TOOL_CALL_CLOSE),
+    ToolSyntax.GLM_XML: CallFrame(TOOL_CALL_OPEN, "", "", TOOL_CALL_CLOSE),
+    ToolSyntax.SEED_XML: CallFrame("<seed:tool_call>", "\n", "\n", "</seed:tool_call>"),
+    ToolSyntax.MINIMAX_XML: CallFrame("<minimax:tool_call>", "\n", "\n", "</minimax:tool_call>"),
+    ToolSyntax.MISTRAL: CallFrame("[TOOL_CALLS]", "", "", "", is_control=True),
+    ToolSyntax.MISTRAL_JSON: CallFrame("[TOOL_CALLS]", "[", "]", "", is_control=True),
+    ToolSyntax.PHI_JSON: CallFrame("<|tool_call|>", "[", "]", "<|/tool_call|>", is_control=True),
+    ToolSyntax.GRANITE_JSON: CallFrame("<|tool_call|>", "[", "]", "", is_control=True),
+    ToolSyntax.COHERE_JSON: CallFrame("<|START_ACTION|>", "[\n    ", "\n]", "<|END_ACTION|>", is_control=True),
+    ToolSyntax.HUNYUAN_JSON: CallFrame("<tool_calls>", "[", "]", "</tool_calls>"),
+    ToolSyntax.LFM2: CallFrame("<|tool_call_start|>", "[", "]", "<|tool_call_end|>", is_control=True),
+    ToolSyntax.OLMO: CallFrame("<function_calls>", "", "", "</function_calls>"),
+    ToolSyntax.GEMMA: CallFrame("<|tool_call>", "", "", "<tool_call|>", is_control=True),
 }

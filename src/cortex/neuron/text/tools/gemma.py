@@ -11,7 +11,7 @@ import re
 from typing import Any, Final
 
 from cortex.neuron.text.tools.call import NOTHING_YET, Call, CallProgress, CallReader, NotACall, tool_name
-from cortex.neuron.text.tools.frame import Frame
+from cortex.neuron.text.tools.frame import CallFrame
 
 QUOTE: Final = '<|"|>'
 _HEAD: Final = re.compile(r"\s*(?:call\s*:\s*)?([^\s\[\]{}<>|()]+)\s*(?=\{)")
@@ -20,12 +20,12 @@ _MAX_HEAD_CHARACTERS: Final = 512
 _PIECE: Final = re.compile(r'<\|"\|>(.*?)<\|"\|>|("(?:[^"\\]|\\.)*")|([^\s{}\[\],:"<]+)(?=\s*:)', re.DOTALL)
 
 
-class Gemma:
+class GemmaSyntax:
     bare_openings: tuple[str, ...] = ()
     next_openings: tuple[str, ...] = ()
     separators = ""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: CallFrame) -> None:
         self._frame = frame
         self.openings: tuple[str, ...] = (frame.opening,)
         self.markers = self.never_text = (*frame.markers, QUOTE)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from cortex.neuron.text.output.detect import PYTHON_TAG
 from cortex.neuron.text.tools.call import CallReader
-from cortex.neuron.text.tools.frame import Frame
+from cortex.neuron.text.tools.frame import CallFrame
 from cortex.neuron.text.tools.json_call import JSONCallReader
 
 
@@ -21,7 +21,7 @@ class MarkedJSON:
     next_openings: tuple[str, ...] = ("{",)
     separators = ","
 
-    def __init__(self, frame: Frame, tool_names: Iterable[str]) -> None:
+    def __init__(self, frame: CallFrame, tool_names: Iterable[str]) -> None:
         self._frame = frame
         self._tool_names = frozenset(tool_names)
         self.openings: tuple[str, ...] = (frame.opening,)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from cortex.neuron.text.tools.call import NOTHING_YET, CallProgress, CallReader, NotACall, tool_name
-from cortex.neuron.text.tools.frame import Frame
+from cortex.neuron.text.tools.frame import CallFrame
 from cortex.neuron.text.tools.json_object import ObjectScanner
 from cortex.neuron.text.tools.json_syntax import MarkedJSON
 
@@ -22,8 +22,8 @@ _HEAD: Final = re.compile(_NAME + r"(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?
 _BEGINNING: Final = re.compile(r"\s*|" + _NAME + r"(?:\[[A-Z_]*(?:\]\s*(?:[\w-]*\s*(?:\[[A-Z_]*(?:\]\s*)?)?)?)?)?")
 
 
-class Mistral(MarkedJSON):
-    def __init__(self, frame: Frame, tool_names: Iterable[str]) -> None:
+class MistralSyntax(MarkedJSON):
+    def __init__(self, frame: CallFrame, tool_names: Iterable[str]) -> None:
         super().__init__(frame, tool_names)
         self.markers = self.never_text = (frame.opening, ARGS, _CALL_ID)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cortex.neuron.text.tools.call import NOTHING_YET, Call, CallProgress, CallReader, NotACall, well_formed
-from cortex.neuron.text.tools.frame import Frame
+from cortex.neuron.text.tools.frame import CallFrame
 
 _MAX_CHARACTERS: Final = 1 << 20
 """A longer call is text: the syntax tree takes about a hundred bytes for each character."""
@@ -31,11 +31,11 @@ _STRING_EVENTS: Final = {
 _WORDS: Final[Mapping[str, Any]] = {"true": True, "false": False, "null": None, "none": None}
 
 
-class Pythonic:
+class PythonicSyntax:
     bare_openings: tuple[str, ...] = ()
     separators = ",;"
 
-    def __init__(self, frame: Frame, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, frame: CallFrame, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         """`schemas`: each tool's parameters by its name."""
         self._frame = frame
         self._schemas = schemas

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.tools.call import CallSyntax
 from cortex.neuron.text.tools.frame import FRAMES
-from cortex.neuron.text.tools.gemma import Gemma
+from cortex.neuron.text.tools.gemma import GemmaSyntax
 from cortex.neuron.text.tools.json_syntax import LlamaJSON, MarkedJSON, PlainJSON
-from cortex.neuron.text.tools.mistral import Mistral
-from cortex.neuron.text.tools.pythonic import Pythonic
+from cortex.neuron.text.tools.mistral import MistralSyntax
+from cortex.neuron.text.tools.pythonic import PythonicSyntax
 from cortex.neuron.text.tools.tags import TAG_FORMS, TagSyntax
 from cortex.wire.requests import Tool
 
@@ -23,11 +23,11 @@ def call_syntax(kind: ToolSyntax, tools: Sequence[Tool]) -> CallSyntax:
         case ToolSyntax.QWEN_XML | ToolSyntax.SEED_XML | ToolSyntax.MINIMAX_XML | ToolSyntax.GLM_XML:
             return TagSyntax(TAG_FORMS[kind], schemas)
         case ToolSyntax.MISTRAL | ToolSyntax.MISTRAL_JSON:
-            return Mistral(FRAMES[kind], names)
+            return MistralSyntax(FRAMES[kind], names)
         case ToolSyntax.LFM2 | ToolSyntax.OLMO:
-            return Pythonic(FRAMES[kind], schemas)
+            return PythonicSyntax(FRAMES[kind], schemas)
         case ToolSyntax.GEMMA:
-            return Gemma(FRAMES[kind])
+            return GemmaSyntax(FRAMES[kind])
         case ToolSyntax.LLAMA_JSON:
             return LlamaJSON(names)
         case ToolSyntax.PLAIN_JSON:

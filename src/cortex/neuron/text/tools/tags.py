@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from cortex.neuron.text.output.detect import TOOL_CALL_CLOSE, ToolSyntax
 from cortex.neuron.text.output.stops import held_suffix
 from cortex.neuron.text.tools.call import NOTHING_YET, CallProgress, CallReader, NotACall, json_text, tool_name
-from cortex.neuron.text.tools.frame import FRAMES, Frame
+from cortex.neuron.text.tools.frame import FRAMES, CallFrame
 from cortex.neuron.text.tools.values import is_text, schema_of, typed
 
 _NAME_END: Final = re.compile(r"[>\n<]")
@@ -27,7 +27,7 @@ _FIRST_WORD: Final = re.compile(r"\s*([^\s<]+)(?=[\s<])")
 class TagForm:
     """How a function and its parameters are written. Names may be quoted."""
 
-    frame: Frame
+    frame: CallFrame
     function_open: str
     """Empty if the name follows the frame's opening."""
     function_name_close: str

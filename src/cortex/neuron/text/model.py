@@ -217,8 +217,12 @@ class TextModel:
     @cached_property
     def _hidden_without_calls(self) -> frozenset[int]:
         markers = self._reasoning_markers
-        shown = (markers.open, markers.close) if markers else ()
-        return self.tokenizer.special_ids - {self.tokenizer.whole_id(marker) for marker in shown}
+        if markers is None:
+            return self.tokenizer.special_ids
+        whole = self.tokenizer.vocabulary.whole_tokens
+        return self.tokenizer.special_ids - {
+            token.id for token in whole if token.text and (token.text in markers.open or token.text in markers.close)
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ def test_without_a_place_for_tools_calls_are_as_the_generic_description_has_them
     assert tool_syntax(ChatTemplate("{{ messages }} [TOOL_CALLS]")) is ToolSyntax.HERMES_JSON
 
 
-@pytest.mark.parametrize("opening", ["<think>", "[THINK]", "<seed:think>", "<|START_THINKING|>"])
+@pytest.mark.parametrize("opening", ["<think>", "[THINK]", "<seed:think>", "<|START_THINKING|>", "<|channel>thought"])
 def test_reasoning_is_between_the_markers_of_the_template(opening: str) -> None:
     markers = reasoning_markers(ChatTemplate(f"{{{{ messages }}}}{opening}"))
     assert markers is not None

@@ -12,15 +12,25 @@ from tokenizers import AddedToken, Tokenizer
 from cortex.neuron.text.grammar.matcher import Matcher
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.output.detect import ToolSyntax
+from cortex.neuron.text.template.chat_template import CHATML
 from cortex.neuron.text.tools.frame import FRAMES
-from cortex.wire.events import TextDelta, ToolCallDelta, ToolCallStart
+from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from cortex.wire.requests import GenerateRequest, Message, Text, Tool, ToolChoice
 
 from ..conftest import load_text, write_model
 from ..grammar.drawing import draw
 from ..syntax_templates import MENTIONS, template_of
 
-CONTROL = ("[TOOL_CALLS]", "[ARGS]", "<|tool_call_start|>", "<|tool_call_end|>", "<arg_key>", "</arg_key>")
+CONTROL = (
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    "<arg_key>",
+    "</arg_key>",
+    "<|channel>",
+    "<channel|>",
+)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -94,3 +104,16 @@ def test_control_tokens_of_calls_are_hidden_where_no_calls_are_read(
     model = load(directory, ToolSyntax.MISTRAL)
     asked = GenerateRequest(model="m", tools=tools)
     assert model.detokenizer(asked).push(model.encode("[TOOL_CALLS]f[ARGS]{}<|im_end|>")) == shown
+
+
+def test_reasoning_marker_that_only_begins_with_a_token_is_read(directory: Path, matcher: Matcher) -> None:
+    (directory / "chat_template.jinja").write_text(CHATML + "{# <|channel>thought <channel|> #}")
+    model = load_text(directory)
+    asked = request("required")
+    text = "<|channel>thought\nhm\n<channel|>"
+    state = matcher.compile(model.grammar(asked) or "")
+    for token in model.encode(text):
+        state.accept(token)
+    assert model.detokenizer(asked).push(model.encode(f"{text}<|im_end|>")) == text
+    parser = model.parser(asked, model.render(asked))
+    assert [event.text for event in parser.push(text) if isinstance(event, ReasoningDelta)] == ["hm"]

@@ -71,6 +71,7 @@ REASONING_MARKERS: Final = (
     ReasoningMarkers("<reasoning>", "</reasoning>"),
     ReasoningMarkers("<thought>", "</thought>"),
     ReasoningMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningMarkers("<|channel>thought", "<channel|>"),
 )
 
 PYTHON_TAG: Final = "<|python_tag|>"

@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--scenarios", help=f"default: {','.join(SCENARIOS)}; on a CPU {','.join(CPU_SCENARIOS)}")
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--deterministic", action="store_true", help="the same tokens alone and in company")
+    parser.add_argument("--deterministic", action="store_true", help="tokens that are independent of the batch")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)

@@ -190,7 +190,7 @@ def packing(layout: Layout) -> None:
     rows = empty_codes(layout, 64, 4096, torch.device("cpu")).tensors
     scale = empty(64, 4096 // layout.group, kind=torch.float32)
     pack_codes(empty(64, 4096, kind=torch.uint8), scale, scale, layout, *rows)
-    for kind in () if layout.levels else (torch.bfloat16, torch.float16, torch.float32):
+    for kind in () if layout.codebook else (torch.bfloat16, torch.float16, torch.float32):
         pack_values(empty(64, 4096, kind=kind), layout, *rows)
 
 
@@ -241,16 +241,16 @@ def cases() -> Iterator[tuple[str, Any]]:
     for tokens in (64, 512, 2048):
         yield f"experts, {tokens} tokens", lambda count=tokens: experts(count)
     for layout in (Q2, Q3, Q4, Q5, Q6, Q8, IQ4, FP4):
-        levels = f" of levels to {max(layout.levels)}" if layout.levels else ""
+        codebook = f" of a codebook to {max(layout.codebook)}" if layout.codebook else ""
         for rows in (1, 16, 64):
-            yield f"{layout.bits} bits{levels}, {rows} rows", lambda s=(layout, rows): packed(*s)
-        yield f"packing {layout.bits} bits{levels}", lambda chosen=layout: packing(chosen)
+            yield f"{layout.bits} bits{codebook}, {rows} rows", lambda s=(layout, rows): packed(*s)
+        yield f"packing {layout.bits} bits{codebook}", lambda chosen=layout: packing(chosen)
     for blocks in (FLOAT8_BLOCKS, FLOAT8_ROWS):
         for rows in (1, 16, 64):
             yield f"fp8, scales by {blocks.block or 'row'}, {rows} rows", lambda s=(blocks, rows): float8(*s)
     mixed: tuple[tuple[str, DeviceLayout, DeviceLayout], ...] = (
         ("4 and 6 bits", Q4, Q6),
-        ("4 bits of levels", IQ4, IQ4),
+        ("4 bits of a codebook", IQ4, IQ4),
         ("fp8 in blocks", FLOAT8_BLOCKS, FLOAT8_BLOCKS),
         ("fp8", FLOAT8_ROWS, FLOAT8_ROWS),
     )

@@ -1,4 +1,4 @@
-"""Benchmarks each GPU kernel alone, beside its lower bound and beside torch's libraries for the same work.
+"""Benchmarks each GPU kernel alone, with its lower bound and torch's libraries for the same work.
 
     PYTHONPATH=src python bench/kernels.py
     PYTHONPATH=src python bench/kernels.py prompts mixtures --json out.json

@@ -1,4 +1,4 @@
-"""What quantised weights and an eight-bit KV cache cost in quality: perplexity of a fixed text, beside the model as it
+"""What quantised weights and an eight-bit KV cache cost in quality: perplexity of a fixed text, next to the model as it
 is stored.
 
     PYTHONPATH=src python bench/perplexity.py model.gguf

@@ -1,7 +1,7 @@
 """Runs tests in several processes that are forked after the collection: tests are imported and collected once.
 
 The tests of a group run in one process, in order. Half of the processes take groups from the start of the queue, the
-others from its end. So tests that mostly wait for programs, which come first, run beside tests that mostly compute,
+others from its end. So tests that mostly wait for programs, which come first, run alongside tests that mostly compute,
 which come last.
 """
 

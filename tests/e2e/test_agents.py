@@ -66,7 +66,7 @@ def write_model(folder: Path, template: str) -> Path:
         eos_token_id=tokenizer.token_to_id("<|im_end|>"),
     )
     weights = llama_weights(model_config)
-    weights["lm_head.weight"][len(alphabet) :] = 0  # markers are never the likeliest
+    weights["lm_head.weight"][len(alphabet) :] = 0  # markers are never the top token
     return write_checkpoint(folder, model_config, weights)
 
 

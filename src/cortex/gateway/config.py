@@ -117,8 +117,9 @@ class LimitsSection(Section, frozen=True):
     a quarter of the open files that the system permits stays in reserve: where these are too few, so are the
     connections, and a warning at the start says so. The soft limit of open files is raised to the hard one."""
     max_connections_per_client: Count | None = None
-    """Of them from one address (IPv6: one /64 network); a further one is rejected with 429. Absent: a quarter of them.
-    Set it to `max_connections` behind a reverse proxy, whose clients all have its address."""
+    """Client connections open at once from one address (IPv6: one /64 network); a further one is rejected with 429.
+    Absent: a quarter of `max_connections`. Set it to `max_connections` behind a reverse proxy, whose clients all have
+    its address."""
     max_buffered_mb: Count = 1024
     """Request bodies in memory, of all connections together, until their responses end. A request that would exceed it
     is rejected with 503."""

@@ -16,7 +16,7 @@ from cortex.wire.errors import CrossSiteRequest, shorten
 
 ANY_ORIGIN = "*"
 _PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home", ".home.arpa", ".intranet", ".test")
-"""Suffixes that are not in the public DNS, so that no stranger can point a name at this program."""
+"""Suffixes that are not in the public DNS, so that no outsider can point a name at this program."""
 _MAX_REMEMBERED = 1000
 
 

@@ -18,7 +18,7 @@ _ARRAY_HEADER_BYTES = 16
 _JOINED_BYTES = 64 * 1024
 """Frames up to this size are copied into one piece: writing several pieces costs more."""
 
-# Of msgpack: an array with a length of 32 bits, bytes with a length of 32 bits, and no bytes.
+# msgpack prefixes: an array with a length of 32 bits, bytes with a length of 32 bits, and no bytes.
 _ARRAY_HEADER = struct.Struct(">BI")
 _BYTES_HEADER = struct.Struct(">BI")
 _BYTES = 0xC6

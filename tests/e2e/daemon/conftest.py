@@ -1,4 +1,4 @@
-"""A real neuron on its own: the daemon, its workers, the demo model and a second, tiny model beside it."""
+"""A real neuron on its own: the daemon, its workers, the demo model and a second, tiny model."""
 
 from __future__ import annotations
 

@@ -120,7 +120,9 @@ async def test_key_sees_only_its_own_requests_without_nodes(neurons: StartNeuron
     (own,) = page["requests"]
     assert (own["key"], own["node"], own["reason"]) == ("anna", None, None)
     _, page = await client.get("/fleet/activity", **bearer(olga))
-    assert [record["key"] for record in page["requests"]] == ["anna", "bert"], "a stranger's request is not recorded"
+    assert [record["key"] for record in page["requests"]] == ["anna", "bert"], (
+        "an unauthenticated request is not recorded"
+    )
     bert_id = page["requests"][1]["id"]
     assert (await client.get(f"/fleet/activity/{bert_id}", **bearer(anna)))[0] == 404
     assert (await client.get("/fleet/activity"))[0] == 401

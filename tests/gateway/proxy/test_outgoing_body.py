@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cortex.gateway.ledger.keys import generate
+from cortex.gateway.proxy.outgoing_body import choice_limit
+from cortex.parsing.envelope import Facts
 
 from ..fake_neuron import GB
+from ..ledger.metered_requests import bearer, opened
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron
@@ -40,3 +44,20 @@ async def test_limit_is_written_into_the_body(
     assert not {"n_predict", "max_completion_tokens"} & received.keys()
     assert (received["messages"][0]["content"], received["temperature"]) == ("x" * num_padding, 0.5)
     assert (await sent(alice.text, max_tokens=5))["max_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [500, 20_000, None],
+    ids=["short", "beyond the context", "none"],  # without one, the context ends it
+)
+async def test_prompt_with_more_bytes_than_the_context_has_tokens_gets_a_response(
+    tmp_path: Path, limit: int | None
+) -> None:
+    alice = generate("alice", balance_tokens=BALANCE)
+    ledger, meter = await opened(str(tmp_path / "ledger.db"), alice)
+    facts = Facts("a", False, limit, 1)
+    reservation = meter.admit(meter.key(bearer(alice)), 10_000, facts, lambda: 8192)
+    assert choice_limit(reservation, facts) == limit
+    reservation.cancel()
+    await ledger.close()

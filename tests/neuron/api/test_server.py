@@ -138,8 +138,8 @@ async def check_prompt_scores(http: ClientSession) -> None:
             assert choice["text"].startswith("Hällo, it scores.")
             entries = [entry[str(token)] for entry, token in zip(scored[len(ids) :], written, strict=True)]
             assert [entry["logprob"] for entry in entries] == pytest.approx(expected, abs=1e-4)
-            likeliest = [min(entry.values(), key=lambda one: one["rank"]) for entry in scored[1:]]
-            assert all(one["rank"] == 1 for one in likeliest)
+            best = [min(entry.values(), key=lambda one: one["rank"]) for entry in scored[1:]]
+            assert all(one["rank"] == 1 for one in best)
             assert any(entry["rank"] > 1 for entry in entries)
     async with http.post("/v1/chat/completions", json=chat(prompt_logprobs=0, max_tokens=1)) as response:
         reply = await response.json()

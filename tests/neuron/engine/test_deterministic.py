@@ -1,6 +1,6 @@
-"""Deterministic models: a request gets the same tokens and log-probabilities alone and in company, to the last bit.
+"""Deterministic models: the tokens and log-probabilities of a request are independent of the batch, to the last bit.
 
-On a GPU if there is one, else on the CPU. `kernels/test_uniform.py` runs the GPU's kernels on the CPU.
+On a GPU if there is one, else on the CPU. `kernels/test_batch_invariant.py` runs the GPU's kernels on the CPU.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def alone(family: str, requests: Sequence[EngineRequest]) -> dict[str, Response]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_response_is_the_same_alone_and_in_company(family: str) -> None:
+def test_response_is_independent_of_the_batch(family: str) -> None:
     requests = [request(number) for number in range(5)]
     assert responses(engine(family), requests) == alone(family, requests)
 

@@ -1,4 +1,4 @@
-"""Whatever happens beside a request, it gets the tokens that it would get alone, and its memory is free at its end."""
+"""A request gets the tokens that it would get alone, whatever else is in the batch; its memory is free at its end."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def prompt_logprobs_of(checkpoint: Path, prompt: tuple[int, ...]) -> torch.Tenso
 def test_scores_every_prompt_token_as_the_reference_does(
     make_engine: EngineMaker, checkpoint: Path, late: bool
 ) -> None:
-    """In chunks, beside other requests, and although the prefix is cached."""
+    """In chunks, together with other requests, and although the prefix is cached."""
     engine = make_engine(late=late, prefill_chunk_tokens=48)
     prompt = some_tokens(150, seed=4)
     run(engine, ask("warm", prompt, 3))

@@ -37,7 +37,7 @@ def engine(kv_dtype: Any) -> Engine:
 
 
 def logprobs(made: Engine, name: str) -> tuple[dict[int, float], int]:
-    """The likeliest tokens after the prompt, and how many tokens of it were cached."""
+    """The greedy tokens after the prompt, and how many tokens of it were cached."""
     made.submit(EngineRequest(name, PROMPT, 1, SamplingParams(temperature=0.0, top_logprobs=20)))
     likely: dict[int, float] = {}
     cached = 0

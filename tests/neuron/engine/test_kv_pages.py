@@ -38,7 +38,7 @@ def test_window_lies_in_at_most_its_pages(window: int, page_tokens: int) -> None
 
 def test_sequence_holds_all_pages_without_a_window_and_the_latest_with_one() -> None:
     pages = pages_of({None: 20, 10: 4, 1: 1})
-    holding = pages.hold((), 0)
+    holding = pages.hold((), 0, 0)
     advance(pages, holding, 0, 61)
     assert held(holding) == [(0, 16), (12, 16), (15, 16)]  # positions 51 to 60, and 60
     pages.release(holding)
@@ -47,7 +47,7 @@ def test_sequence_holds_all_pages_without_a_window_and_the_latest_with_one() -> 
 
 def test_prefix_continues_where_its_last_window_is_known() -> None:
     pages = pages_of({None: 20, 10: 20})
-    holding = pages.hold((), 0)
+    holding = pages.hold((), 0, 0)
     advance(pages, holding, 0, 40)
     pages.release(holding)
     assert [*pages.match(DIGESTS)] == list(range(11))  # released pages are known until they are used again
@@ -55,23 +55,23 @@ def test_prefix_continues_where_its_last_window_is_known() -> None:
     assert [*pages.match(DIGESTS)] == [0, 1, 2, 3, 4, 8, 9, 10]  # eight pages are 32 positions: page 4 ends at 20
     pages.groups[0].pool.disown(DIGESTS[9:10])
     assert [*pages.match(DIGESTS)] == [0, 1, 2, 3, 4, 8, 9]
-    continued = pages.hold(DIGESTS, 8)
+    continued = pages.hold(DIGESTS, 8, 8 * PAGE)
     assert held(continued) == [(0, 8), (5, 8)]
     advance(pages, continued, 32, 36)
 
 
 def test_model_of_windows_only_continues_without_the_beginning() -> None:
     pages = pages_of({10: 4})
-    holding = pages.hold((), 0)
+    holding = pages.hold((), 0, 0)
     advance(pages, holding, 0, 60)
     pages.release(holding)
     assert [*pages.match(DIGESTS)] == [0, 14, 15]  # one page more than a window has
-    assert held(pages.hold(DIGESTS, 15)) == [(12, 15)]
+    assert held(pages.hold(DIGESTS, 15, 15 * PAGE)) == [(12, 15)]
 
 
 def test_pages_are_added_to_all_groups_or_to_none() -> None:
     pages = pages_of({None: 4, 10: 3})
-    holding = pages.hold((), 0)
+    holding = pages.hold((), 0, 0)
     assert pages.extend(holding, 16) is None
     assert held(holding) == [(0, 0), (0, 0)]
     assert pages.reach(holding, 16) == 12
@@ -83,19 +83,33 @@ def test_pages_are_added_to_all_groups_or_to_none() -> None:
 
 def test_admission_counts_a_window_once_and_the_rest_in_full() -> None:
     pages = pages_of({None: 20, 10: 8})
-    first = pages.hold((), 0)
+    first = pages.hold((), 0, 0)
     pages.extend(first, 4)
-    assert pages.fits((), 0, 40, [(first, 40)])
-    assert not pages.fits((), 0, 41, [(first, 40)]), "21 pages without a window"
-    second = pages.hold((), 0)
+    assert pages.fits((), 0, 0, 40, [(first, 40)])
+    assert not pages.fits((), 0, 0, 41, [(first, 40)]), "21 pages without a window"
+    second = pages.hold((), 0, 0)
     pages.extend(second, 4)
-    assert not pages.fits((), 0, 12, [(first, 40), (second, 12)]), "11 pages with one"
+    assert not pages.fits((), 0, 0, 12, [(first, 40), (second, 12)]), "11 pages with one"
+
+
+def test_prefix_that_fits_can_continue() -> None:
+    pages = pages_of({None: 20, 5: 3})
+    holding = pages.hold((), 0, 0)
+    advance(pages, holding, 0, 4 * PAGE)
+    pages.release(holding)
+    other = pages.hold((), 0, 0)
+    pages.extend(other, PAGE)
+    start = 4 * PAGE
+    assert pages.fits(DIGESTS, 4, start, start + 8, [(other, PAGE)])
+    continued = pages.hold(DIGESTS, 4, start)
+    assert pages.extend(continued, start + 1), "there is a page for the next token"
+    pages.check_integrity([other, continued])
 
 
 def test_use_is_reported_of_the_fullest_group() -> None:
     pages = pages_of({None: 100, 10: 10})
     assert pages.num_held == 0
-    holding = pages.hold((), 0)
+    holding = pages.hold((), 0, 0)
     pages.extend(holding, 4 * PAGE)
     assert (pages.num_pages, pages.num_held) == (100, 40)
     advance(pages, holding, 4 * PAGE, 24 * PAGE)

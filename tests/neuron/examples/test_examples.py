@@ -194,6 +194,6 @@ def documented() -> set[str]:
 
 @pytest.mark.parametrize("source", sorted(documented()))
 def test_hub_id_in_the_documentation_resolves(start_hub: Any, source: str) -> None:
-    quant = "Q4_K_M" if source.endswith("-GGUF") else None  # named beside it
+    quant = "Q4_K_M" if source.endswith("-GGUF") else None  # named in addition
     chosen, _ = selection(start_hub, source, quant)
     assert chosen.paths

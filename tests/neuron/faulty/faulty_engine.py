@@ -1,6 +1,6 @@
 """An engine that fails on demand. Workers in tests run it in place of the real one.
 
-How a load behaves is written in `faulty.json` beside the model's files; how a request behaves is its first
+How a load behaves is written in `faulty.json` next to the model's files; how a request behaves is its first
 prompt token. Everything else is the engine's contract, kept honestly.
 """
 

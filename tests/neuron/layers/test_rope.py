@@ -100,7 +100,7 @@ def test_table_matches_cosines_and_sines_of_the_reference_library(name: str) -> 
 
 
 def test_legacy_config_keys_give_the_same_frequencies() -> None:
-    """`rope_theta` beside `rope_scaling`, with the rule under `type`."""
+    """`rope_theta` next to `rope_scaling`, with the rule under `type`."""
     old = {"rope_theta": 500_000.0, "rope_scaling": {**LLAMA3, "type": "llama3"}, "max_position_embeddings": 131072}
     del old["rope_scaling"]["rope_type"]  # type: ignore[attr-defined]
     new = {"rope_parameters": {**LLAMA3, "rope_theta": 500_000.0}, "max_position_embeddings": 131072}

@@ -46,7 +46,7 @@ SIGLIP = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`changes`: by name, the options of each model that is compared, beside SIZES."""
+    """`changes`: by name, the options of each model that is compared, in addition to SIZES."""
 
     config: Any
     model: Any

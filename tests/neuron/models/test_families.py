@@ -17,7 +17,7 @@ from .test_parity import PROMPT_TOKENS, Driver, assert_parity, load, spec
 @pytest.mark.parametrize(("family", "name"), CASES)
 @torch.inference_mode()
 def test_every_logit_matches_the_reference_library(family: str, name: str, tmp_path: Path) -> None:
-    """Of a prompt that is computed whole, in chunks that do not fit pages, token by token, and beside another one."""
+    """Of a prompt that is computed whole, in chunks that do not fit pages, token by token, and with another one."""
     reference = reference_of(family, name)
     reference.save_pretrained(tmp_path)
     model = load(tmp_path)
@@ -35,7 +35,7 @@ def test_every_logit_matches_the_reference_library(family: str, name: str, tmp_p
 @pytest.mark.parametrize(("family", "name"), [("gemma3_text", "capped"), ("cohere2", "plain"), ("glm4_moe", "plain")])
 @torch.inference_mode()
 def test_engine_matches_generate_of_the_reference_library(family: str, name: str, tmp_path: Path) -> None:
-    """Prompts longer than a chunk, prefilled beside rows that decode, and again from the prefix cache."""
+    """Prompts longer than a chunk, prefilled together with rows that decode, and again from the prefix cache."""
     reference = reference_of(family, name)
     reference.save_pretrained(tmp_path)
     engine = Engine.load(spec(tmp_path, prefill_chunk_tokens=20), torch.device("cpu"), lambda *_: None, lambda: False)

@@ -67,7 +67,7 @@ def test_option_that_a_config_leaves_out_means_what_the_reference_library_takes_
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 values for 2 layers"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types must name 2 layers"),
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
-        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "6 positive numbers in 'short_factor'"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "6 positive values in 'short_factor'"),
         ("glm4", {"partial_rotary_factor": 0.1}, "rotates 1 of 12 dimensions"),
         ("mistral3", {}, "no 'text_config'"),
     ],

@@ -1,7 +1,7 @@
 """Llama and Qwen3 against the reference library, on tiny random checkpoints, in float32 on the CPU.
 
 Logits of every position are compared, however a prompt is cut: whole, in chunks that do not fit pages, token by token,
-and beside another row.
+and in a batch with another row.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def test_files_of_any_precision_match_tied_or_not(family: str, tied: bool, dtype
 )
 @torch.inference_mode()
 def test_engine_matches_generate_of_the_reference_library(family: str, name: str, tmp_path: Path) -> None:
-    """Prompts longer than a chunk, prefilled beside rows that decode."""
+    """Prompts longer than a chunk, prefilled together with rows that decode."""
     reference = reference_of(family, name)
     reference.save_pretrained(tmp_path)
     engine = Engine.load(spec(tmp_path, prefill_chunk_tokens=20), CPU, lambda *_: None, lambda: False)

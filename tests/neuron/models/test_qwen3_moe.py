@@ -47,6 +47,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "every second layer": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
     "tied, biased": {"tie_word_embeddings": True, "attention_bias": True},
     "no experts": {"num_experts": 0},
+    "windows": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
 }
 
 
@@ -128,7 +129,7 @@ def test_sharded_files_in_half_precision_match(name: str, dtype: torch.dtype, tm
 @pytest.mark.parametrize("name", ["plain", "many experts", "dense layers between"])
 @torch.inference_mode()
 def test_engine_matches_generate_of_the_reference_library(name: str, tmp_path: Path) -> None:
-    """Chunked prefill, prefill beside decode, and decode alone: whatever else is in the batch."""
+    """Chunked prefill, prefill together with decode, and decode alone: whatever else is in the batch."""
     reference = reference_of(**CHECKPOINTS[name])
     reference.save_pretrained(tmp_path)
     prompts = [torch.randint(0, 96, (length,)).tolist() for length in (1, 5, 100, 33)]

@@ -1,4 +1,4 @@
-"""What a load that quantises allocates beside the quantised matrix does not grow with the matrix."""
+"""What a load that quantises allocates in addition to the quantised matrix does not grow with the matrix."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Inference:
     ) -> None:
         """Reject a request whose body was not read."""
         self._reject(exchange, route, id, span, error)
-        if not isinstance(error, InvalidAPIKey | ShuttingDown):  # strangers must not fill the log
+        if not isinstance(error, InvalidAPIKey | ShuttingDown):  # unauthenticated clients must not fill the log
             self._record(key, route, id, error, None)
 
     def serve(self, received: ReceivedRequest, keeper: ResponseKeeper | None = None) -> None:

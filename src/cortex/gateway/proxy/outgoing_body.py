@@ -79,7 +79,7 @@ class OutgoingBody:
         """Choose the form for the node of `lease`; False: call `prepare` before `made`.
 
         Raises InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot
-        be told how many tokens the prompt may have.
+        receive a limit for the tokens of the prompt.
         """
         limit = None if lease.has_lifecycle else self._foreign_limit()
         form = (self._route.generates and self._route.dialect not in lease.dialects, limit)
@@ -139,9 +139,9 @@ class OutgoingBody:
 
 
 def choice_limit(reservation: Reservation, facts: Facts) -> int | None:
-    """The most tokens of one choice at a server that cannot be told a limit for the whole request; None without a
-    budget. The prompt counts as one token per byte, because that is the most that it can have. Raises InsufficientQuota
-    or RateLimitExceeded."""
+    """The most tokens of one choice at a server that takes no limit for the whole request; None without a
+    budget, and where the model's context ends a choice before the budget does. The prompt counts as one token per byte,
+    because that is the most that it can have. Raises InsufficientQuota or RateLimitExceeded."""
     prompt_tokens = reservation.max_prompt_tokens
     try:
         limit = reservation.extend(prompt_tokens)
@@ -150,5 +150,7 @@ def choice_limit(reservation: Reservation, facts: Facts) -> int | None:
         raise type(error)(f"{error.message} {counted}", retry_after_s=error.retry_after_s) from error
     if limit is None:
         return None
+    if not reservation.is_tight:  # the budget has all that the client's limit or the context allows
+        return facts.completion_limit
     left = (limit - prompt_tokens) // facts.num_choices
     return left if facts.completion_limit is None else min(left, facts.completion_limit)

@@ -260,7 +260,7 @@ class ProxyRequest:
             self._excluded = NO_NODES
         elif status in (503, 529) and lease.has_alternatives:
             self._excluded |= {lease.node}
-        elif status == errors.InsufficientQuota.status and self._has_more_tokens(headers):
+        elif status == errors.InsufficientQuota.status and lease.has_lifecycle and self._has_more_tokens(headers):
             self._release(f"status {status}")
             self.go()
             return False

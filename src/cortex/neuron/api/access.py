@@ -21,11 +21,11 @@ OPEN_PATH = b"/health"
 """Needs no key. Without one its response has only the status."""
 _INFERENCE_PATHS = (b"/v1/", b"/tokenize")
 _HASHED_CHARACTERS = 1024
-"""The cost of a check must not depend on what a stranger sends."""
+"""The cost of a check must not depend on what an unauthenticated client sends."""
 
 
 class NodeKeys:
-    """The keys in force, as hashes. Once there were keys, no keys means that nobody gets in."""
+    """The keys in force, as hashes. Once there were keys, an empty set rejects every caller."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self.required = False

@@ -27,7 +27,7 @@ PROTOCOL = b"cortex-share"
 PING_S = 15.0
 SILENCE_S = 2.5 * PING_S
 CONNECT_S = 10.0
-"""For a peer to accept a connection, its response included: a host that is frozen accepts and never responds."""
+"""How long a peer may take to accept a connection and respond: a host that is frozen accepts and never responds."""
 _MAX_MESSAGE_BYTES = 1 << 20
 _LENGTH_BYTES = 4
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")

@@ -31,7 +31,7 @@ class EventStream:
         """Since the last tick; a flag is cheaper to set for each event than the time."""
         self._written_at = ticker.loop.time()
         self._ready: asyncio.Future[None] | None = None
-        """Of a writer that waits until the client has read more."""
+        """Set by a writer that waits until the client has read more."""
 
     @property
     def opened(self) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from cortex.neuron.engine.errors import RequestError, SleepError
+from cortex.neuron.engine.execution.batch_invariant import block_tokens
 from cortex.neuron.engine.execution.runner import Runner
-from cortex.neuron.engine.execution.uniform import block_tokens
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
 from cortex.neuron.engine.memory.plan import STEP_TOKENS
@@ -106,8 +106,8 @@ class Engine:
         return StepLoop(scheduler, self._new_runner(), self._constraints, self._counters, overlaps=self._overlaps)
 
     def _new_runner(self) -> Runner:
-        uniform_tokens = block_tokens(self._device) if self._spec.deterministic else None
-        return Runner(*self._runner_arguments(), uniform_tokens=uniform_tokens)
+        size = block_tokens(self._device) if self._spec.deterministic else None
+        return Runner(*self._runner_arguments(), block_tokens=size)
 
     def _runner_arguments(self) -> tuple[Decoder, int, int, int, int, StateMemory | None]:
         memory, limits = self._loaded.memory, self._limits

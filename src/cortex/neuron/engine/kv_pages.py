@@ -1,4 +1,4 @@
-"""The KV pages of a model, in groups: the layers of a group attend to the same positions and share page numbers.
+"""The KV pages of a model, in groups: the layers of a group attend to the same positions and share page ids.
 
 Layers without a window are one group. Layers with a sliding window need only the latest positions of a sequence, so
 each window has a group with a page pool of its own, and a sequence releases the pages behind the window as it advances.
@@ -63,9 +63,9 @@ class PageGroup:
         them again."""
         return self.first_needed(count * self.pool.page_tokens - 1)
 
-    def cached(self, digests: Sequence[Digest], count: int) -> list[int]:
-        """The pages with which a sequence can continue after `count` known ones."""
-        return self.pool.match(digests[self.first_of_prefix(count) : count])
+    def cached(self, digests: Sequence[Digest], count: int, start: int) -> list[int]:
+        """The pages with which a sequence can continue after `count` known ones, with the token at `start`."""
+        return self.pool.match(digests[self.first_needed(start) : count])
 
 
 class KVPages:
@@ -84,7 +84,7 @@ class KVPages:
     # -- prefixes --------------------------------------------------------------------------------------------------
 
     def match(self, digests: Sequence[Digest]) -> Sequence[int]:
-        """After how many leading pages a sequence with these `digests` can continue: all such numbers in ascending
+        """After how many leading pages a sequence with these `digests` can continue: all such counts in ascending
         order, beginning with 0. It takes no reference: call `hold` before anything else."""
         counts: Sequence[int] = range(len(digests) + 1)
         for group in self.groups:
@@ -97,11 +97,12 @@ class KVPages:
             counts = [count for count in counts if known_from[count] <= group.first_of_prefix(count)]
         return counts
 
-    def hold(self, digests: Sequence[Digest], count: int) -> Holding:
-        """Takes references on the pages with which a sequence continues after `count` pages that `match` returned."""
+    def hold(self, digests: Sequence[Digest], count: int, start: int) -> Holding:
+        """Takes references on the pages with which a sequence continues after `count` pages that `match` returned, with
+        the token at `start`: the one after them, or the last of them."""
         holding = []
         for group in self.groups:
-            pages = group.cached(digests, count)
+            pages = group.cached(digests, count, start)
             group.pool.hold(pages)
             holding.append(HeldPages(count - len(pages), pages))
         return tuple(holding)
@@ -120,11 +121,18 @@ class KVPages:
 
     # -- growth ----------------------------------------------------------------------------------------------------
 
-    def fits(self, digests: Sequence[Digest], count: int, length: int, others: Sequence[tuple[Holding, int]]) -> bool:
-        """Whether a sequence that continues after `count` known pages can grow to `length` positions, if `others` can
-        also grow, each to its own length."""
+    def fits(
+        self,
+        digests: Sequence[Digest],
+        count: int,
+        start: int,
+        length: int,
+        others: Sequence[tuple[Holding, int]],
+    ) -> bool:
+        """Whether a sequence that continues after `count` known pages, as in `hold`, can grow to `length` positions, if
+        `others` can also grow, each to its own length."""
         for index, group in enumerate(self.groups):
-            cached = group.cached(digests, count)
+            cached = group.cached(digests, count, start)
             needed = group.most_held(length) - len(cached) + group.pool.num_idle_among(cached)
             reserved = sum(max(0, group.most_held(most) - len(holding[index].pages)) for holding, most in others)
             if needed + reserved > group.pool.num_free:

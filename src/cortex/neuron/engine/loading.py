@@ -42,7 +42,7 @@ from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
 
-DETERMINISTIC_NOTE = "deterministic: a request gets the same tokens alone and in company, more slowly"
+DETERMINISTIC_NOTE = "deterministic: the tokens of a request are independent of the batch, at lower speed"
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, bytes done, bytes in total)."""
@@ -66,8 +66,8 @@ class AgreeingGroup(ParallelGroup, Protocol):
         """Device memory that the communicator holds here, already allocated."""
         ...
 
-    def smallest(self, numbers: Sequence[int]) -> list[int]:
-        """The smallest of every rank's numbers, place by place."""
+    def smallest(self, counts: Sequence[int]) -> list[int]:
+        """The smallest of every rank's counts, element by element."""
         ...
 
 
@@ -194,12 +194,12 @@ def build_model(
 
 
 def kv_cache_dtype(spec: LoadSpec, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which numbers keys and values are kept. Raises LoadError where the device cannot convert them."""
+    """The dtype in which keys and values are kept. Raises LoadError where the device cannot convert them."""
     if spec.kv_dtype == "auto":
         return dtype
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise LoadError(
-            f"{torch.cuda.get_device_name(device)} has no instructions for 8-bit floating-point numbers; "
+            f"{torch.cuda.get_device_name(device)} has no instructions for 8-bit floating-point values; "
             'remove kv_dtype = "fp8", or use an Ada, Hopper or Blackwell card'
         )
     return torch.float8_e4m3fn
@@ -215,7 +215,7 @@ def _share_of(architecture: Architecture, spec: LoadSpec, group: AgreeingGroup |
 
 
 def _agreed(plan: MemoryPlan, sizes: ModelSizes, group: AgreeingGroup, *, is_recurrent: bool) -> MemoryPlan:
-    """The plan that every rank has memory for: the ranks use the same rows and page numbers."""
+    """The plan that every rank has memory for: the ranks use the same rows and page ids."""
     slots = plan.slots
     offered = UNLIMITED if is_recurrent and not sizes.slot_bytes else slots.checkpoints
     *counts, rows, checkpoints = group.smallest((*plan.num_pages.values(), slots.rows, offered))

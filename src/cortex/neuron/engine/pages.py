@@ -1,6 +1,6 @@
 """KV pages: which sequences hold them, and which contain a prefix that a later request can reuse.
 
-Pure bookkeeping over page numbers; the memory itself belongs to `memory.sequences.KVCache`. A page is in one of three
+Pure bookkeeping over page ids; the memory itself belongs to `memory.sequences.KVCache`. A page is in one of three
 states: held (reference count > 0), idle (not held, but it contains a known prefix) or blank. Allocation takes blank
 pages first, then the least recently used idle ones.
 

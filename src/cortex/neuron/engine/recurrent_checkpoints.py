@@ -1,7 +1,7 @@
 """Checkpoints of recurrent states: which slot holds the state after which prefix, and where to save states.
 
 A recurrent state is a fold over its tokens, so a prefix can only be reused up to a position whose state was saved.
-Pure bookkeeping over slot numbers; the memory itself belongs to `memory.sequences.StateMemory`. A slot is known (it
+Pure bookkeeping over slot ids; the memory itself belongs to `memory.sequences.StateMemory`. A slot is known (it
 holds, or will hold after the planned step, the state after a prefix with a digest), lent (a running sequence saves its
 latest state there) or blank. If none is blank, the least recently used known slot is taken.
 """

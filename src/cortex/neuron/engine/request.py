@@ -1,4 +1,4 @@
-"""The inputs and outputs of an engine: token ids and numbers, no text.
+"""The inputs and outputs of an engine: token ids and parameters, no text.
 
 Plain dataclasses: they import on a bare GPU host, and cross the worker's channel as typed values.
 """
@@ -33,12 +33,12 @@ class SamplingParams:
     """The seed of the noise: the same seed draws the same tokens from the same logits. Logits follow the rest of the
     batch in their last bits, unless the model is loaded as `deterministic`."""
     top_logprobs: int | None = None
-    """None: no logprobs. 0: of the drawn token only. N: also of the N likeliest tokens."""
+    """None: no logprobs. 0: of the drawn token only. N: also of the N top tokens."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that may be drawn; empty: all."""
 
     def check(self) -> None:
-        """Raises RequestError for a value outside the range in which single precision gives finite numbers. Integers
+        """Raises RequestError for a value outside the range in which single precision gives finite values. Integers
         need no upper bound: they are cut to the vocabulary and the context."""
         for name, (low, high) in _COMPUTABLE.items():
             _check_range(name, getattr(self, name), low, high)
@@ -66,7 +66,7 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence to continue. Immutable; the engine keeps its own state beside it."""
+    """One sequence to continue. Immutable; the engine keeps its own state separately."""
 
     id: str
     prompt: tuple[int, ...]
@@ -82,18 +82,18 @@ class EngineRequest:
     checkpoint_at: tuple[int, ...] = ()
     """Prompt positions (turn ends) where a model with recurrent layers should save its state for later turns."""
     prompt_logprobs: int | None = None
-    """None: not of the prompt. 0: of each prompt token after the first. N: also of the N likeliest at its place."""
+    """None: not of the prompt. 0: of each prompt token after the first. N: also of the N top tokens at its position."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: of the token there, and of the likeliest ones."""
+    """Log-probabilities at one position: of the token there, and of the top tokens."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
     rank: int | None = None
-    """For a token of the prompt: 1 if it is the likeliest one."""
+    """For a token of the prompt: 1 if it is the top token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +108,19 @@ class StepOutput:
     finish: FinishReason | None = None
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt from its second token on; set on the first output of a request that asks for them."""
+    """They begin with the second token of the prompt; set on the first output of a request that asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the ranks of a model find each other if they are on several hosts. The leader's worker listens there."""
+class RendezvousAddress:
+    """The rendezvous of a model's ranks if they are on several hosts. The leader's worker listens there."""
 
     host: str
     """An address of the leader's host that the others reach."""
     store_port: int
     step_port: int
     secret: str
-    """Of this load: a connection without it is closed."""
+    """It belongs to this load: a connection without it is closed."""
     own_host: str
     """The address at which the host of this rank is reached by the others."""
 
@@ -137,7 +137,7 @@ class RankSpec:
     backend: Literal["nccl", "tcp"] = "tcp"
     device_locks: tuple[str, ...] = ()
     """A file for each device of the group, in the same order for all models. The leader locks them for each step."""
-    meeting: Meeting | None = None
+    rendezvous: RendezvousAddress | None = None
     """None: all ranks are on this host, and find each other in `directory`."""
 
 
@@ -165,9 +165,9 @@ class LoadSpec:
     """How dense matrices are quantised as they are loaded (a spelling that `recipe_of` knows); None: they are not."""
     context_tokens: int | None = None
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    """In which numbers keys and values are kept; `auto`: in those that the model computes in."""
+    """The dtype in which keys and values are kept; `auto`: the one that the model computes in."""
     deterministic: bool = False
-    """Whether a request gets the same tokens alone and in company, at the price of speed."""
+    """Whether the tokens of a request are independent of the batch (batch-invariant arithmetic), which is slower."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""
@@ -180,7 +180,7 @@ class LoadSpec:
     num_host_shares: int = 1
     """On a CPU: how many devices divide the memory of the host equally."""
     stages: tuple[StageSpec, ...] = ()
-    """Of a model that is divided by layers: those of each rank. Empty: the ranks divide every layer."""
+    """The layers of each rank, if the model is divided by layers. Empty: the ranks divide every layer."""
 
     @property
     def stage(self) -> StageSpec | None:

@@ -40,8 +40,9 @@ class SchedulerLimits:
     leave rows idle."""
 
     def prefill_tokens(self, num_decodes: int, num_waiting: int) -> int:
-        """Most prefill tokens of a step. Beside decode rows a few prompts get little, so that running streams do not
-        stutter. Many prompts get up to half of a step: they start at nearly full pace, and the stutter ends sooner."""
+        """Most prefill tokens of a step. If there are decode rows, a few prompts get little, so that running streams do
+        not stutter. Many prompts get up to half of a step: they start at nearly full pace, and the stutter ends
+        sooner."""
         room = self.step_tokens - num_decodes
         if num_decodes == 0:
             return room
@@ -198,13 +199,14 @@ class Scheduler:
 
     def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:
         others = [(other.pages, self._length_ahead(other)) for other in self.running]
-        if not self.pages.fits(sequence.digests, cached, self._length_ahead(sequence), others):
+        # The last token is computed even if it is cached: the next token is drawn from its logits.
+        start = min(cached * self.pages.page_tokens, len(sequence.tokens) - 1)
+        if not self.pages.fits(sequence.digests, cached, start, self._length_ahead(sequence), others):
             return False
         self.waiting.remove(sequence)
-        sequence.pages = self.pages.hold(sequence.digests, cached)
+        sequence.pages = self.pages.hold(sequence.digests, cached, start)
         sequence.committed = cached
-        # The last token is computed even if it is cached: the next token is drawn from its logits.
-        sequence.computed = min(cached * self.pages.page_tokens, len(sequence.tokens) - 1)
+        sequence.computed = start
         if sequence.cached is None:
             sequence.cached = sequence.computed
         sequence.row = self._free_rows.pop()

@@ -52,7 +52,8 @@ class Sequence:
     """Positions where its recurrent state will be saved, if the model has one."""
     decode_checkpoint: DecodeCheckpoint | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt from its second token on, as far as steps were read; only if the request asks for them."""
+    """They begin with the second token of the prompt and reach as far as steps were read; only if the request asks for
+    them."""
     has_reported: bool = False
     """Whether its first output was made."""
     constraint: Constraint | None = None

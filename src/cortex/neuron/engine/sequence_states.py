@@ -22,7 +22,7 @@ class SequenceStates:
         self._page_tokens = page_tokens
 
     def usable(self, sequence: Sequence, counts: Ordered[int]) -> int:
-        """The largest of `counts` after which the sequence can continue: numbers of cached pages, ascending."""
+        """The largest of `counts` after which the sequence can continue: counts of cached pages, ascending."""
         if self._checkpoints is None:
             return counts[-1]
         # The last token is always computed, so a state that includes it is of no use.

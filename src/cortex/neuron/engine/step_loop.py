@@ -197,7 +197,7 @@ class StepLoop:
             sequence.prompt_logprobs[row.start : row.start + len(scores)] = scores  # again after a preemption
             if not result.healthy:
                 self._scheduler.distrust(sequence)
-                message = "the model computed numbers that are not finite for this prompt; the request was ended"
+                message = "the model computed logits that are not finite for this prompt; the request was ended"
                 self._finish(sequence, StepOutput(sequence.request.id, finish="error", error=message))
                 continue
             tokens, finish = until_end(sequence, result.tokens)

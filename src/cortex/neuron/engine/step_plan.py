@@ -30,7 +30,7 @@ class PromptScoring:
 
     following: tuple[int, ...]
     """The prompt tokens after the first positions of the row, one for each."""
-    num_likeliest: int = 0
+    num_top: int = 0
     """How many of the most likely tokens are reported at each position."""
 
 
@@ -86,7 +86,7 @@ class StepPlan:
     saves: tuple[StateCopy, ...] = ()
     """Recurrent states to copy after the step, from a row to a checkpoint."""
     captures: bool = False
-    """Of a divided model: no step, but the capture of the next graph, which all ranks do together."""
+    """For a divided model: the plan is no step, but the capture of the next graph, which all ranks do together."""
 
     @property
     def num_tokens(self) -> int:

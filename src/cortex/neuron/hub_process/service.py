@@ -1,4 +1,4 @@
-"""Answers the requests of one connection, one at a time."""
+"""Serves the requests of one connection, one at a time."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Triton kernels, each beside the plain torch reference that its test compares it with."""
+"""Triton kernels, each next to the plain torch reference that its test compares it with."""

@@ -1,7 +1,7 @@
 """The activations of gated feed-forward blocks: activation(gate) · up.
 
 A new one is an entry of `_FUNCTIONS` (torch), a branch of `activated` (Triton) and one of `activated` in
-`native/numbers.h` (C). The order of `_FUNCTIONS` numbers them; 0 stands for none.
+`native/values.h` (C). The order of `_FUNCTIONS` numbers them; 0 stands for none.
 """
 
 from __future__ import annotations

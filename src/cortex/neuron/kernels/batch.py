@@ -51,7 +51,7 @@ class Batch:
     """[prefills + 1] int32: the first token of each prefill row, relative to the first prefill token"""
     prefill_tiles: Tensor | None = None
     """[tiles, 2] int32: the prefill row and the first token of each tile of PREFILL_TILE tokens"""
-    uniform: bool = False
+    batch_invariant: bool = False
     """Whether a token's result may depend only on its own sequence: then all rows are prefill rows, and no kernel adds
     in an order that follows the batch. A captured graph gives no `prefills`: its rows have one token each."""
     groups: tuple[Batch, ...] = ()

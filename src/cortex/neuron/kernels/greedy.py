@@ -1,4 +1,4 @@
-"""The likeliest token of each row, and whether its logits are numbers: one pass over the logits."""
+"""The argmax of each row, and whether its logits are finite: one pass over the logits."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
 from cortex.neuron.kernels.native.library import native_library_or_none
-from cortex.neuron.kernels.native.operations import Likeliest, compute, operation
+from cortex.neuron.kernels.native.operations import Argmax, compute, operation
 
 _PART = 4096
 
 
-def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the highest logits, and whether that logit is finite; NaN counts as higher than any number.
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the highest logits, and whether that logit is finite; NaN counts as higher than any value.
 
     logits: [rows, vocab] → [rows] int64, [rows] bool
     """
     if not has_kernels(logits):
         is_native = logits.dtype == torch.float32 and native_library_or_none() is not None
-        return (_native_likeliest if is_native else likeliest_reference)(logits)
+        return (_native_argmax if is_native else argmax_reference)(logits)
     rows, vocab = logits.shape
     num_parts = triton.cdiv(vocab, _PART)
     device = logits.device
@@ -37,16 +37,16 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, healthy
 
 
-def _native_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+def _native_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.contiguous()
     rows, vocab = logits.shape
     tokens, healthy = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
-    made = operation(Likeliest, logits=logits, tokens=tokens, is_finite=healthy, count=vocab)
+    made = operation(Argmax, logits=logits, tokens=tokens, is_finite=healthy, count=vocab)
     compute(made, rows, is_small=True)
     return tokens, healthy
 
 
-def likeliest_reference(logits: Tensor) -> tuple[Tensor, Tensor]:
+def argmax_reference(logits: Tensor) -> tuple[Tensor, Tensor]:
     highest, tokens = logits.max(-1)
     return tokens, highest.isfinite()
 

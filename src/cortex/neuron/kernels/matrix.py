@@ -60,7 +60,7 @@ class Matrix(ABC):
     """[outputs, inputs] on one device, allocated once."""
 
     takes_float32: ClassVar[bool] = False
-    """Whether products of float32 rows are as fast as those of the model's dtype, and more exact."""
+    """Whether GEMMs of float32 rows are as fast as those of the model's dtype, and more exact."""
 
     def __init__(self, outputs: int, inputs: int, device: torch.device) -> None:
         self.outputs = outputs
@@ -104,7 +104,7 @@ class Matrix(ABC):
 
     @abstractmethod
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows with these numbers, as an embedding looks them up. ids: [n] → [n, inputs]"""
+        """The rows with these ids, as an embedding looks them up. ids: [n] → [n, inputs]"""
 
     @abstractmethod
     def _product(self, x: Tensor, prologue: Prologue, epilogue: Epilogue, out: Tensor | None) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Final
 
 MAX_RANKS: Final = 16
 MAX_BYTES: Final = 256 << 10
-"""Of one rank's part. Beyond it a library that sends each byte once is faster."""
+"""The largest part of one rank. Beyond it a library that sends each byte once is faster."""
 CHUNK_BYTES: Final = 4 << 10
-"""Of one program: 16 for each of its threads."""
+"""The bytes of one program: 16 for each of its threads."""
 NUM_FLAGS: Final = MAX_RANKS * MAX_BYTES // CHUNK_BYTES
 HEADER_BYTES: Final = 8 << 10
 """A flag for each (program, rank), and the turn of each program. The two halves for the parts follow."""

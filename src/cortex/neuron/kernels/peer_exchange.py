@@ -25,8 +25,8 @@ from cortex.neuron.kernels.peer_buffer import CHUNK_BYTES, HEADER_BYTES, MAX_BYT
 
 SUM_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 WAIT_LIMIT_S: Final = 60
-"""Of one message. Ranks wait for each other on the host after a load, and followers wake before the leader. What is
-left is a rank that compiles kernels between two messages, or whose worker loads a piece of another model."""
+"""The limit for one message. Ranks wait for each other on the host after a load, and followers wake before the leader.
+What is left is a rank that compiles kernels between two messages, or whose worker loads a piece of another model."""
 
 _FLAGS_PER_PROGRAM = constant(MAX_RANKS)
 _TURNS = constant(4 * NUM_FLAGS)
@@ -104,7 +104,7 @@ def _exchange_kernel(
     tl.store(_aligned(own + chunk, number) + index, tl.load(part + element, mask=inside, other=0))
     tl.debug_barrier()  # the whole chunk is written before its flag
     lane = tl.arange(0, LANES)
-    sender = tl.where(lane < RANKS, lane, rank)  # spare lanes repeat what this rank tells itself
+    sender = tl.where(lane < RANKS, lane, rank)  # spare lanes repeat what this rank sends to itself
     flags = 4 * _FLAGS_PER_PROGRAM * program
     _raise_flag(tl.load(buffers + sender) + flags + 4 * rank, turn + 0 * lane)
     _await_flag(own + flags + 4 * sender, turn + 0 * lane, wait_limit_s + 0 * lane)

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 SLACK_BYTES = 2 << 10
-"""Reserved for what a program keeps besides its tiles: page numbers, partial sums."""
+"""Reserved for what a program keeps besides its tiles: page ids, partial sums."""
 MIN_STAGES = 3
 """With fewer tiles in flight, a loop over a matrix does not saturate the memory bandwidth."""
 

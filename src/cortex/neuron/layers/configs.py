@@ -22,7 +22,7 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "longrope": ("original_max_position_embeddings",),
 }
-"""The supported scaling rules → the numbers that each requires."""
+"""The supported scaling rules → the parameters that each requires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class MLPConfig:
     """Biases on gate and up."""
     output_bias: bool = False
     activation: Activation = "silu"
-    """Of the gate."""
+    """The activation of the gate."""
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""

@@ -88,7 +88,7 @@ class GatedLinear:
 
     def fused(self, x: Tensor, norm: RMSNorm | None) -> Tensor | None:
         """The result if one kernel computes all of it for this batch; None if the activation is better part of the
-        product that follows."""
+        GEMM that follows."""
         is_fused = self.gate_up.bias is None and self.gate_up.matrix.gates(x)
         return self(x, norm=norm) if is_fused else None
 

@@ -28,7 +28,7 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps, residual)
 
     def centred(self, x: Tensor) -> Tensor:
-        """x: [rows, size] → without its mean, if this is a layer norm: the input of the products that apply the norm"""
+        """x: [rows, size] → without its mean, if this is a layer norm: the input of the GEMMs that apply the norm"""
         if not self._subtracts_mean:
             return x
         return (x - x.mean(-1, keepdim=True, dtype=torch.float32)).to(x.dtype)

@@ -31,7 +31,7 @@ class Binding:
     transform: Callable[[Tensor], Tensor] | None = None
     """Applied to the source before it is copied, if the layout of the checkpoint differs."""
     shape: tuple[int, ...] | None = None
-    """Of the source, if `transform` changes it; None: that of `destination`. A load rejects every other shape."""
+    """The shape of the source, if `transform` changes it; None: that of `destination`. A load rejects any other."""
     parts: tuple[Binding, ...] = ()
     """Bindings that fill the same memory if the checkpoint has no `source` but its parts."""
 

@@ -54,7 +54,7 @@ class LayerConfig:
     mixer: AttentionConfig | GatedDeltaConfig
     feed_forward: MLPConfig | MoEConfig
     norm: NormConfig
-    """Of all norms of the layer over the residual stream."""
+    """It applies to all norms of the layer over the residual stream."""
     mixer_norms: BlockNorms
     feed_forward_norms: BlockNorms
     """None of its own: the feed-forward block has the same input as the mixer, and both are added."""
@@ -117,7 +117,7 @@ class Architecture(ABC):
         found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, AttentionConfig)} or {None}
         self.windows = tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
         """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
-        layers of a window are one KV group, which shares page numbers."""
+        layers of a window are one KV group, which shares page ids."""
 
     def _layer(self, index: int) -> LayerConfig:
         mixer, feed_forward = self.mixer(index), self.feed_forward(index)

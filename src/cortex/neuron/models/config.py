@@ -15,7 +15,7 @@ _MAX_LAYERS = 1_000
 """Far above every published model; bounds what a damaged config can make a node compute."""
 _MAX_COUNT = 1 << 40
 _MAX_NUMBER = 1e30
-"""Of settings that are not counts; keeps calculations in float32 finite."""
+"""The limit of settings that are not counts; keeps calculations in float32 finite."""
 _OPTIONAL_ROPE = (
     "attention_factor",
     "beta_fast",
@@ -118,7 +118,7 @@ def layer_type_in(config: Mapping[str, Any], index: int, allowed: Sequence[str],
 
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Both spellings: `rope_theta` beside `rope_scaling`, and everything in `rope_parameters`.
+    """Both spellings: `rope_theta` next to `rope_scaling`, and everything in `rope_parameters`.
 
     Raises UnsupportedModel.
     """
@@ -168,6 +168,6 @@ def read_layer_rope(config: Mapping[str, Any], head_dim: int, layer_type: str, t
 
 def _check_factors(settings: Mapping[str, Any], count: int) -> None:
     for name in ("short_factor", "long_factor"):
-        factors, needed = settings.get(name), f"{count} positive numbers in {name!r}"
+        factors, needed = settings.get(name), f"{count} positive values in {name!r}"
         if not isinstance(factors, Sequence) or len(factors) != count or not all(map(is_positive, factors)):
             raise UnsupportedModel(f"rope scaling 'longrope' needs {needed}: {factors!r:.80}")

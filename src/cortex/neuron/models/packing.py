@@ -32,7 +32,7 @@ class MatrixDevice:
     """The form of quantised matrices on a CPU; None: it keeps all matrices dense."""
 
     def quantises(self, recipe: Recipe) -> bool:
-        """Whether it has products for what the recipe makes of dense matrices."""
+        """Whether it has GEMMs for what the recipe makes of dense matrices."""
         if self.kind == "cuda":
             return self.dtype == "bfloat16"
         return self.cpu_form is not None and isinstance(recipe.matrices, Layout)
@@ -56,7 +56,7 @@ def choose_layout(device: MatrixDevice, name: str, info: TensorInfo, recipe: Rec
     made = recipe.layout_of(name) if recipe is not None and info.dtype in QUANTISABLE else None
     if device.kind == "cuda":
         return _device_layout(info, made) if device.dtype == "bfloat16" else None
-    if device.cpu_form is None or ".experts." in name:  # experts are one stack, for which CPUs have dense products
+    if device.cpu_form is None or ".experts." in name:  # experts are one stack, for which CPUs have dense GEMMs
         return None
     if isinstance(made, Layout):
         return CpuLayout(device.cpu_form, made.bits, made.group, made.zero)

@@ -65,7 +65,7 @@ def feed_forward_slices(
     experts = f"{prefix}.mlp.experts"
     yield f"{experts}.gate_up_proj", TensorSlice(rows=(held,))
     yield f"{experts}.down_proj", TensorSlice(rows=(held,))
-    for number in range(block.experts):  # a rank numbers its experts from 0
+    for number in range(block.experts):  # the experts of a rank have ids from 0
         for part in ("gate", "up", "down"):
             name = f"{experts}.{number}.{part}_proj.weight"
             source = f"{experts}.{held.start + number}.{part}_proj.weight"

@@ -21,11 +21,11 @@ class WeightStorage:
     """In which form a load keeps a model's weights on its device."""
 
     item_bytes: int
-    """Of one number in the dtype that the model computes in."""
+    """The size of one element in the dtype that the model computes in."""
     packing: Mapping[str, MatrixLayout] = field(default_factory=dict)
     """Name of a tensor → the layout in which it stays quantised; tensors left out are dense."""
     kv_item_bytes: int | None = None
-    """Of one number in the KV cache; None: `item_bytes`."""
+    """The size of one element in the KV cache; None: `item_bytes`."""
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """What one dense matrix takes."""
@@ -149,7 +149,7 @@ def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
 
 
 def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
-    """The shared expert beside routed experts that stay quantised."""
+    """The shared expert of a layer whose routed experts stay quantised."""
     if not config.shared_inner:
         return 0
     name = f"{prefix}.shared_expert"

@@ -150,7 +150,7 @@ class Admission:
         queued.start()
 
     def _has_room_for(self, queued: QueuedRequest) -> bool:
-        """Whether its cache fits beside what the engine holds. A request alone always starts."""
+        """Whether its cache fits next to what the engine holds. A request alone always starts."""
         return self.running == 0 or self._pending_cache_tokens + queued.cache_tokens <= self._free_cache_tokens
 
     def _may_take_slot(self, principal: str, now_s: float) -> bool:

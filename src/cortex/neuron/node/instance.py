@@ -297,7 +297,9 @@ def _request_error(kind: FaultKind, message: str, running: _Running, *, alone: b
     if kind is FaultKind.OUT_OF_MEMORY:
         if alone and not running.queued.has_output:
             return prompt_too_long_for_memory(len(running.request.prompt), message)
-        return Overloaded(f"the device ran out of memory beside other requests; try again ({message})", retry_after_s=5)
+        return Overloaded(
+            f"the device ran out of memory together with other requests; try again ({message})", retry_after_s=5
+        )
     return GenerationFailed(f"the engine failed on this request: {message}")
 
 

@@ -75,7 +75,7 @@ class Parts:
     first_retry_s: float = 5.0
     connect_peer: ConnectPeer = unconnected
     harnesses: tuple[Harness, ...] = ()
-    """Beside the built-in engine."""
+    """In addition to the built-in engine."""
 
 
 class Node:

@@ -19,7 +19,7 @@ _GGUF_KEYS = {
 
 
 def from_generation_config(config: Mapping[str, Any]) -> SamplingDefaults:
-    """From `generation_config.json`. `do_sample: false` is greedy, whatever the other options are."""
+    """The options in `generation_config.json`. `do_sample: false` is greedy, whatever the other options are."""
     values = {name: config.get(name) for name in _GGUF_KEYS}
     if config.get("do_sample") is False:
         values["temperature"] = 0.0

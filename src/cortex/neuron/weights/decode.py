@@ -51,20 +51,20 @@ def decode(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0) -> tor
     dtype = DENSE.get(stored.format)
     if not stored.num_elements:
         return torch.empty(stored.shape, dtype=dtype or torch.float32, device=raw.device)
-    if stored.beside is not None:
-        return codes.numbers_of(stored, stored.beside, raw, start_group * stored.group_rows)
+    if stored.scales is not None:
+        return codes.values_of(stored, stored.scales, raw, start_group * stored.group_rows)
     if dtype is not None:
         if raw.data_ptr() % dtype.itemsize:
             raw = raw.clone()
-        numbers = raw.view(dtype)
+        values = raw.view(dtype)
     else:
-        numbers = _dequantise(stored, raw)
-    numbers = numbers.view(-1, *stored.row_shape) if stored.shape else numbers.view(())
+        values = _dequantise(stored, raw)
+    values = values.view(-1, *stored.row_shape) if stored.shape else values.view(())
     if stored.interleaved_rows:
-        numbers = _separate_halves(numbers, stored)
+        values = _separate_halves(values, stored)
     if stored.columns is not None:
-        numbers = torch.cat([numbers[:, run.start : run.stop] for run in stored.columns.runs], dim=1)
-    return numbers if stored.adjustment is None else _unadjusted(stored, numbers)
+        values = torch.cat([values[:, run.start : run.stop] for run in stored.columns.runs], dim=1)
+    return values if stored.adjustment is None else _unadjusted(stored, values)
 
 
 def has_groups(stored: StoredTensor) -> bool:
@@ -77,8 +77,8 @@ def decode_groups(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0)
 
     Each is [rows, groups per row, ...]. Raises Unsupported if the format is not quantised.
     """
-    if stored.beside is not None and has_groups(stored):
-        return codes.groups_of(stored, stored.beside, raw, start_group * stored.group_rows)
+    if stored.scales is not None and has_groups(stored):
+        return codes.groups_of(stored, stored.scales, raw, start_group * stored.group_rows)
     quantisation = quants.QUANTISATIONS.get(stored.format)
     if quantisation is None:
         raise Unsupported(f"{stored.file.path}: weights in {stored.format} are dense, not quantised in groups")
@@ -99,8 +99,8 @@ def decode_float8(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0)
 
     [rows, inputs] float8, [rows, blocks of columns] float32
     """
-    assert stored.beside is not None
-    return codes.float8_of(stored, stored.beside, raw, start_group * stored.group_rows)
+    assert stored.scales is not None
+    return codes.float8_of(stored, stored.scales, raw, start_group * stored.group_rows)
 
 
 def _dequantise(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
@@ -111,30 +111,30 @@ def _dequantise(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
     blocks = raw.view(-1, quantisation.block_bytes)
     if raw.device.type != "cpu":
         return quantisation.dequantise(blocks).view(-1)
-    numbers = torch.empty(blocks.shape[0], quantisation.block_elements)
+    values = torch.empty(blocks.shape[0], quantisation.block_elements)
     run = max(1, _RUN_BYTES // quantisation.block_bytes)
     for start in range(0, blocks.shape[0], run):
-        numbers[start : start + run] = quantisation.dequantise(blocks[start : start + run])
-    return numbers.view(-1)
+        values[start : start + run] = quantisation.dequantise(blocks[start : start + run])
+    return values.view(-1)
 
 
-def _unadjusted(stored: StoredTensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The checkpoint's numbers, in float32, from those of a small tensor of the file."""
-    numbers = numbers.float()
+def _unadjusted(stored: StoredTensor, values: torch.Tensor) -> torch.Tensor:
+    """The checkpoint's values, in float32, from those of a small tensor of the file."""
+    values = values.float()
     if stored.adjustment is Adjustment.PLUS_ONE:
-        return numbers - 1
-    if not bool((numbers <= 0).all()):
-        raise Malformed(f"{stored.file.path}: {stored.name} has numbers that are not negative; convert the model again")
-    return torch.log(-numbers)
+        return values - 1
+    if not bool((values <= 0).all()):
+        raise Malformed(f"{stored.file.path}: {stored.name} has values that are not negative; convert the model again")
+    return torch.log(-values)
 
 
-def _separate_halves(numbers: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+def _separate_halves(values: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
     """Rows a0 b0 a1 b1 … at the start of each head become a0 a1 … b0 b1 …"""
     head_rows = stored.interleaved_rows
-    if numbers.shape[0] % head_rows or head_rows % 2:
-        raise Malformed(f"{numbers.shape[0]} rows are not whole heads of {head_rows} rows; download the file again")
-    rotated, row_shape = stored.rotated_rows or head_rows, numbers.shape[1:]
-    heads = numbers.view(-1, head_rows, *row_shape)
+    if values.shape[0] % head_rows or head_rows % 2:
+        raise Malformed(f"{values.shape[0]} rows are not whole heads of {head_rows} rows; download the file again")
+    rotated, row_shape = stored.rotated_rows or head_rows, values.shape[1:]
+    heads = values.view(-1, head_rows, *row_shape)
     pairs = heads[:, :rotated].reshape(len(heads), rotated // 2, 2, *row_shape)
     halves = pairs.transpose(1, 2).reshape(len(heads), rotated, *row_shape)
     if rotated < head_rows:

@@ -14,7 +14,7 @@ class Malformed(CheckpointError):
 
 
 class Unsupported(CheckpointError):
-    """The file is valid, but its version, architecture or number format is not supported."""
+    """The file is valid, but its version, architecture or data type is not supported."""
 
 
 class TensorMissing(CheckpointError):

@@ -1,4 +1,4 @@
-"""Checks that quantised tensors have scales, and FP8 ones weights, that are numbers, while the tensors are read."""
+"""Checks that quantised tensors have finite scales, and FP8 ones finite weights, while the tensors are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cortex.neuron.weights.errors import Malformed
 from cortex.neuron.weights.stored import StoredTensor
 
 _NAN = 0x7F
-"""The code of FP8 (e4m3) that is no number, without its sign. Some kernels would read it as 480."""
+"""The code of NaN in FP8 (e4m3), without its sign. Some kernels would read it as 480."""
 
 
 class ScaleCheck:
@@ -22,7 +22,7 @@ class ScaleCheck:
         """[] bool on a GPU, or None: all is checked."""
 
     def add(self, scales: torch.Tensor) -> None:
-        """`scales`: numbers of one piece; if a scale is not finite, one of them is not. Raises Malformed on the CPU."""
+        """`scales`: values of one piece; if a scale is not finite, one of them is not. Raises Malformed on the CPU."""
         self._add(torch.isfinite(scales.sum()))
 
     def add_float8(self, codes: torch.Tensor) -> None:
@@ -41,12 +41,12 @@ class ScaleCheck:
         stored = self._stored
         what = "weights" if stored.format == "FP8" else "scales"  # its scales are checked where they are read
         return Malformed(
-            f"{stored.file.path}: {stored.name} in {stored.format} has {what} that are not numbers; download it again"
+            f"{stored.file.path}: {stored.name} in {stored.format} has {what} that are not finite; download it again"
         )
 
 
 def finish(checks: Iterable[ScaleCheck]) -> None:
-    """Raises Malformed if a scale or a weight was not a number."""
+    """Raises Malformed if a scale or a weight was not finite."""
     pending = [(check, check.finite) for check in checks if check.finite is not None]
     if not pending:
         return

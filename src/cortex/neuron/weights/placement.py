@@ -20,8 +20,8 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 
 PIECE_BYTES: Final = 8 << 20
 CACHED_PIECE_WEIGHTS: Final = 512 << 10
-"""Of pieces that the CPU quantises or repacks: many enough that each operation is worth its fixed cost, and few enough
-that several copies fit the caches."""
+"""The size of pieces that the CPU quantises or repacks: large enough that each operation is worth its fixed cost, and
+small enough that several copies fit the caches."""
 _BLOCK_ROWS: Final = 64
 
 
@@ -92,23 +92,23 @@ class Target:
 
     def write(self, piece: WeightPiece, raw: torch.Tensor) -> None:
         """Decode the bytes of the piece, which are on the device of the destination, and write its rows."""
-        numbers = decode(self.stored, raw, piece.start_group)
+        values = decode(self.stored, raw, piece.start_group)
         if self.stored.is_blocked:
-            self.check.add(numbers)
+            self.check.add(values)
         place: slice | EllipsisType = ...
         if self.stored.shape:
             first_row = piece.start_group * self.stored.group_rows
             start = max(self.rows.start, first_row)
-            stop = min(self.rows.stop, first_row + numbers.shape[0])
+            stop = min(self.rows.stop, first_row + values.shape[0])
             place = slice(start - self.rows.start, stop - self.rows.start)
-            numbers = numbers[(slice(start - first_row, stop - first_row), *self._placement.select[1:])]
+            values = values[(slice(start - first_row, stop - first_row), *self._placement.select[1:])]
         if self._placement.transform is None:
-            self._placement.destination[place].copy_(numbers)
+            self._placement.destination[place].copy_(values)
             return
         if self._assembled is None:
-            shape = (len(self.rows), *numbers.shape[1:]) if self.stored.shape else ()
-            self._assembled = torch.empty(shape, dtype=numbers.dtype, device=numbers.device)
-        self._assembled[place].copy_(numbers)
+            shape = (len(self.rows), *values.shape[1:]) if self.stored.shape else ()
+            self._assembled = torch.empty(shape, dtype=values.dtype, device=values.device)
+        self._assembled[place].copy_(values)
         self._num_left -= 1
         if not self._num_left:
             self._finish(self._placement.transform(self._assembled))

@@ -12,9 +12,9 @@ from cortex.neuron.weights.gguf.types import GGMLType
 from cortex.neuron.weights.mapping import MappedFile
 
 GROUP = 32
-"""Columns that share a scale at least: matrices with scales beside them are kept in groups of this size."""
+"""Columns that share a scale at least: matrices with scales in separate tensors are kept in groups of this size."""
 GROUPED = frozenset({"INT4", "INT8", "MXFP4"})
-"""The formats of matrices with scales beside them that are."""
+"""The formats whose matrices have scales in separate tensors and are kept in such groups."""
 
 
 def _runs_between(runs: tuple[range, ...], start: int, stop: int) -> Iterator[range]:
@@ -43,9 +43,9 @@ class ByteSelection:
     groups: tuple[range, ...]
     """Runs of the larger tensor's groups, in order."""
     stride_bytes: int
-    """From one group of the larger tensor to the next."""
+    """The distance from one group of the larger tensor to the next."""
     skip_bytes: int = 0
-    """From the start of a group to the selected part."""
+    """The distance from the start of a group to the selected part."""
 
     def groups_between(self, start: int, stop: int) -> Iterator[range]:
         """Groups `start` up to `stop` of the selection, as runs of the larger tensor's groups."""
@@ -71,15 +71,16 @@ class Order:
 
 
 class Adjustment(Enum):
-    """What the file did to the numbers of the checkpoint; decoding undoes it."""
+    """What the file did to the values of the checkpoint; decoding undoes it."""
 
     PLUS_ONE = "number + 1"
     NEGATIVE_EXPONENTIAL = "-exp(number)"
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """What a quantised matrix of a published checkpoint needs besides its codes (`safetensors/codes.py`)."""
+class ScaleTensors:
+    """The tensors that a quantised matrix of a published checkpoint has in addition to its codes
+    (`safetensors/codes.py`)."""
 
     name: str
     """The matrix, for errors."""
@@ -120,7 +121,7 @@ class StoredTensor:
     """The rows at the start of such a head that are interleaved; 0: all of them."""
     selection: ByteSelection | None = None
     """For a part of a larger tensor, whose first byte is at `offset`; None: the bytes are contiguous."""
-    beside: Beside | None = None
+    scales: ScaleTensors | None = None
     """For a matrix whose scales are tensors of their own; None: the format is complete in itself."""
     rows: Order | None = None
     """For a matrix that can be read only whole, and of which other rows are needed; None: all rows, as in the file."""
@@ -128,7 +129,7 @@ class StoredTensor:
     """For a matrix whose columns have another order in the file; None: the same order."""
     adjustment: Adjustment | None = None
     name: str = ""
-    """In the file, for errors."""
+    """The tensor's name in the file, for errors."""
 
     @property
     def num_rows(self) -> int:
@@ -141,7 +142,7 @@ class StoredTensor:
     @property
     def group_rows(self) -> int:
         # A quantised vector is one group: its "rows" are single elements, and its blocks span many of them.
-        if self.beside is not None and self.beside.is_transposed:
+        if self.scales is not None and self.scales.is_transposed:
             return self.num_rows
         if len(self.shape) == 1 and (self.interleaved_rows or self.is_blocked):
             return self.num_rows
@@ -173,7 +174,7 @@ class StoredTensor:
         groups."""
         self._check_inside(max((run.stop for run in runs), default=0), dimension=0)
         shape = (sum(map(len, runs)), *self.shape[1:])
-        if self.beside is not None and self.beside.is_transposed:
+        if self.scales is not None and self.scales.is_transposed:
             whole_rows = self.rows or Order(self.num_rows, (range(self.num_rows),))
             parts = tuple(part for run in runs for part in whole_rows.part(run).runs)
             return replace(self, shape=shape, rows=replace(whole_rows, runs=parts))
@@ -197,7 +198,7 @@ class StoredTensor:
                 f"{self.file.path}: {self.name or 'a projection'} cannot be split into heads of {head_rows} rows, of "
                 f"which {rotated_rows} rotate; is it the model that its config describes?"
             )
-        if self.beside is None:
+        if self.scales is None:
             return replace(self, interleaved_rows=head_rows, rotated_rows=rotated_rows)
         halves = [*range(0, rotated_rows, 2), *range(1, rotated_rows, 2)]
         runs: list[range] = []
@@ -211,7 +212,7 @@ class StoredTensor:
         cut a quantised block."""
         self._check_inside(columns.stop, dimension=1)
         rows, width = self.shape
-        if self.beside is not None:  # whole rows are read: the scales are beside them
+        if self.scales is not None:  # whole rows are read: the scales are in separate tensors
             self._check_block(columns, width, "columns", GROUP if self.format in GROUPED else 1)
             order = self.columns or Order(width, (range(width),))
             return replace(self, shape=(rows, len(columns)), columns=order.part(columns))
@@ -225,12 +226,12 @@ class StoredTensor:
 
     @property
     def scaled(self) -> tuple[int, int] | None:
-        """How many rows and columns share a scale, for a matrix with scales beside it that cuts none of their blocks,
+        """How many rows and columns share a scale, for a matrix with separate scales that cuts none of their blocks,
         or is within one."""
-        if self.beside is None or self.beside.is_transposed:
+        if self.scales is None or self.scales.is_transposed:
             return None
-        rows = _num_sharing(self.rows_in_file(0, self.num_rows), self.beside.rows)
-        columns = _num_sharing(self.columns_in_file(), self.beside.columns, *self.row_shape)
+        rows = _num_sharing(self.rows_in_file(0, self.num_rows), self.scales.rows)
+        columns = _num_sharing(self.columns_in_file(), self.scales.columns, *self.row_shape)
         return None if rows is None or columns is None else (rows, columns)
 
     def columns_in_file(self) -> tuple[range, ...]:
@@ -286,7 +287,7 @@ class TensorInfo:
     num_bytes: int
     """As stored; a quantised tensor is larger once it is read."""
     scaled: tuple[int, int] | None = None
-    """How many rows and columns share a scale, where scales lie beside the matrix (`StoredTensor.scaled`)."""
+    """How many rows and columns share a scale, where scales are separate tensors (`StoredTensor.scaled`)."""
 
     @classmethod
     def of(cls, stored: StoredTensor) -> TensorInfo:

@@ -33,7 +33,7 @@ class DeviceClaims:
 
 @dataclass(eq=False, slots=True)
 class DeviceClaim:
-    """Of one load. Taking and releasing are idempotent."""
+    """The claim of one load. Taking and releasing are idempotent."""
 
     model_id: str
     devices: frozenset[int]

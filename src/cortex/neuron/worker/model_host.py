@@ -84,7 +84,7 @@ class ModelSink(Protocol):
         """Nothing of the model is left. Not called before its load has returned, nor after its unload has."""
 
     def on_ending(self, reason: str) -> None:
-        """A part of the model goes soon. The owner unloads the model as soon as it is idle."""
+        """A part of the model will be unloaded soon. The owner unloads the model as soon as it is idle."""
 
 
 class RelaySink:

@@ -31,9 +31,9 @@ class WorkerTimeouts:
     load_s: float = 300.0
     unload_s: float = 30.0
     reclaim_s: float = 5.0
-    """For the memory of an unloaded model to come back."""
+    """How long the memory of an unloaded model may take to become free."""
     exit_s: float = 3.0
-    """For a worker to exit when asked to."""
+    """How long a worker may take to exit when asked to."""
 
     def without_progress_s(self, activity: Activity) -> float:
         match activity:
@@ -145,7 +145,7 @@ class WorkerProcess:
         self._channel.send(command)
 
     def call(self, number: int, command: Command) -> asyncio.Future[Reply]:
-        """Sends a command that has a reply. `number` is its handle or query number, which has no other call pending.
+        """Sends a command that has a reply. `number` is its handle or query id, which has no other call pending.
 
         Raises Unsendable; the reply raises WorkerLost.
         """

@@ -259,7 +259,7 @@ ModelEvent = (
     | RequestFailed
     | ModelBroken
 )
-"""Of the model with this handle."""
+"""Each concerns the model with its handle."""
 Event = ModelEvent | Memory | Hello | Report | Faulted
 
 

@@ -49,7 +49,7 @@ class WorkerSupervisor:
         self._models: dict[int, WorkerModel] = {}
         """By handle, from the start of their load to their end."""
         self._numbers = itertools.count(1)
-        """Handles and query numbers, never reused."""
+        """Handles and query ids, never reused."""
 
     @property
     def process_id(self) -> int | None:

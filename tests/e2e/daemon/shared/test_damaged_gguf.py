@@ -107,13 +107,13 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "offset out of range": (out_of_range, f"'{TENSOR}' ends at byte"),
     "offset wraps": (offset_wraps, f"'{TENSOR}' ends at byte"),
     "overlap": (overlapping, "overlap"),
-    "rows of parts of blocks": (broken_rows, f"'{TENSOR}' have 33 numbers, not whole Q8_0 blocks"),
+    "rows of parts of blocks": (broken_rows, f"'{TENSOR}' have 33 elements, not whole Q8_0 blocks"),
     "absurd shape": (absurd_shape, f"'{TENSOR}' ends at byte"),
     "another shape": (other_shape, "is this the model its config describes?"),
     "absurd tensor count": (absurd_tensor_count, "more than the limit"),
     "absurd key count": (absurd_key_count, "more than the limit"),
-    "scale is not a number": (scale_of(float("nan")), f"{TENSOR} in Q8_0 has scales that are not numbers"),
-    "scale is infinite": (scale_of(float("inf")), f"{TENSOR} in Q8_0 has scales that are not numbers"),
+    "scale is not a number": (scale_of(float("nan")), f"{TENSOR} in Q8_0 has scales that are not finite"),
+    "scale is infinite": (scale_of(float("inf")), f"{TENSOR} in Q8_0 has scales that are not finite"),
 }
 
 

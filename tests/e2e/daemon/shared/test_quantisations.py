@@ -139,7 +139,7 @@ def test_size_of_a_quantised_load_is_known_before_it(daemon: Daemon) -> None:
 
 
 def test_model_is_loaded_as_it_was_pulled_and_estimated(daemon: Daemon) -> None:
-    """Dense weights are beside the pulled GGUF on disk; a load without a quantisation takes what was pulled last."""
+    """Dense weights are next to the pulled GGUF on disk; a load without a quantisation takes what was pulled last."""
     for quant, stored in ((None, None), ("q8", "q8_0"), ("q4", "q4_0"), (None, None)):
         assert pull(daemon, "tiny/mixed", quant)["state"] == "done"
         cold = daemon.model("tiny/mixed")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 
 SHARE = 0.25
-"""A read that waited for the work beside it would take all of its time, not a part."""
+"""A read that waited for concurrent work would take all of its time, not a part."""
 
 
 class Reads:
@@ -78,7 +78,7 @@ def count(daemon: Daemon, model: str, text: str) -> int:
 
 
 def worst_shares(daemon: Daemon, text: str, least_tokens: int) -> Iterator[float]:
-    """The longest read beside each count; counts go on until one is quiet, since a busy machine stalls programs too."""
+    """The longest read during each count; counts go on until one is quiet, since a busy machine stalls programs too."""
     for model in LARGE:
         with reading(daemon) as reads:
             assert count(daemon, model, text) > least_tokens

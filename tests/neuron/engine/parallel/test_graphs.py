@@ -17,7 +17,7 @@ from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, NotCaptu
 from cortex.neuron.engine.parallel import group as group_module
 from cortex.neuron.engine.parallel.group import TorchGroup, captured_bytes
 from cortex.neuron.engine.parallel.peer_memory import may_share
-from cortex.neuron.engine.request import EngineRequest, LoadSpec, Meeting, RankSpec, SamplingParams
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, RendezvousAddress, SamplingParams
 from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.kernels.peer_buffer import MAX_BYTES, MAX_RANKS
 from cortex.neuron.layers.parallel import UNLIMITED_BYTES
@@ -38,7 +38,9 @@ class Captures:
         self.fails: tuple[bool, int, Exception] | None = None
         """Whether the leader's capture fails, or the other's; of which size; with what."""
 
-    def new(self, *_: object, is_uniform: bool = False) -> Callable[[Callable[[], Outputs]], tuple[Any, Outputs]]:
+    def new(
+        self, *_: object, is_batch_invariant: bool = False
+    ) -> Callable[[Callable[[], Outputs]], tuple[Any, Outputs]]:
         leads = threading.current_thread() is threading.main_thread()
 
         def capture(step: Callable[[], Outputs]) -> tuple[Any, Outputs]:
@@ -163,12 +165,12 @@ def test_ranks_connect_again_if_the_library_cannot_be_captured_on_one_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, incapable: set[int]
 ) -> None:
     monkeypatch.setattr(group_module, "can_capture", lambda group, _: group.shard.rank not in incapable)
-    meeting = threading.Barrier(2)
+    barrier = threading.Barrier(2)
     outcomes = ["", ""]
 
     def exchange(rank: int, outcome: str) -> list[str]:
         outcomes[rank] = outcome
-        meeting.wait(60)
+        barrier.wait(60)
         return outcomes
 
     def total(rank: int) -> tuple[int, float]:
@@ -178,7 +180,7 @@ def test_ranks_connect_again_if_the_library_cannot_be_captured_on_one_of_them(
         group.agree_on_capture(spec, device, lambda _, outcome: exchange(rank, outcome))
         summed = group.all_reduce(torch.ones(1)).item()
         max_bytes = group.max_captured_bytes
-        meeting.wait(60)
+        barrier.wait(60)
         group.close()
         return max_bytes, summed
 
@@ -196,32 +198,32 @@ def test_messages_through_the_host_are_not_captured(*, captures_library: bool, u
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "row_numbers", "max_bytes", "expected"),
+    ("max_rows", "row_elements", "max_bytes", "expected"),
     [(64, 4096, UNLIMITED_BYTES, 64), (64, 4096, 256 << 10, 16), (64, 1 << 20, 256 << 10, 0), (64, 4096, 0, 0)],
 )
 def test_graphs_have_no_more_rows_than_their_messages_allow(
-    max_rows: int, row_numbers: int, max_bytes: int, expected: int
+    max_rows: int, row_elements: int, max_bytes: int, expected: int
 ) -> None:
-    assert max_captured_rows(max_rows, row_numbers, max_bytes) == expected
+    assert max_captured_rows(max_rows, row_elements, max_bytes) == expected
 
 
-MEETING = Meeting("127.0.0.1", 1, 2, "secret", "127.0.0.1")
+ADDRESS = RendezvousAddress("127.0.0.1", 1, 2, "secret", "127.0.0.1")
 
 
 @pytest.mark.skipif(not TRITON, reason="needs Triton")
 @pytest.mark.parametrize(
-    ("size", "meeting", "device_kind", "environment", "expected"),
+    ("size", "rendezvous", "device_kind", "environment", "expected"),
     [
         (2, None, "cuda", {}, True),
         (MAX_RANKS, None, "cuda", {"NCCL_P2P_DISABLE": "0"}, True),
         (MAX_RANKS + 1, None, "cuda", {}, False),
         (1, None, "cuda", {}, False),
-        (2, MEETING, "cuda", {}, False),
+        (2, ADDRESS, "cuda", {}, False),
         (2, None, "cpu", {}, False),
         (2, None, "cuda", {"NCCL_P2P_DISABLE": "1"}, False),
     ],
 )
 def test_ranks_on_gpus_of_one_host_share_memory(
-    *, size: int, meeting: Meeting | None, device_kind: str, environment: dict[str, str], expected: bool
+    *, size: int, rendezvous: RendezvousAddress | None, device_kind: str, environment: dict[str, str], expected: bool
 ) -> None:
-    assert may_share(RankSpec(0, size, "", meeting=meeting), device_kind, environment) is expected
+    assert may_share(RankSpec(0, size, "", rendezvous=rendezvous), device_kind, environment) is expected

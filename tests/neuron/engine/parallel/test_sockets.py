@@ -28,13 +28,13 @@ def on_ranks(
 ) -> list[T]:
     """`on_listening`: gets the address of each rank before the other ranks do."""
     addresses = [""] * num_ranks
-    meeting = threading.Barrier(num_ranks)
+    barrier = threading.Barrier(num_ranks)
 
     def run(rank: int) -> T:
         def exchange(address: str) -> list[str]:
             on_listening(address)
             addresses[rank] = address
-            meeting.wait(60)
+            barrier.wait(60)
             return addresses
 
         sockets = Sockets.connect(Shard(rank, num_ranks), exchange, None, 60.0, lambda: None)
@@ -102,7 +102,7 @@ def test_rank_that_is_gone_ends_the_calls_of_the_others() -> None:
 
 
 @contextmanager
-def strangers(*hellos: bytes) -> Iterator[Callable[[str], None]]:
+def unauthenticated_peers(*hellos: bytes) -> Iterator[Callable[[str], None]]:
     """Gives a function that connects them to a rank, and leaves them connected."""
     connected: list[socket.socket] = []
 
@@ -113,8 +113,8 @@ def strangers(*hellos: bytes) -> Iterator[Callable[[str], None]]:
             connected[-1].sendall(hello)
 
     yield visit
-    for stranger in connected:
-        stranger.close()
+    for peer in connected:
+        peer.close()
 
 
 SILENT, UNKNOWN = b"", b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n".ljust(64)
@@ -128,7 +128,7 @@ SILENT, UNKNOWN = b"", b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n".ljust(64)
 def test_connections_without_the_secret_of_the_rank_delay_no_other(
     hellos: list[bytes],
 ) -> None:
-    with strangers(*hellos) as visit:
+    with unauthenticated_peers(*hellos) as visit:
         assert on_ranks(2, lambda _, sockets: sockets.all_reduce(torch.ones(1)).item(), visit) == [2.0, 2.0]
 
 

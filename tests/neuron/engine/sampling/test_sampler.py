@@ -132,7 +132,7 @@ def test_only_kept_tokens_are_drawn(seed: int, top_k: int, top_p: float, min_p: 
 
 
 @pytest.mark.parametrize("params", [SamplingParams(top_k=1), SamplingParams(top_p=1e-6), SamplingParams(min_p=1.0)])
-def test_likeliest_token_is_always_kept(params: SamplingParams) -> None:
+def test_top_token_is_always_kept(params: SamplingParams) -> None:
     logits = some_logits(1)
     assert set(frequencies(logits, params, 30)) == {int(logits.argmax())}
 

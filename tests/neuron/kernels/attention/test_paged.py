@@ -153,7 +153,7 @@ def test_pages_in_eight_bits_give_what_their_rounded_numbers_give(
     device: torch.device, dtype: torch.dtype, prefills: list[tuple[int, int]], assert_close: AssertClose
 ) -> None:
     if INTERPRETED:
-        pytest.skip("the interpreter has no 8-bit floating-point numbers")
+        pytest.skip("the interpreter has no 8-bit floating-point values")
     batch, num_pages = make_batch([90, 1, 33], prefills, device)
     tokens = len(batch.positions)
     q, k, v = (torch.randn(tokens, heads, 64, device=device, dtype=dtype) * 3 for heads in (8, 2, 2))

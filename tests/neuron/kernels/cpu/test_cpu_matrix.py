@@ -38,8 +38,8 @@ def filled(layout: CpuLayout, outputs: int, inputs: int) -> tuple[CpuMatrix, Ten
     """A random matrix, filled in parts, and its weights."""
     generator = torch.Generator().manual_seed(layout.bits)
     code = torch.randint(0, 1 << layout.bits, (outputs, inputs), dtype=torch.uint8, generator=generator)
-    if layout.levels:
-        code = torch.tensor(layout.levels, dtype=torch.uint8)[code.int() % len(layout.levels)]
+    if layout.codebook:
+        code = torch.tensor(layout.codebook, dtype=torch.uint8)[code.int() % len(layout.codebook)]
     scale = (torch.rand(outputs, inputs // layout.group, generator=generator) + 0.1).bfloat16().float()
     scale /= 1 << layout.bits
     minimum = -scale * (layout.zero or torch.randint(0, 1 << layout.bits, scale.shape, generator=generator))

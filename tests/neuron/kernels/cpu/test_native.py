@@ -1,4 +1,4 @@
-"""What the functions of `native/products.c` compute beside the product, and hosts on which they cannot be compiled."""
+"""What `native/products.c` computes in addition to the GEMM, and hosts on which it cannot be compiled."""
 
 import shutil
 import subprocess

@@ -35,11 +35,11 @@ Mixture = Callable[..., torch.Tensor]
 def random_matrix(layout: DeviceLayout, outputs: int, inputs: int) -> ExpertMatrix:
     matrix = empty_device_matrix(layout, outputs, inputs, DEVICE)
     if isinstance(matrix, PackedMatrix):
-        bits, group, levels = matrix.codes.layout.bits, matrix.codes.layout.group, matrix.codes.layout.levels
+        bits, group, codebook = matrix.codes.layout.bits, matrix.codes.layout.group, matrix.codes.layout.codebook
         zero = 1 << bits - 1 if matrix.codes.layout.zero is None else matrix.codes.layout.zero
         code = torch.randint(0, 1 << bits, (outputs, inputs), device=DEVICE)
-        if levels:
-            code = torch.tensor(levels, device=DEVICE)[code] + zero
+        if codebook:
+            code = torch.tensor(codebook, device=DEVICE)[code] + zero
         scale = torch.rand(outputs, inputs // group, device=DEVICE) * (2 * inputs**-0.5 / zero)
         matrix.put_codes(0, code.to(torch.uint8), scale, scale * -zero)
     else:

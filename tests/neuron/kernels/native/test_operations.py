@@ -13,7 +13,7 @@ from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.cpu.layout import CpuForm, CpuLayout
 from cortex.neuron.kernels.cpu.native import NativeMatrix
-from cortex.neuron.kernels.greedy import likeliest, likeliest_reference
+from cortex.neuron.kernels.greedy import argmax, argmax_reference
 from cortex.neuron.kernels.matrix import PLAIN, Epilogue, Prologue, StackedMatrix
 from cortex.neuron.kernels.native.library import native_library_or_none
 from cortex.neuron.kernels.native.operations import NotRecorded, Recording
@@ -60,7 +60,7 @@ class Layer:
         hidden = self.output.product(mixed.flatten(1), PLAIN, Epilogue(residual=hidden))
         hidden = self.down.product(self.gate_up.product(hidden), Prologue(activation="silu"), Epilogue(residual=hidden))
         logits = self.embedding.product(hidden.float())
-        return logits, *likeliest(logits)
+        return logits, *argmax(logits)
 
 
 def decode_batch(positions: Tensor, table: Tensor) -> Batch:
@@ -130,12 +130,12 @@ def test_replay_reports_a_token_that_does_not_exist() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 1000, 49152])
 @pytest.mark.parametrize("broken", [None, float("nan"), float("inf"), float("-inf")])
-def test_likeliest_token_is_the_first_of_the_highest(vocab: int, broken: float | None) -> None:
+def test_argmax_is_the_first_of_the_highest(vocab: int, broken: float | None) -> None:
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)).mul_(2).round_()  # with ties
     if broken is not None:
         logits[torch.arange(6), torch.randint(0, vocab, (6,))] = broken
-    tokens, healthy = likeliest(logits)
-    expected, expected_healthy = likeliest_reference(logits)
+    tokens, healthy = argmax(logits)
+    expected, expected_healthy = argmax_reference(logits)
     assert healthy.tolist() == expected_healthy.tolist()
     assert torch.equal(logits.gather(1, tokens[:, None]), logits.gather(1, expected[:, None])) or not healthy.all()
     for row, token, is_healthy in zip(logits, tokens.tolist(), healthy.tolist(), strict=True):

@@ -27,7 +27,7 @@ LAYOUTS = [layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q
 
 
 def layout_name(layout: Layout) -> str:
-    return f"{layout.bits}bit" + (f"-levels-to-{max(layout.levels)}" if layout.levels else "")
+    return f"{layout.bits}bit" + (f"-codebook-to-{max(layout.codebook)}" if layout.codebook else "")
 
 
 class Codes(NamedTuple):
@@ -39,10 +39,10 @@ class Codes(NamedTuple):
 def random_codes(layout: Layout, rows: int, columns: int) -> Codes:
     groups = columns // layout.group
     code = torch.randint(0, 1 << layout.bits, (rows, columns), dtype=torch.uint8, device=DEVICE)
-    largest = max(layout.levels, default=1 << layout.bits)
+    largest = max(layout.codebook, default=1 << layout.bits)
     scale = (torch.randn(rows, groups, device=DEVICE) / largest).bfloat16().float()
-    if layout.levels:
-        code = torch.tensor(layout.levels, device=DEVICE)[code.int()].add(layout.zero or 0).to(torch.uint8)
+    if layout.codebook:
+        code = torch.tensor(layout.codebook, device=DEVICE)[code.int()].add(layout.zero or 0).to(torch.uint8)
     minimum = (torch.randn(rows, groups, device=DEVICE)).bfloat16().float()
     if layout.zero is not None:
         minimum = -layout.zero * scale

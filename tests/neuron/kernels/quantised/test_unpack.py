@@ -1,4 +1,4 @@
-"""The instructions that unpack and look up levels, run by a model of them: a machine without a GPU checks them, too."""
+"""The instructions that unpack and look up codebooks, run by a model of them: machines without a GPU check them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fractions import Fraction
 import pytest
 
 from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised.codebook import codebook_option, lookup_lines, select_lines, table_words
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.levels import levels_option, lookup_lines, select_lines, table_words
 from cortex.neuron.kernels.quantised.unpack import RESTORE, unpack_ptx
 
 LAYOUTS = [layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q8, layouts.IQ4, layouts.FP4]
@@ -77,9 +77,9 @@ def expected(layout: Layout, slot: int, low: int, high: int, scales: tuple[int, 
     j = slot % 4
     if layout.low_bits == 8:
         code = (low, high)[j % 2] >> (j // 2 * 8 + slot // 4 * 16) & 0xFF
-    elif layout.levels:
-        level = layout.levels[low >> (j % 2 * 16 + j // 2 * 4 + slot // 4 * 8) & 15]
-        return level * Fraction(number(scales[0] & 0xFFFF))
+    elif layout.codebook:
+        value = layout.codebook[low >> (j % 2 * 16 + j // 2 * 4 + slot // 4 * 8) & 15]
+        return value * Fraction(number(scales[0] & 0xFFFF))
     else:
         code = low >> (layout.low_bits * slot) & ((1 << layout.low_bits) - 1)
         code |= (high >> (layout.high_bits * slot) & ((1 << layout.high_bits) - 1)) << layout.low_bits
@@ -97,16 +97,16 @@ def scale_word(source: random.Random) -> int:
 
 @pytest.mark.parametrize("layout", [layouts.IQ4, layouts.FP4], ids=["iq4", "fp4"])
 def test_lookup_gives_the_level_of_each_nibble(layout: Layout) -> None:
-    table = table_words(levels_option(layout).to_bytes(16, "little"))
+    table = table_words(codebook_option(layout).to_bytes(16, "little"))
     source = random.Random(0)
     for word in [0, 0xFFFFFFFF, 0x76543210, 0xFEDCBA98, *(source.getrandbits(32) for _ in range(200))]:
         registers = {"word": word}
         run([*select_lines("word"), *lookup_lines("low", 0, table), *lookup_lines("high", 1, table)], registers)
-        levels = struct.unpack("<8b", struct.pack("<II", registers["low"], registers["high"]))
-        assert levels == tuple(layout.levels[(word >> 4 * nibble) & 15] for nibble in range(8))
+        values = struct.unpack("<8b", struct.pack("<II", registers["low"], registers["high"]))
+        assert values == tuple(layout.codebook[(word >> 4 * nibble) & 15] for nibble in range(8))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}bit-{max(layout.levels, default=0)}")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}bit-{max(layout.codebook, default=0)}")
 def test_unpacked_weights_are_rounded_once(layout: Layout) -> None:
     lines = [line.strip() for line in unpack_ptx(layout).split("\n") if line.endswith(";") and ".reg" not in line]
     source = random.Random(0)

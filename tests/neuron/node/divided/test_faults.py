@@ -64,7 +64,7 @@ async def respond_all_along(node: Node, model_id: str) -> None:
 
 async def test_divided_models_recover_alone_from_faults_of_any_of_their_workers(tmp_path: Path) -> None:
     """A killed worker and one whose step fails are noticed at once, a stopped one by the watchdog. Both divisions have
-    their faults at the same time, and a model beside them is not disturbed."""
+    their faults at the same time, and another model is not disturbed."""
     sources = {name: write_source(tmp_path / name, seed=1, num_hidden_layers=5) for name in NAMES}
     models = (
         ModelEntry(id="shares", source=sources["shares"], context_tokens=512, tensor_parallel=2, devices=(0, 1)),

@@ -107,7 +107,9 @@ def test_rejection_lists_every_device_with_its_numbers_and_reason() -> None:
 
 def test_reserved_memory_is_not_used() -> None:
     assert choose({0: 10, 1: 9}, kept=1) == (0,)
-    with pytest.raises(InsufficientCapacity, match=r"has 7\.00 GB of 24\.00 GB to give, beside 3\.00 GB") as rejected:
+    with pytest.raises(
+        InsufficientCapacity, match=r"has 7\.00 GB of 24\.00 GB to give, in addition to 3\.00 GB"
+    ) as rejected:
         choose({0: 10, 1: 9}, kept=3)
     rows = rejected.value.details["devices"]
     assert [(row["have_bytes"], row["kept_free_bytes"]) for row in rows[:2]] == [

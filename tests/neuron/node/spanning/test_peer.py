@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from cortex.neuron.engine.request import EngineInfo, LoadSpec, Meeting, RankSpec
+from cortex.neuron.engine.request import EngineInfo, LoadSpec, RankSpec, RendezvousAddress
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.spanning import hosted_share
@@ -37,8 +37,8 @@ from cortex.wire.node.protocol import LoadRequest
 WAIT_S = 60.0
 NODES = ("first", "second")
 PREPARE = PrepareShare(LoadRequest(model_id="m", tensor_parallel=2, nodes=NODES), "digest")
-MEETING = Meeting("127.0.0.1", 1, 2, "secret", "127.0.0.1")
-LOAD = LoadShare(LoadSpec("m", rank=RankSpec(1, 2, "", "tcp", meeting=MEETING)))
+ADDRESS = RendezvousAddress("127.0.0.1", 1, 2, "secret", "127.0.0.1")
+LOAD = LoadShare(LoadSpec("m", rank=RankSpec(1, 2, "", "tcp", rendezvous=ADDRESS)))
 INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=1, kv_bytes=1, page_tokens=32, num_pages=1)
 
 

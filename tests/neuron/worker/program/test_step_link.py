@@ -1,4 +1,4 @@
-"""Plans between hosts: over a port that strangers may reach as well."""
+"""Plans between hosts: over a port that unauthenticated peers may reach as well."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.parallel import arrivals, ports
-from cortex.neuron.engine.request import Meeting, RankSpec
+from cortex.neuron.engine.request import RankSpec, RendezvousAddress
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker.program import step_link
 from cortex.neuron.worker.program.step_link import FollowerLink, LeaderLink
@@ -24,38 +24,38 @@ def port() -> int:
 
 
 def rank(number: int, port: int, secret: str = SECRET) -> RankSpec:
-    return RankSpec(number, 2, "", meeting=Meeting("127.0.0.1", 0, port, secret, f"127.0.0.{number + 1}"))
+    return RankSpec(number, 2, "", rendezvous=RendezvousAddress("127.0.0.1", 0, port, secret, f"127.0.0.{number + 1}"))
 
 
-def assert_only_ranks_are_served(leader: LeaderLink, port: int, strangers: list[socket.socket]) -> None:
-    """A rank that connects now gets a plan, and the strangers are disconnected. Closes all of them."""
+def assert_only_ranks_are_served(leader: LeaderLink, port: int, peers: list[socket.socket]) -> None:
+    """A rank that connects now gets a plan, and the other peers are disconnected. Closes all of them."""
     plans: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
     follower = FollowerLink(rank(1, port), plans.put, lambda: None)
     follower.open()
     leader.announce(StepPlan((), 0, (), ()))
     assert plans.get(timeout=30).rows == ()
-    for stranger in strangers:
-        assert stranger.recv(1) == b""
-        stranger.close()
+    for peer in peers:
+        assert peer.recv(1) == b""
+        peer.close()
     follower.close()
     leader.close()
 
 
 def test_leader_announces_to_ranks_and_closes_connections_without_the_secret(port: int) -> None:
     leader = LeaderLink(rank(0, port), lambda: None)
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
-    strangers[0].sendall(b"x" * len(SECRET))
-    strangers[1].shutdown(socket.SHUT_WR)
-    assert_only_ranks_are_served(leader, port, strangers)
+    peers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+    peers[0].sendall(b"x" * len(SECRET))
+    peers[1].shutdown(socket.SHUT_WR)
+    assert_only_ranks_are_served(leader, port, peers)
 
 
-def test_silent_strangers_delay_no_rank(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_peers_delay_no_rank(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_link, "CONNECT_S", 1000.0)
-    monkeypatch.setattr(arrivals, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(arrivals, "MAX_UNAUTHENTICATED", 4)
     leader = LeaderLink(rank(0, port), lambda: None)
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
-    strangers[-1].sendall(SECRET[:-1].encode())
-    assert_only_ranks_are_served(leader, port, strangers)
+    peers = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+    peers[-1].sendall(SECRET[:-1].encode())
+    assert_only_ranks_are_served(leader, port, peers)
 
 
 def test_port_that_is_held_for_the_load_is_free_for_its_leader_alone() -> None:

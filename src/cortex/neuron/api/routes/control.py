@@ -43,7 +43,7 @@ class Control:
     ticker: Ticker
     keepalive_s: float
     scheme: str
-    """Of the URLs that clients use."""
+    """The scheme of the URLs that clients use."""
 
     def routes(self) -> list[Route]:
         return [

@@ -1,4 +1,4 @@
-"""`/v1/models`, in a form that both vendors' SDKs read, with fields of our own beside it."""
+"""`/v1/models`, in a form that both vendors' SDKs read, with additional fields of our own."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.kernels.greedy import likeliest
+from cortex.neuron.kernels.greedy import argmax
 from cortex.neuron.kernels.native.operations import NotRecorded, Recording
 from cortex.neuron.models.decoder import Decoder
 
@@ -39,7 +39,7 @@ CAPTURE_AFTER_MISSES = 8
 """Steps without a graph before one is captured between steps; a capture takes about as long as two such steps."""
 
 Outputs = tuple[Tensor, Tensor, Tensor]
-"""Logits, likeliest token, and whether all logits are finite, of each row."""
+"""Logits, argmax, and whether all logits are finite, for each row."""
 
 
 class GraphSizes:
@@ -82,10 +82,10 @@ def _smallest(sizes: list[int], num_rows: int) -> int | None:
     return next((size for size in sizes if size >= num_rows), None)
 
 
-def max_captured_rows(max_rows: int, row_numbers: int, max_bytes: int) -> int:
-    """The largest batch whose messages between ranks can be captured: up to `row_numbers` numbers of float32 for each
+def max_captured_rows(max_rows: int, row_elements: int, max_bytes: int) -> int:
+    """The largest batch whose messages between ranks can be captured: up to `row_elements` elements of float32 for each
     row and rank, in messages of up to `max_bytes`. Pure."""
-    return min(max_rows, max_bytes // (4 * row_numbers))
+    return min(max_rows, max_bytes // (4 * row_elements))
 
 
 class Graph(Protocol):
@@ -107,7 +107,7 @@ class CudaCapture:
     """Captures graphs that share one memory pool, because no two of them run at once."""
 
     def __init__(self, *, is_divided: bool = False) -> None:
-        """`is_divided`: the step has messages between ranks. Whether NCCL can capture them is for it to say."""
+        """`is_divided`: the step has messages between ranks. NCCL decides whether they can be captured."""
         self._pool: Any = None
         self._rejections = (RuntimeError, GroupBroken) if is_divided else (torch.OutOfMemoryError,)
 
@@ -168,15 +168,15 @@ class StepGraphs:
         context_tokens: int,
         capture: Capture,
         *,
-        is_uniform: bool = False,
+        is_batch_invariant: bool = False,
     ) -> None:
-        """`page_tables`: of each KV group; their last row is the padding row. `is_uniform`: see `Batch`."""
+        """`page_tables`: of each KV group; their last row is the padding row. `is_batch_invariant`: see `Batch`."""
         self._model = model
         self._group = model.parameters.group
         self._page_tables = tuple(page_tables)
         self._last_tokens = last_tokens
         self._padding_row = len(last_tokens) - 1
-        self._is_uniform = is_uniform
+        self._is_batch_invariant = is_batch_invariant
         self._context_tokens = context_tokens
         self._capture = capture
         self._sizes = sizes
@@ -249,7 +249,7 @@ class StepGraphs:
         rows, positions, slots, *others = inputs.unbind()
         first, *tables = self._page_tables
         count = len(rows)
-        numbers = torch.arange(count + 1, dtype=torch.int32, device=rows.device) if self._is_uniform else None
+        offsets = torch.arange(count + 1, dtype=torch.int32, device=rows.device) if self._is_batch_invariant else None
         batch = Batch(
             tokens=self._last_tokens.index_select(0, rows),
             positions=positions,
@@ -257,13 +257,13 @@ class StepGraphs:
             rows=rows,
             lengths=(positions + 1).to(torch.int32),
             page_table=first,
-            num_decodes=0 if self._is_uniform else count,
+            num_decodes=0 if self._is_batch_invariant else count,
             max_length=self._context_tokens,
-            prefill_offsets=numbers,
-            prefill_tiles=None if numbers is None else F.pad(numbers[:-1, None], (0, 1)),
-            uniform=self._is_uniform,
+            prefill_offsets=offsets,
+            prefill_tiles=None if offsets is None else F.pad(offsets[:-1, None], (0, 1)),
+            batch_invariant=self._is_batch_invariant,
         ).with_groups(others, tables)
         logits = self._model.logits(self._model(batch))
-        tokens, healthy = likeliest(logits)
+        tokens, healthy = argmax(logits)
         self._last_tokens.index_copy_(0, rows, tokens)
         return logits, tokens, healthy

@@ -29,9 +29,9 @@ class PromptScores:
     logprobs: Tensor
     """[positions] float32"""
     ranks: Tensor
-    """[positions] int64; 1 is the likeliest"""
+    """[positions] int64; 1 is the top token"""
     top_ids: Tensor
-    """[positions, likeliest] int64"""
+    """[positions, top tokens] int64"""
     top_logprobs: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PromptScores:
@@ -59,17 +59,15 @@ def score_prompts(
         if scoring is not None:
             states = hidden[int(offset) : int(offset) + len(scoring.following)]
             following = upload(np.array(scoring.following, dtype=np.int64))
-            yield _scores(logits_of, states, following, scoring.num_likeliest)
+            yield _scores(logits_of, states, following, scoring.num_top)
 
 
-def _scores(
-    logits_of: Callable[[Tensor], Tensor], states: Tensor, following: Tensor, num_likeliest: int
-) -> PromptScores:
+def _scores(logits_of: Callable[[Tensor], Tensor], states: Tensor, following: Tensor, num_top: int) -> PromptScores:
     """states: [positions, hidden]; following: [positions] the prompt's own next tokens"""
     blocks = []
     for state, token in zip(states.split(BLOCK_POSITIONS), following.split(BLOCK_POSITIONS), strict=True):
         logprobs = logits_of(state).float().log_softmax(-1)
         own = logprobs.gather(1, token[:, None])
-        top = logprobs.topk(min(num_likeliest, logprobs.shape[-1]), dim=-1)
+        top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
         blocks.append((own[:, 0], (logprobs > own).sum(-1) + 1, top.indices, top.values))
     return PromptScores(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))

@@ -19,9 +19,9 @@ class RowResult:
     """What a step computed for one row."""
 
     tokens: tuple[int, ...] = ()
-    """The accepted ones of those drawn."""
+    """The drawn tokens that were accepted."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of each token, if any request of the step asks for them."""
+    """Those of each token, if any request of the step asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     healthy: bool = True
     """False if the logits that a token was drawn from are not finite."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cortex.neuron.engine.errors import StepBlamed
-from cortex.neuron.engine.execution import uniform
+from cortex.neuron.engine.execution import batch_invariant
 from cortex.neuron.engine.execution.graphs import (
     MAX_NATIVE_ROWS,
     Capture,
@@ -39,16 +39,16 @@ from cortex.neuron.kernels.batch import Batch, PrefillRow, prefill_tiles
 from cortex.neuron.models.decoder import Decoder
 
 
-def default_capture(model: Decoder, *, is_uniform: bool) -> Capture | None:
+def default_capture(model: Decoder, *, is_batch_invariant: bool) -> Capture | None:
     """How the single-token steps of a model are captured. Those of a stage are not: its messages are sent between its
-    layers and its draw. Nor are divided or uniform steps on a CPU, whose messages and single rows are no operations in
-    C."""
+    layers and its draw. Nor are divided or batch-invariant steps on a CPU, whose messages and single rows are no
+    operations in C."""
     architecture = model.architecture
     if architecture.stage is not None:
         return None
     if model.parameters.device.type == "cuda":
         return CudaCapture(is_divided=architecture.is_divided)
-    return None if architecture.is_divided or is_uniform else native_capture
+    return None if architecture.is_divided or is_batch_invariant else native_capture
 
 
 class Runner:
@@ -63,42 +63,50 @@ class Runner:
         step_tokens: int,
         states: StateMemory | None = None,
         capture: Capture | None = None,
-        uniform_tokens: int | None = None,
+        block_tokens: int | None = None,
     ) -> None:
         """`states`: the memory of recurrent states; a row's number is its slot. `capture`: captures single-token steps
-        as graphs; None: as `default_capture` says. `uniform_tokens`: tokens are computed in blocks of this many, so
-        that their results do not depend on each other (`uniform`)."""
+        as graphs; None: as `default_capture` says. `block_tokens`: tokens are computed in blocks of this many, so
+        that their results do not depend on each other (`batch_invariant`)."""
         self.model = model
         self._states = states
         self.device = model.parameters.device
         self.page_tokens = page_tokens
-        self._uniform_tokens = uniform_tokens
-        is_uniform = uniform_tokens is not None
-        self.sampler = Sampler(max_rows + 1, model.config.vocab, context_tokens, self.device, is_uniform=is_uniform)
+        self._block_tokens = block_tokens
+        is_batch_invariant = block_tokens is not None
+        self.sampler = Sampler(
+            max_rows + 1, model.config.vocab, context_tokens, self.device, is_batch_invariant=is_batch_invariant
+        )
         max_pages = -(-context_tokens // page_tokens)
         # One row more: the padding row of captured graphs, whose pages are all the padding page.
         num_groups = len(model.architecture.windows)
         self._pages = [np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32) for _ in range(num_groups)]
         self._page_tables = [torch.from_numpy(pages).to(self.device) for pages in self._pages]  # on a CPU: not copied
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
-        self._threads = StepThreads() if self.device.type == "cpu" and not is_uniform else None
+        self._threads = StepThreads() if self.device.type == "cpu" and not is_batch_invariant else None
         self._graphs: StepGraphs | None = None
         if capture is None:
-            capture = default_capture(model, is_uniform=is_uniform)
+            capture = default_capture(model, is_batch_invariant=is_batch_invariant)
         group = model.parameters.group
         self._draws_alone = group.shard.is_whole
-        row_numbers = max(model.config.hidden, -(-model.config.vocab // group.shard.size))
-        graph_rows = max_captured_rows(max_rows, row_numbers, group.max_captured_bytes)
+        row_elements = max(model.config.hidden, -(-model.config.vocab // group.shard.size))
+        graph_rows = max_captured_rows(max_rows, row_elements, group.max_captured_bytes)
         if capture is not None and graph_rows > 0:
             sizes = GraphSizes(graph_rows)
-            if uniform_tokens is not None:
-                sizes = GraphSizes(uniform_tokens, sizes=())
+            if block_tokens is not None:
+                sizes = GraphSizes(block_tokens, sizes=())
             elif capture is native_capture:
                 sizes = GraphSizes(min(graph_rows, MAX_NATIVE_ROWS), sizes=())
             self._graphs = StepGraphs(
-                model, self._page_tables, self._last_tokens, sizes, context_tokens, capture, is_uniform=is_uniform
+                model,
+                self._page_tables,
+                self._last_tokens,
+                sizes,
+                context_tokens,
+                capture,
+                is_batch_invariant=is_batch_invariant,
             )
-        self._prompt_plans = PromptPlans(model, 0 if is_uniform else min(step_tokens, context_tokens))
+        self._prompt_plans = PromptPlans(model, 0 if is_batch_invariant else min(step_tokens, context_tokens))
 
     def prepare(self) -> bool:
         """Captures the graph of one more batch size, the smallest first. When all are captured, builds the attention
@@ -187,17 +195,17 @@ class Runner:
 
     def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""
-        if self._uniform_tokens is None:
+        if self._block_tokens is None:
             return self.model(self._batch(plan, inputs))
         tokens = self._tokens(inputs)
-        blocks = uniform.batches(plan.rows, self._uniform_tokens, inputs, tokens, self._page_tables, self._upload)
+        blocks = batch_invariant.batches(plan.rows, self._block_tokens, inputs, tokens, self._page_tables, self._upload)
         return torch.cat([self.model(batch)[:count] for batch, count in blocks])
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """hidden: [any rows, hidden] → [rows, vocab]"""
-        if self._uniform_tokens is None:
+        if self._block_tokens is None:
             return self.model.logits(hidden)
-        return uniform.in_blocks(self.model.logits, hidden, self._uniform_tokens)
+        return batch_invariant.in_blocks(self.model.logits, hidden, self._block_tokens)
 
     def _draw(
         self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None
@@ -217,8 +225,8 @@ class Runner:
             if added:
                 rows = np.concatenate([np.full(len(pages), row) for row, _, pages in added])
                 columns = np.concatenate([np.arange(first, first + len(pages)) for _, first, pages in added])
-                numbers = np.concatenate([pages for _, _, pages in added]).astype(np.int32)
-                table.index_put_((self._upload(rows), self._upload(columns)), self._upload(numbers))
+                page_ids = np.concatenate([pages for _, _, pages in added]).astype(np.int32)
+                table.index_put_((self._upload(rows), self._upload(columns)), self._upload(page_ids))
 
     def _batch(self, plan: StepPlan, inputs: StepInputs) -> Batch:
         singles = plan.num_singles

@@ -31,7 +31,7 @@ class ThreadChoice:
 
     def __init__(self, all_threads: int) -> None:
         self.threads = all_threads
-        """For the next step."""
+        """How many threads the next step uses."""
         self._chosen, self._other = all_threads, 1
         self._usual_s: deque[float] = deque(maxlen=_TRY_STEPS)
         self._tried_s: list[float] = []

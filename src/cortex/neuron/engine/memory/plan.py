@@ -22,9 +22,9 @@ STEP_TOKENS = {"cuda": 16_384, "cpu": 512}
 WINDOWS_PER_ROW = 2
 """Pages behind a window are shared out for the window of each row, and of one more sequence whose prefix is cached."""
 STATE_SHARE = 4
-"""One part in 4 of the memory beside the weights goes to states, the rest to pages."""
+"""One part in 4 of the memory that the weights leave goes to states, the rest to pages."""
 UNLIMITED = 1 << 31
-"""Of pages and checkpoints where they take no memory: on a stage whose layers keep none."""
+"""The count of pages and checkpoints where they take no memory: on a stage whose layers keep none."""
 MAX_CHECKPOINTS = {"cuda": 1024, "cpu": 32}
 _COUNT_BYTES = 4
 

@@ -1,4 +1,4 @@
-"""The memory that stays free on a device beside its models: one rule for preflight, loads and reports to the gateway.
+"""The memory of a device that its models leave free: one rule for preflight, loads and reports to the gateway.
 
 Imports no torch: the node uses it before there is an engine.
 """

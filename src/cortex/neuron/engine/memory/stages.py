@@ -29,9 +29,9 @@ class LayerSizes:
 
     weight_bytes: int
     page_bytes: int = 0
-    """Of one KV page."""
+    """The size of one KV page."""
     slot_bytes: int = 0
-    """Of one recurrent state."""
+    """The size of one recurrent state."""
     window: Window = None
     """Which KV group its pages belong to."""
 
@@ -49,7 +49,7 @@ class CacheSize:
         return layer.weight_bytes + page_bytes + self.num_slots * layer.slot_bytes
 
     def towards(self, other: CacheSize, step: int) -> CacheSize:
-        """From this size (step 0) to `other` (the last step)."""
+        """Interpolates between this size (step 0) and `other` (the last step)."""
         return CacheSize(
             {
                 window: count + (other.num_pages[window] - count) * step // _STEPS

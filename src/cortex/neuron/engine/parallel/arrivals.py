@@ -1,7 +1,7 @@
 """Connections from other ranks.
 
-A port is open to all that reach it: there a connection is of a rank once it has sent its hello, and one that sends
-nothing delays no other.
+Unauthenticated peers can reach a port. A connection there belongs to a rank once it has sent its hello; a connection
+that sends nothing delays no other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-MAX_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 """Connections that may be open without having sent a hello; the oldest are closed."""
 _POLL_S = 0.02
 
@@ -26,8 +26,8 @@ class Arrivals:
         self._listener = listener
         self._hellos = hellos
         self._ranks: dict[int, socket.socket] = {}
-        """By the place of the hello."""
-        self._strangers: dict[socket.socket, bytes] = {}
+        """Index of the hello → connection."""
+        self._unauthenticated: dict[socket.socket, bytes] = {}
         """What each has sent so far; oldest first."""
 
     def ranks(self, timeout_s: float, poll: Callable[[], None] = lambda: None) -> list[socket.socket]:
@@ -48,7 +48,7 @@ class Arrivals:
                 connection.close()
             raise
         finally:
-            for connection in self._strangers:
+            for connection in self._unauthenticated:
                 connection.close()
         return [self._ranks[number] for number in range(len(self._hellos))]
 
@@ -57,32 +57,32 @@ class Arrivals:
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             selector.register(connection, selectors.EVENT_READ)
-            self._strangers[connection] = b""
-            if len(self._strangers) > MAX_STRANGERS:
-                self._dismiss(next(iter(self._strangers)), selector)
+            self._unauthenticated[connection] = b""
+            if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+                self._disconnect(next(iter(self._unauthenticated)), selector)
             self._recognise(connection, selector)  # without a hello it is a rank already
-        elif isinstance(ready, socket.socket) and ready in self._strangers:  # not dismissed for a newer one
+        elif isinstance(ready, socket.socket) and ready in self._unauthenticated:  # not disconnected for a newer one
             try:
-                received = ready.recv(len(self._hellos[0]) - len(self._strangers[ready]))
+                received = ready.recv(len(self._hellos[0]) - len(self._unauthenticated[ready]))
             except OSError:
                 received = b""
-            self._strangers[ready] += received
-            is_complete = len(self._strangers[ready]) == len(self._hellos[0])
+            self._unauthenticated[ready] += received
+            is_complete = len(self._unauthenticated[ready]) == len(self._hellos[0])
             if not self._recognise(ready, selector) and (is_complete or not received):
-                self._dismiss(ready, selector)
+                self._disconnect(ready, selector)
 
-    def _recognise(self, stranger: socket.socket, selector: selectors.BaseSelector) -> bool:
-        """Whether it has become a rank."""
+    def _recognise(self, peer: socket.socket, selector: selectors.BaseSelector) -> bool:
+        """Whether the peer has sent the hello of an awaited rank."""
         for number, hello in enumerate(self._hellos):
-            if number not in self._ranks and hmac.compare_digest(self._strangers[stranger], hello):
-                selector.unregister(stranger)
-                del self._strangers[stranger]
-                stranger.setblocking(True)
-                self._ranks[number] = stranger
+            if number not in self._ranks and hmac.compare_digest(self._unauthenticated[peer], hello):
+                selector.unregister(peer)
+                del self._unauthenticated[peer]
+                peer.setblocking(True)
+                self._ranks[number] = peer
                 return True
         return False
 
-    def _dismiss(self, stranger: socket.socket, selector: selectors.BaseSelector) -> None:
-        selector.unregister(stranger)
-        del self._strangers[stranger]
-        stranger.close()
+    def _disconnect(self, peer: socket.socket, selector: selectors.BaseSelector) -> None:
+        selector.unregister(peer)
+        del self._unauthenticated[peer]
+        peer.close()

@@ -71,7 +71,7 @@ class TorchGroup:
         *,
         with_peers: bool = True,
     ) -> TorchGroup:
-        """Waits for the other ranks, then connects to them and adds a few numbers up with them.
+        """Waits for the other ranks, then connects to them and runs a small all-reduce with them.
 
         `poll` is called while it waits for others; what it raises ends the wait. `turn`: of the leader, see
         `StepLink.turn`; ranks that connect wait for each other, as those in a step do. `follow` is called instead of
@@ -127,7 +127,7 @@ class TorchGroup:
         return group
 
     def _check(self, way: str, device: torch.device) -> None:
-        """Adds a few numbers up. Raises LoadError if the sum is wrong."""
+        """Runs a small all-reduce. Raises LoadError if the sum is wrong."""
         size = self.shard.size
         total = self.all_reduce(torch.full((4,), float(self.shard.rank + 1), device=device))
         expected = size * (size + 1) / 2
@@ -229,9 +229,9 @@ class TorchGroup:
                 self._group.receive(received, rank)
         return received.to(empty.device)
 
-    def smallest(self, numbers: Sequence[int]) -> list[int]:
-        """The smallest of every rank's numbers, place by place. A rank that waits for others polls."""
-        texts = _exchange(self._store, "numbers", ",".join(map(str, numbers)), shard=self.shard, poll=self._poll)
+    def smallest(self, counts: Sequence[int]) -> list[int]:
+        """The smallest of every rank's counts, element by element. A rank that waits for others polls."""
+        texts = _exchange(self._store, "counts", ",".join(map(str, counts)), shard=self.shard, poll=self._poll)
         return [min(column) for column in zip(*(map(int, text.split(",")) for text in texts), strict=True)]
 
     def close(self) -> None:
@@ -263,9 +263,9 @@ class TorchGroup:
 
 def can_capture(group: TorchGroup, device: torch.device) -> bool:
     """Whether a sum of this group can be part of a CUDA graph. All ranks try at once."""
-    numbers = torch.zeros(4, device=device)
+    values = torch.zeros(4, device=device)
     try:
-        CudaCapture(is_divided=True)(lambda: (group.all_reduce(numbers), numbers, numbers))
+        CudaCapture(is_divided=True)(lambda: (group.all_reduce(values), values, values))
     except NotCaptured:
         return False
     return True
@@ -316,7 +316,7 @@ def _connect(spec: RankSpec, store: Any, poll: Callable[[], None], name: str = "
         options._timeout = LAST_RESORT
         return _library.ProcessGroupNCCL(private, spec.rank, spec.size, options)
     shard = Shard(spec.rank, spec.size)
-    host = None if spec.meeting is None else spec.meeting.own_host
+    host = None if spec.rendezvous is None else spec.rendezvous.own_host
     # Between hosts a connection may be impossible, and the daemon sees no progress while this rank waits for it.
     timeout = LAST_RESORT if host is None else CONNECT_TIMEOUT
     exchange = functools.partial(_exchange, private, "address", shard=shard, poll=poll)

@@ -1,4 +1,4 @@
-"""The ports at which the ranks of a model meet if they are on several hosts.
+"""The ports of the rendezvous of a model's ranks if they are on several hosts.
 
 The daemon of the leader chooses them and holds them until the load has ended, so that no other program gets one before
 the leader's worker listens there. The sockets of both share their port; only the worker's takes connections.

@@ -47,10 +47,10 @@ class Sampler:
     """Owns the sampling state of every row. Belongs to the engine thread."""
 
     def __init__(
-        self, max_rows: int, vocab: int, context_tokens: int, device: torch.device, *, is_uniform: bool = False
+        self, max_rows: int, vocab: int, context_tokens: int, device: torch.device, *, is_batch_invariant: bool = False
     ) -> None:
-        """`is_uniform`: the draw of a row must not depend on how many rows draw with it."""
-        self._is_uniform = is_uniform
+        """`is_batch_invariant`: the draw of a row must not depend on how many rows draw with it."""
+        self._is_batch_invariant = is_batch_invariant
         self.device = device
         self.vocab = vocab
         self._params: list[SamplingParams] = [SamplingParams()] * max_rows
@@ -112,11 +112,11 @@ class Sampler:
         logits = self._penalties.apply(logits, rows, positions, params)
         greedy = [param.temperature <= 0 for param in params]
         if all(greedy):
-            tokens = _likeliest(logits)
+            tokens = _argmax(logits)
         else:
             tokens = self._sampled(logits.float(), rows, positions, params)
             if any(greedy):
-                tokens = torch.where(torch.tensor(greedy, device=self.device), _likeliest(logits), tokens)
+                tokens = torch.where(torch.tensor(greedy, device=self.device), _argmax(logits), tokens)
         self._penalties.count(rows, positions, tokens, params)
         return self._with_logprobs(Drawn(tokens, healthy), raw, params)
 
@@ -132,21 +132,21 @@ class Sampler:
                 index += [(number, token, -torch.inf) for token in request.stop_token_ids if 0 <= token < self.vocab]
         if not index:
             return logits
-        numbers, tokens, biases = zip(*index, strict=True)
-        where = (torch.tensor(numbers, device=self.device), torch.tensor(tokens, device=self.device))
+        row_ids, tokens, biases = zip(*index, strict=True)
+        where = (torch.tensor(row_ids, device=self.device), torch.tensor(tokens, device=self.device))
         return logits.float().index_put(where, torch.tensor(biases, device=self.device), accumulate=True)
 
     def _sampled(self, logits: Tensor, rows: Tensor, positions: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         logits = logits / self._temperature[rows, None]
         if any(param.top_k > 0 or param.top_p < 1 for param in params):
             # The library sums the probabilities of one row in another order than those of several.
-            parts = zip(*(x.split(1 if self._is_uniform else len(rows)) for x in (logits, rows)), strict=True)
-            kept = [_keep_likeliest(part, self._top_k[own], self._top_p[own]) for part, own in parts]
+            parts = zip(*(x.split(1 if self._is_batch_invariant else len(rows)) for x in (logits, rows)), strict=True)
+            kept = [_keep_top(part, self._top_k[own], self._top_p[own]) for part, own in parts]
             logits = kept[0] if len(kept) == 1 else torch.cat(kept)
         if any(param.min_p > 0 for param in params):
             floor = logits.amax(-1, keepdim=True) + self._min_p[rows, None].log()
             logits = logits.masked_fill(logits < floor, -torch.inf)
-        return _likeliest(logits + gumbel_noise(self._seeds[rows], positions, self.vocab))
+        return _argmax(logits + gumbel_noise(self._seeds[rows], positions, self.vocab))
 
     def _with_logprobs(self, drawn: Drawn, raw: Tensor, params: Sequence[SamplingParams]) -> Drawn:
         """Adds log-probabilities of the model's own logits, before the request's options changed them."""
@@ -161,14 +161,14 @@ class Sampler:
         return Drawn(drawn.tokens, drawn.healthy, chosen, top.indices, top.values)
 
 
-def _likeliest(logits: Tensor) -> Tensor:
+def _argmax(logits: Tensor) -> Tensor:
     """[rows] int64: the argmax of each row. On a CPU, numpy's is twenty times as fast as torch's."""
     if logits.is_cuda:
         return logits.argmax(-1)
     return torch.from_numpy(logits.float().numpy().argmax(-1))
 
 
-def _keep_likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Keeps the `top_k` largest, and of those the fewest that together reach `top_p`; always keeps the first."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)

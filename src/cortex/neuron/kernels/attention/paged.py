@@ -37,7 +37,7 @@ def attention(
     from cortex.neuron.kernels.attention.prefill import prefill_attention
 
     decodes = batch.num_decodes
-    whole_prompts = bool(batch.prefills) and not batch.uniform and cudnn.takes(q, k.shape[1], rules, batch)
+    whole_prompts = bool(batch.prefills) and not batch.batch_invariant and cudnn.takes(q, k.shape[1], rules, batch)
     out = torch.empty((decodes if whole_prompts else len(q), *q.shape[1:]), dtype=q.dtype, device=q.device)
     if decodes:
         decode_attention(q, k, v, rules, batch, key_pages, value_pages, out)

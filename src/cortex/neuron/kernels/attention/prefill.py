@@ -51,7 +51,7 @@ def prefill_attention(
         KEY_TILE=keys,
         PARTS=parts,
         WINDOWED=rules.window is not None,
-        MASKED=batch.uniform or rules.window is not None,
+        MASKED=batch.batch_invariant or rules.window is not None,
         num_warps=warps,
         num_stages=2,
         **launch_options(q.device),

@@ -13,7 +13,7 @@ from cortex.neuron.kernels.norm import rms_norm_reference
 
 HEADS_AT_ONCE = 8
 FLOAT8_MAX = 448.0
-"""The largest number in float8_e4m3fn."""
+"""The largest value in float8_e4m3fn."""
 
 
 def rotate_and_store(
@@ -111,7 +111,7 @@ def rotate_and_store_by(
 
 def _store(pages: Tensor, slots: Tensor, values: Tensor) -> None:
     """values: [tokens, kv heads, dim]"""
-    if pages.dtype == torch.float8_e4m3fn:  # larger numbers become the largest, as the kernels have it
+    if pages.dtype == torch.float8_e4m3fn:  # larger values become the largest, as in the kernels
         values = values.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(pages.dtype).view(torch.uint8)
         pages = pages.view(torch.uint8)
     pages.flatten(0, 1).index_copy_(0, slots, values)

@@ -1,4 +1,4 @@
-"""Matrices of four-bit codes for ARM processors, whose products quantise the input to eight bits (KleidiAI)."""
+"""Matrices of four-bit codes for ARM processors, whose GEMMs quantise the input to eight bits (KleidiAI)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class DynamicMatrix(LibraryMatrix):
         self._stored_rows, self._stored_columns = padded_rows(outputs), layout.stored_columns(inputs)
         num_bytes = self._stored_rows * dynamic_row_bytes(self._stored_columns)
         self._packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        """In the order of the library."""
+        """The packed bytes, in the order of the library."""
         self._constants: Tensor | None = None
-        """[padded rows, inputs / group] float32, column by column: so the products with single rows are fastest"""
+        """[padded rows, inputs / group] float32, column by column: so GEMVs are fastest"""
         if layout.has_constants:
             self._constants = torch.empty(inputs // layout.group, self._stored_rows, device=device).t()
 
@@ -102,7 +102,7 @@ def _ones(count: int) -> Tensor:
 class _Places:
     """Where codes and scales are in the packed bytes of a block of rows.
 
-    The library has no function that unpacks, and its order depends on the processor. So it packs numbers that tell
+    The library has no function that unpacks, and its order depends on the processor. So it packs values that show
     where each of them went: codes whose scales are all 0, then scales whose codes are all 0.
     """
 

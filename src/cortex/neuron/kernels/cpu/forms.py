@@ -24,7 +24,7 @@ from cortex.neuron.kernels.dense.matrix import dense_product
 
 _TRIES = 4
 _TOLERANCE = 0.03
-"""Relative to the norm of the exact product: what quantised inputs may add."""
+"""Relative to the norm of the exact result: what quantised inputs may add."""
 
 
 FORMS: Final[Mapping[CpuForm, type[CpuMatrix]]] = {
@@ -37,7 +37,7 @@ FORMS: Final[Mapping[CpuForm, type[CpuMatrix]]] = {
 @cache
 def best_form(dtype: torch.dtype) -> CpuForm | None:
     """The form of quantised matrices on this machine: our own, which is the smallest, or the fastest of the library's.
-    None if a dense one-row product in `dtype` is faster than all of them.
+    None if a dense GEMV in `dtype` is faster than all of them.
 
     Takes tens of milliseconds, once per process, and seconds on a host that has not compiled our own before. The
     products run alternately on one thread. Their shortest processor times are compared, so that other load matters

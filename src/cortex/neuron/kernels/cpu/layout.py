@@ -1,6 +1,6 @@
 """How a quantised matrix lies in a CPU's memory, and how many bytes it takes. Needs no torch.
 
-The products of torch for low bits take signed codes of four bits, in groups of 32 columns with one scale. Every format
+The low-bit GEMMs of torch take signed codes of four bits, in groups of 32 columns with one scale. Every format
 is mapped onto them without a change of its weights (scales are rounded to bfloat16):
 
 - Codes of more than four bits become two planes, `code = base · high + low`. The matrix has twice the columns, first
@@ -29,7 +29,7 @@ _NIBBLE_ZERO: Final = 8
 
 
 class CpuForm(StrEnum):
-    """Which product of torch multiplies with the matrix."""
+    """Which GEMM of torch multiplies with the matrix."""
 
     DYNAMIC = "dynamic"
     """Inputs are quantised too, to eight bits with one scale per row (KleidiAI, on ARM)."""
@@ -48,8 +48,8 @@ class CpuLayout:
     group: int = GROUP
     """Columns that share a scale in the checkpoint: 32 or 16."""
     zero: int | None = None
-    levels: tuple[int, ...] = ()
-    """The only codes that occur, in order, if they are 16: four bits suffice for their numbers."""
+    codebook: tuple[int, ...] = ()
+    """The only codes that occur, in order, if they are 16: four bits suffice for their indices."""
 
     @property
     def row_block(self) -> int:
@@ -96,7 +96,7 @@ class CpuLayout:
         return self.bits == 2
 
     def num_bytes(self, outputs: int, inputs: int) -> int:
-        """Of a matrix with `outputs` rows and `inputs` columns."""
+        """The size of a matrix with `outputs` rows and `inputs` columns."""
         rows, columns = padded_rows(outputs), self.stored_columns(inputs)
         if self.form is CpuForm.NATIVE:
             return rows // TILE_ROWS * num_tiles(self, inputs) * tile_bytes(self)
@@ -117,16 +117,17 @@ def weight_only_row_bytes(columns: int) -> int:
 
 
 def tile_bytes(layout: CpuLayout) -> int:
-    """Of 16 rows and 32 columns (native form): codes, and per group a scale and perhaps a minimum in float16; or, if
-    those have four bits, their unit: the first tile of two has that of the scales, the second that of the minimums."""
+    """The size of a tile of 16 rows and 32 columns (native form): codes, and per group a scale and perhaps a minimum in
+    float16; or, if those have four bits, their unit: the first tile of two has that of the scales, the second that of
+    the minimums."""
     if layout.has_short_scales:
         return TILE_ROWS * (GROUP * layout.bits // 8 + 2 + 2)
-    numbers = GROUP // layout.group * (2 if layout.zero is None else 1)
-    return TILE_ROWS * (GROUP * (4 if layout.levels else layout.bits) // 8 + 2 * numbers)
+    num_scales = GROUP // layout.group * (2 if layout.zero is None else 1)
+    return TILE_ROWS * (GROUP * (4 if layout.codebook else layout.bits) // 8 + 2 * num_scales)
 
 
 def num_tiles(layout: CpuLayout, inputs: int) -> int:
-    """Of a row of tiles (native form)."""
+    """The length of a row of tiles (native form)."""
     tiles = inputs // GROUP
     return tiles + tiles % 2 if layout.has_short_scales else tiles
 
@@ -150,7 +151,7 @@ _FORMATS: Final[Mapping[str, tuple[int, int, int | None]]] = {
     "IQ4_XS": (8, 32, 128),
 }
 """Quantised types of GGUF files → bits, columns of a group, zero; as `weights/gguf/quants.py` decodes them."""
-_LEVELS: Final = tuple(128 + level for level in IQ4.levels)
+_CODEBOOK: Final = tuple(128 + value for value in IQ4.codebook)
 """The codes of IQ4_NL and IQ4_XS."""
 
 
@@ -158,4 +159,4 @@ def cpu_layout(stored: str, form: CpuForm) -> CpuLayout | None:
     """The layout of a matrix that a GGUF file stores in this type; None: no form has such codes."""
     if stored not in _FORMATS:
         return None
-    return CpuLayout(form, *_FORMATS[stored], _LEVELS if stored.startswith("IQ4") else ())
+    return CpuLayout(form, *_FORMATS[stored], _CODEBOOK if stored.startswith("IQ4") else ())

@@ -33,10 +33,10 @@ class CpuMatrix(StoredMatrix):
 
 
 class LibraryMatrix(CpuMatrix):
-    """One that a product of torch multiplies with, which has no epilogue."""
+    """A matrix that a GEMM of torch multiplies with, which has no epilogue."""
 
     def fuses(self, prologue: Prologue, x: Tensor) -> bool:  # noqa: ARG002
-        """The factor of a norm is multiplied into the product."""
+        """The factor of a norm is multiplied into the result of the GEMM."""
         return prologue.activation is None
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,7 +31,7 @@ from cortex.neuron.kernels.native.operations import Lookup, Product, compute, op
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MIN_PARALLEL_WEIGHTS = 1 << 18
-"""Smaller products take less time than waking threads."""
+"""Smaller GEMMs take less time than waking threads."""
 _STEPS = 8
 _UNIT = 2.0**-8
 """`UNIT` of products.c"""
@@ -42,7 +42,7 @@ class NativeMatrix(CpuMatrix):
         super().__init__(layout, outputs, inputs, device)
         shape = (padded_rows(outputs) // TILE_ROWS, num_tiles(layout, inputs), tile_bytes(layout))
         self._packed = torch.empty(shape, dtype=torch.uint8, device=device)
-        table = bytes(layout.levels) if layout.levels else None
+        table = bytes(layout.codebook) if layout.codebook else None
         self._struct = NativeMemory(
             None,
             table,
@@ -67,20 +67,20 @@ class NativeMatrix(CpuMatrix):
     def put_codes(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
         layout, missing = self.layout, -len(code) % ROW_BLOCK
         code, scale, minimum = (F.pad(part, (0, 0, 0, missing)) if missing else part for part in (code, scale, minimum))
-        if layout.levels:
-            code = torch.searchsorted(torch.tensor(layout.levels, dtype=torch.uint8), code).to(torch.uint8)
+        if layout.codebook:
+            code = torch.searchsorted(torch.tensor(layout.codebook, dtype=torch.uint8), code).to(torch.uint8)
         blocks, tiles = len(code) // TILE_ROWS, self.inputs // GROUP
         steps = code.view(blocks, TILE_ROWS, tiles, _STEPS, 4).permute(0, 2, 3, 1, 4).flatten(3)
-        parts = [*_planes(steps, 4 if layout.levels else layout.bits)]
+        parts = [*_planes(steps, 4 if layout.codebook else layout.bits)]
         grouped = [
-            (numbers / _UNIT).view(blocks, TILE_ROWS, tiles, -1).permute(0, 2, 3, 1)  # [blocks, tiles, groups, 16]
-            for numbers in ((scale,) if layout.zero is not None else (scale, minimum))
+            (values / _UNIT).view(blocks, TILE_ROWS, tiles, -1).permute(0, 2, 3, 1)  # [blocks, tiles, groups, 16]
+            for values in ((scale,) if layout.zero is not None else (scale, minimum))
         ]
         first = first_row // TILE_ROWS
         if layout.has_short_scales:
             parts = [*(F.pad(part, (0, 0, 0, tiles % 2)) for part in parts), *_short(*grouped)]
         else:
-            parts += [_bytes(numbers.half()) for numbers in grouped]
+            parts += [_bytes(values.half()) for values in grouped]
         torch.cat(parts, 2, out=self._packed[first : first + blocks])
 
     def _product(self, x: Tensor, prologue: Prologue, epilogue: Epilogue, out: Tensor | None) -> Tensor:
@@ -122,7 +122,7 @@ class NativeMatrix(CpuMatrix):
         ids = ids.long().contiguous()
         out = torch.empty(len(ids), self.inputs, dtype=dtype)
         is_half = dtype == torch.bfloat16
-        made = operation(Lookup, matrix=self._at_address(), is_half=is_half, numbers=ids, out=out)
+        made = operation(Lookup, matrix=self._at_address(), is_half=is_half, ids=ids, out=out)
         try:
             compute(made, len(ids), is_small=True)
         except IndexError:
@@ -136,37 +136,37 @@ class NativeMatrix(CpuMatrix):
         return self._struct
 
 
-def _bytes(numbers: Tensor) -> Tensor:
+def _bytes(values: Tensor) -> Tensor:
     """[blocks, tiles, …] → [blocks, tiles, bytes]"""
-    return numbers.contiguous().view(torch.uint8).flatten(2)
+    return values.contiguous().view(torch.uint8).flatten(2)
 
 
 def _short(scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minimums of four bits, and the units of both, as `tile_bytes` says. Exact if the numbers are products
+    """Scales and minimums of four bits, and the units of both, as `tile_bytes` says. Exact if the values are products
     of a float16 and up to 15, as in files. Each: [blocks, tiles, 2, 16]"""
     odd = scale.shape[1] % 2
     (scales, unit), (minimums, other) = (
-        _multiples(F.pad(numbers, (0, 0, 0, 0, 0, odd)).unflatten(1, (-1, 2))) for numbers in (scale, -minimum)
+        _multiples(F.pad(values, (0, 0, 0, 0, 0, odd)).unflatten(1, (-1, 2))) for values in (scale, -minimum)
     )
-    numbers = (scales | minimums << 4).flatten(1, 2)
-    return _bytes(numbers), _bytes(torch.stack((unit, other), 2).flatten(1, 2))
+    multiples = (scales | minimums << 4).flatten(1, 2)
+    return _bytes(multiples), _bytes(torch.stack((unit, other), 2).flatten(1, 2))
 
 
-def _multiples(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """As multiples, from 0 to 15, of a unit in float16 that two tiles share: of those by which the largest number is a
+def _multiples(values: Tensor) -> tuple[Tensor, Tensor]:
+    """As multiples, from 0 to 15, of a unit in float16 that two tiles share: of those by which the largest value is a
     multiple, the one with the smallest error.
 
-    numbers: [blocks, pairs, 2, groups, 16] → multiples uint8, units [blocks, pairs, 16]
+    values: [blocks, pairs, 2, groups, 16] → multiples uint8, units [blocks, pairs, 16]
     """
-    low, high = numbers.aminmax(dim=2)
+    low, high = values.aminmax(dim=2)
     low, high = low.amin(2), high.amax(2)
     unit = largest = torch.where(low + high < 0, low, high)  # stays if it is not a number that float16 has
-    least, multiples = torch.full_like(largest, torch.inf), torch.zeros_like(numbers)
+    least, multiples = torch.full_like(largest, torch.inf), torch.zeros_like(values)
     for count in range(15, 0, -1):
         tried = (largest / count).half().float()
         spread = tried[:, :, None, None]
-        rounded = (numbers / spread).round().clamp(0, 15).nan_to_num(0)
-        error = (rounded * spread - numbers).abs().amax((2, 3))
+        rounded = (values / spread).round().clamp(0, 15).nan_to_num(0)
+        error = (rounded * spread - values).abs().amax((2, 3))
         is_better = error < least
         least, unit = torch.where(is_better, error, least), torch.where(is_better, tried, unit)
         multiples = torch.where(is_better[:, :, None, None], rounded, multiples)

@@ -46,7 +46,7 @@ def split(layout: CpuLayout, code: Tensor, scale: Tensor, minimum: Tensor) -> Ni
 
 
 def _padded(layout: CpuLayout, rows: Nibbles) -> Nibbles:
-    """With zeros up to the fewest columns that are stored."""
+    """Pads with zeros up to the fewest columns that are stored."""
     missing = layout.stored_columns(0) - rows.code.shape[1]
     if missing <= 0:
         return rows

@@ -1,4 +1,4 @@
-"""Matrices of four-bit codes whose products take bfloat16 inputs (`_weight_int4pack_mm_for_cpu`, fast on x86)."""
+"""Matrices of four-bit codes whose GEMMs take bfloat16 inputs (`_weight_int4pack_mm_for_cpu`, fast on x86)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cortex.neuron.kernels.cpu.matrix import LibraryMatrix
 from cortex.neuron.kernels.cpu.nibbles import merge, split, spread
 
 MAX_ROWS = 16
-"""With more rows, the product with unpacked weights is faster: matrix instructions beat vector instructions."""
+"""With more rows, a GEMM with unpacked weights is faster: matrix instructions beat vector instructions."""
 _STRETCH_ELEMENTS = 1 << 20
 """Weights that are unpacked at a time."""
 
@@ -81,8 +81,8 @@ class WeightOnlyMatrix(LibraryMatrix):
         places = _places(columns)
         q = _nibbles(self._packed[rows]).view(stop - first, -1)[:, places].view(-1, columns // GROUP, GROUP)
         scales = self._scales[:, rows].float().transpose(0, 1)
-        numbers = (q.float() - 8) * scales[..., :1] + scales[..., 1:]
-        return merge(self.layout, numbers.flatten(1), self.inputs)
+        weights = (q.float() - 8) * scales[..., :1] + scales[..., 1:]
+        return merge(self.layout, weights.flatten(1), self.inputs)
 
 
 def _packed(code: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def _places(columns: int) -> Tensor:
     """Where the code of each row and column of a block of rows is among the block's packed nibbles.
 
     Every processor has its own order. The library has no function that unpacks, so it packs the digits of the codes'
-    numbers, which tell where each of them went.
+    indices, which show where each of them went.
     """
     count = ROW_BLOCK * columns
     number = torch.arange(count)

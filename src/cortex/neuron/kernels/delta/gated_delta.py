@@ -28,7 +28,7 @@ def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delta
     from cortex.neuron.kernels.delta.step import delta_step
 
     out = torch.empty((len(projected), rules.value_size), dtype=projected.dtype, device=projected.device)
-    if batch.uniform:
+    if batch.batch_invariant:
         for turn, tokens in batch.once("turns", lambda: _turns(batch)):
             if tokens is None:
                 delta_step(projected, rules, turn, state, out)
@@ -46,7 +46,7 @@ def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delta
 
 
 def _turns(batch: Batch) -> list[tuple[Batch, Tensor | None]]:
-    """The first token of every row as a batch of decode rows, then the second, and so on, each with the numbers of its
+    """The first token of every row as a batch of decode rows, then the second, and so on, each with the indices of its
     tokens. None: all tokens of the step, in order."""
     if len(batch.rows) == len(batch.tokens):
         return [(replace(batch, num_decodes=len(batch.rows)), None)]

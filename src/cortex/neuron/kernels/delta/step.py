@@ -18,7 +18,7 @@ from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, laun
 def delta_step(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState, out: Tensor) -> None:
     """Writes the first `batch.num_decodes` rows of `out` ([tokens, value size], contiguous); advances their state."""
     value_block = triton.next_power_of_2(rules.value_dim)
-    fills = batch.uniform or batch.num_decodes * rules.value_heads > 2 * num_processors(projected.device)
+    fills = batch.batch_invariant or batch.num_decodes * rules.value_heads > 2 * num_processors(projected.device)
     columns = min(32, value_block) if fills else value_block
     _step_kernel[(batch.num_decodes, rules.value_heads)](
         projected,

@@ -1,4 +1,4 @@
-"""The experts of small batches: each pair is a product of the expert's matrices with one vector.
+"""The experts of small batches: each pair is a GEMV with the expert's matrices.
 
 Bound by the bytes of the selected matrices, so the norm, the gate, the sum over experts and the residual are fused in.
 Two rows with the same expert run side by side and share its bytes through the cache.
@@ -17,7 +17,7 @@ from cortex.neuron.kernels.moe.pairs import ExpertChoice
 from cortex.neuron.kernels.norm import rms_norm_reference
 
 TILE_ELEMENTS = 16_384
-"""Matrix elements that one program of the second product loads at once."""
+"""Matrix elements that one program of the second GEMV loads at once."""
 
 
 def expand_rows(

@@ -1,4 +1,4 @@
-"""Dense experts of large batches: the pairs of each expert, gathered into tiles, times its rows of the matrix."""
+"""Grouped GEMM of dense experts for large batches: each expert's pairs, gathered into tiles, times its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products for small batches, as in decode steps. They are bound by the bytes of the matrix, so the norm before
+"""GEMV and small-batch GEMM, as in decode steps. They are bound by the bytes of the matrix, so the norm before
 and the gate or addition after are fused into the same pass.
 
 One row: each program reads whole rows of the matrix and sums. The scale of the norm is a common factor of each dot
@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
 
 def beats_library(rows: int, inputs: int) -> bool:
-    """Whether these kernels were measured to be faster than norm, library product and addition in sequence."""
+    """Whether these kernels were measured to be faster than norm, library GEMM and addition in sequence."""
     return rows <= 16 or (rows <= 32 and inputs <= 8192)
 
 

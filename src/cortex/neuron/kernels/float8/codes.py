@@ -1,4 +1,4 @@
-"""The codes and scales of a matrix of eight-bit floating-point values."""
+"""The codes and scales of an FP8 matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cortex.neuron.kernels.products.small_batch import COUNTED_ROWS
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""The largest number of this type."""
+"""The largest value of this type."""
 SMALLEST_SCALE = 1e-12
 
 
@@ -79,5 +79,5 @@ def widened(codes: Float8Codes, rows: Tensor | slice = slice(None)) -> Tensor:
     block = codes.layout.block
     if not block:
         return values * codes.scales[rows]
-    numbers = torch.arange(codes.outputs, device=values.device)[rows]
-    return values * codes.scales[numbers // block].repeat_interleave(block, 1)[:, : codes.inputs]
+    row_ids = torch.arange(codes.outputs, device=values.device)[rows]
+    return values * codes.scales[row_ids // block].repeat_interleave(block, 1)[:, : codes.inputs]

@@ -1,9 +1,9 @@
-"""Eight-bit floating-point experts of large batches: the pairs of each expert, gathered into tiles, times its matrix.
+"""Grouped GEMM of FP8 experts for large batches: the pairs of each expert, gathered into tiles, times its matrix.
 
 As with one matrix (`product.py`), FP8 tensor cores multiply rows of eight bits, and other cards widen the matrix in the
 tile. With a scale for each block the sums of a block's columns are scaled and added in float32. A row has one scale for
 all of its columns here: scales of each 128 columns would have to be gathered by pair in every step, and floating-point
-numbers lose nothing by a common one unless they are 28,000 times smaller than the largest.
+values lose nothing by a common one unless they are 28,000 times smaller than the largest.
 """
 
 from __future__ import annotations

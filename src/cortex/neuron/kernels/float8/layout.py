@@ -1,6 +1,6 @@
-"""How a matrix of eight-bit floating-point numbers lies in a device's memory. Needs no torch.
+"""How an FP8 matrix lies in a device's memory. Needs no torch.
 
-The numbers lie as in a checkpoint, row by row. They have one scale for each block of 128 x 128, or one for each row.
+The weights lie as in a checkpoint, row by row. They have one scale for each block of 128 x 128, or one for each row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Float8Layout:
         return (-(-outputs // self.block), -(-inputs // self.block)) if self.block else (outputs, 1)
 
     def num_bytes(self, outputs: int, inputs: int) -> int:
-        """Of a matrix with `outputs` rows and `inputs` columns."""
+        """The size of a matrix with `outputs` rows and `inputs` columns."""
         down, across = self.num_scales(outputs, inputs)
         return outputs * inputs + 4 * down * across
 
@@ -37,7 +37,7 @@ FLOAT8_ROWS = Float8Layout(0)
 
 
 def float8_layout(shape: tuple[int, ...], scaled: tuple[int, int] | None) -> Float8Layout | None:
-    """For a matrix of which `scaled` rows and columns share a scale; None if there is no such layout."""
+    """The layout of a matrix of which `scaled` rows and columns share a scale; None if there is no such layout."""
     outputs, inputs = shape
     if scaled is None or inputs % GROUP or outputs % 16:
         return None

@@ -1,4 +1,4 @@
-"""A matrix of eight-bit floating-point values, in a GPU's memory."""
+"""An FP8 matrix in a GPU's memory."""
 
 from __future__ import annotations
 

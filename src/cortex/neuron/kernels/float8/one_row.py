@@ -1,6 +1,6 @@
-"""A matrix of eight-bit floating-point numbers times one row, which keeps its precision.
+"""GEMV with an FP8 matrix: the input row keeps its precision.
 
-Four numbers of the matrix are one word. A program prepares the row once, as float16 numbers in units of a sixteenth of
+Four weights of the matrix are one word. A program prepares the row once, as float16 values in units of a sixteenth of
 the largest, and takes block after block of rows of the matrix, the next one on its way while one is multiplied. Eight
 products are added in float16, at most 448 x 16 each, so that nothing overflows. All other sums are in float32. The norm
 before and the addition after are part of the pass.
@@ -82,7 +82,7 @@ def one_row_reference(x: Tensor, codes: Float8Codes, prologue: Prologue, epilogu
 
 @jit
 def wide(codes):
-    """Float32 numbers of bytes: shifted, their exponent is 2¹²⁰ too small."""
+    """Float32 values of bytes: shifted, their exponent is 2¹²⁰ too small."""
     bits = codes.to(tl.int32)
     shifted = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
     return shifted.to(tl.float32, bitcast=True) * 1.329227995784916e36
@@ -106,7 +106,7 @@ add.f32 $0, even, odd; mov.f32 $1, 0f00000000; mov.f32 $2, 0f00000000; mov.f32 $
 
 @jit
 def _dot(words, first, second, NATIVE: tl.constexpr):
-    """Sums of the numbers in words times those of the row. words: [rows, words] → [rows, words / 4] float32"""
+    """Sums of the weights in words times the values of the row. words: [rows, words] → [rows, words / 4] float32"""
     if NATIVE:
         kinds: tl.constexpr = "=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,r,r"
         sums = tl.inline_asm_elementwise(_DOT, kinds, [words, first, second], tl.float32, is_pure=True, pack=4)
@@ -123,7 +123,7 @@ def _half(bits):
 
 @jit
 def _pair(low, high):
-    """Two float16 numbers in a word."""
+    """Two float16 values in a word."""
     return _bits(low) | (_bits(high) << 16)
 
 
@@ -134,7 +134,7 @@ def _bits(number):
 
 @jit
 def _prepared(x, gain, start, INPUTS: tl.constexpr, NORM: tl.constexpr, WORDS: tl.constexpr):
-    """The row's numbers from column `start` on, times `gain`, as pairs of float16: columns 0 and 1 of each word, then
+    """The row's values from column `start` on, times `gain`, as pairs of float16: columns 0 and 1 of each word, then
     2 and 3; their unit; and the sum of squares without `gain`."""
     column = start + tl.arange(0, 4 * WORDS)
     value = tl.load(x + column, mask=column < INPUTS, other=0.0).to(tl.float32)
@@ -188,7 +188,7 @@ def _words(
 ):
     """The words of a block of rows from column `start` on, and a scale for each sixteen columns.
 
-    Undefined beyond the last block. Beyond the last column the row's numbers are 0. Scales of rows are repeated: the
+    Undefined beyond the last block. Beyond the last column the row's values are 0. Scales of rows are repeated: the
     sums take the layout of what they are multiplied with, and in this one few threads exchange them to add them up.
     """
     row = _matrix_rows(block, outputs, ACTIVATION, WHOLE, BLOCK_OUT)[:, None]

@@ -1,7 +1,7 @@
-"""Products with matrices of eight-bit floating-point numbers.
+"""GEMM with FP8 matrices.
 
-Rows become eight-bit numbers too (`rows.py`), and FP8 tensor cores multiply: in a kernel that reads each row of the
-matrix once for small batches, in the library's products for large ones, and where it has none in the same kernel, a
+Rows are converted to FP8 too (`rows.py`), and FP8 tensor cores multiply: in a kernel that reads each row of the
+matrix once for small batches, in the library's GEMM for large ones, and where it has none in the same kernel, a
 stretch of rows at a time. A single row has a kernel of its own (`one_row.py`).
 
 These tensor cores add with fewer bits than float32 has. With a scale for each block the sums of 128 columns are added
@@ -35,7 +35,7 @@ _SCRATCH_BYTES = 32 << 20
 
 
 class Tiles(NamedTuple):
-    """How a product with a small batch is cut into programs of COUNTED_ROWS rows of the matrix."""
+    """How a small-batch GEMM is cut into programs of COUNTED_ROWS rows of the matrix."""
 
     inputs: int
     """Columns at a time: those of a block, or more where there are no blocks."""
@@ -56,7 +56,7 @@ def small_batch_tiles(
 ) -> Tiles:
     """The fastest of a sweep on Hopper, with as many stages as the device's shared memory holds.
 
-    `item_bytes`: of a number of the rows. If it is more than one, the matrix is widened, through shared memory.
+    `item_bytes`: the size of a row's elements. If it is more than one, the matrix is widened, through shared memory.
     """
     columns = GROUP if is_blocked or outputs > 4096 or inputs % (2 * GROUP) else 2 * GROUP
     programs, split, steps = -(-outputs // COUNTED_ROWS), 1, inputs // columns

@@ -18,7 +18,7 @@ from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait,
 from cortex.neuron.kernels.matrix import PLAIN, Prologue
 
 ROW_STEP = 16
-"""Memory is for a multiple of this many rows, as the library's products want it."""
+"""Memory is for a multiple of this many rows, as the library's GEMMs want it."""
 _LARGEST = constant(LARGEST)
 _SMALLEST_SCALE = constant(SMALLEST_SCALE)
 _GROUP = constant(GROUP)
@@ -32,7 +32,7 @@ class Float8Rows:
     """[groups of columns or 1, the same rows] float32"""
     num_rows: int
     dtype: torch.dtype
-    """Of the numbers before."""
+    """The dtype of the values before."""
 
 
 def float8_rows(x: Tensor, prologue: Prologue = PLAIN, *, grouped: bool) -> Float8Rows:

@@ -15,7 +15,7 @@ from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.products.grouped import combine, expert_load
 
 SMALL_BATCH_ROWS = 8
-"""Up to this many rows most of the selected experts differ, and one product per pair reads few bytes twice."""
+"""Up to this many rows most of the selected experts differ, and one GEMV per pair reads few bytes twice."""
 
 
 def mixture(

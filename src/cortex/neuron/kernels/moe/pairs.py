@@ -31,7 +31,7 @@ class PairLists:
 
 
 class ExpertPairs(NamedTuple):
-    """Pairs of small batches, each a product on its own.
+    """Pairs of small batches, each a GEMV of its own.
 
     Without `weights` the rows of an expert's matrix are gate and up, and the result is silu(norm(x) Gᵀ) · norm(x) Uᵀ.
     With them it is weight · x Wᵀ.

@@ -107,8 +107,8 @@ def list_pairs_reference(logits: Tensor, experts: Experts) -> PairLists:
 
 
 def held_choice(choice: ExpertChoice, experts: Experts) -> ExpertChoice:
-    """The choice by the numbers of the held experts. An expert that is not held becomes the first one, with weight 0:
-    its product is computed and not used, because leaving it out of a small batch would take longer."""
+    """The choice by the ids of the held experts. An expert that is not held becomes the first one, with weight 0:
+    its GEMV is computed and not used, because leaving it out of a small batch would take longer."""
     if experts.num_held == experts.num_routed:
         return choice
     is_shared = choice.experts >= experts.num_routed

@@ -16,11 +16,11 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_NAMES = ("numbers.h", "operations.h", "products.c", "attention.c", "steps.c")
+_NAMES = ("values.h", "operations.h", "products.c", "attention.c", "steps.c")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILE_TIMEOUT_S = 120
 _LOGGED_LINES = 3
-"""Of what the compiler wrote."""
+"""How much of the compiler's output is logged."""
 _NO_SUCH_ROW = 2
 """As in operations.h."""
 

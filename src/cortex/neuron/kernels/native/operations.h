@@ -1,7 +1,7 @@
 // The operations of a step, and the threads that compute them together.
 #pragma once
 
-#include "numbers.h"
+#include "values.h"
 
 enum { NO_MEMORY = 1, NO_SUCH_ROW = 2 };
 
@@ -12,7 +12,7 @@ typedef struct {
     int32_t failed;
     _Alignas(64) int64_t next;  // of the parts that no thread has taken
     _Alignas(64) int32_t arrived;
-    _Alignas(64) int32_t meetings, sleepers;
+    _Alignas(64) int32_t barriers, sleepers;
 } Team;
 
 typedef struct {
@@ -25,7 +25,7 @@ INLINE int64_t take(Team *team, int64_t count) { return __atomic_fetch_add(&team
 INLINE void fail(Team *team, int32_t reason) { __atomic_store_n(&team->failed, reason, __ATOMIC_RELAXED); }
 
 // Returns when all threads have called it. After it, no part is taken.
-void meet(const Member *member);
+void await_barrier(const Member *member);
 
 // Matrices are described in native.py. `bits` is 0 for four bits that number the entries of `table`.
 typedef struct {
@@ -35,7 +35,7 @@ typedef struct {
 } Matrix;
 
 // out = f(x) Wᵀ + bias + residual. f divides by the length and multiplies with `norm` if that is given; with an `activation`, it is
-// activation(first half) · second half. `stride`: between the rows of `out` and of `residual`. Numbers are bfloat16 if `is_half`,
+// activation(first half) · second half. `stride`: between the rows of `out` and of `residual`. Values are bfloat16 if `is_half`,
 // else float32; those of `norm` and `bias` have flags of their own.
 typedef struct {
     int32_t kind, activation, is_half, is_norm_half, is_bias_half;
@@ -46,7 +46,7 @@ typedef struct {
     int64_t stride;
 } Product;
 
-// Pages: [pages, page tokens, kv heads, dim]. Numbers are bfloat16 if `is_half`, else float32; the weights of norms have a
+// Pages: [pages, page tokens, kv heads, dim]. Values are bfloat16 if `is_half`, else float32; the weights of norms have a
 // flag of their own, and the table of rotations is float32. `table_rows`: where the page table has each row.
 typedef struct {
     int32_t kind, is_half, is_norm_half;
@@ -60,11 +60,11 @@ typedef struct {
     int64_t q_stride, q_head_stride, k_stride, v_stride;
 } Attention;
 
-// The rows of a matrix with these numbers. out: [rows, columns], bfloat16 if `is_half`, else float32.
+// The rows of a matrix with these ids. out: [rows, columns], bfloat16 if `is_half`, else float32.
 typedef struct {
     int32_t kind, is_half;
     const Matrix *matrix;
-    const int64_t *numbers;
+    const int64_t *ids;
     void *out;
 } Lookup;
 
@@ -75,7 +75,7 @@ typedef struct {
     int64_t *tokens;
     uint8_t *is_finite;
     int64_t count;
-} Likeliest;
+} Argmax;
 
 int64_t product_room(const Product *product, int64_t rows);
 void run_product(const Product *product, const Member *member);

@@ -23,7 +23,7 @@ _VIEWS = frozenset(
 )
 """No work either, as long as the result has the memory of the input."""
 _REPEATED = frozenset(("index_select", "add", "to", "float", "mul", "sigmoid"))
-"""They compute the same shapes from any numbers, so that a recording may compute them again."""
+"""They compute the same shapes from any values, so that a recording may compute them again."""
 _REPEATED_IN_PLACE = frozenset(("index_copy_",))
 _KNOWN = _WITHOUT_WORK | _VIEWS | _REPEATED | _REPEATED_IN_PLACE
 
@@ -65,19 +65,19 @@ class Lookup(Operation):
     _fields_ = (
         ("is_half", ctypes.c_int32),
         ("matrix", ctypes.c_void_p),
-        ("numbers", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
     )
 
 
-class Likeliest(Operation):
+class Argmax(Operation):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "tokens", "is_finite")),
         ("count", ctypes.c_int64),
     )
 
 
-_KINDS = (Product, DecodeAttention, Lookup, Likeliest)
+_KINDS = (Product, DecodeAttention, Lookup, Argmax)
 
 
 def operation(kind: type[Operation], **values: Any) -> Operation:
@@ -137,7 +137,7 @@ class Recording(TorchFunctionMode):
     ) -> Any:
         del types
         compute, name = partial(func, *args, **(kwargs or {})), func.__name__
-        if name not in _KNOWN:  # not run either: its inputs may have no numbers yet
+        if name not in _KNOWN:  # not run either: its inputs may have no values yet
             raise NotRecorded(f"{name} is not known to recordings")
         out = compute()
         if name in _WITHOUT_WORK or (name in _VIEWS and _memory(out) <= _memory(args)):

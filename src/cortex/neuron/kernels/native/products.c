@@ -44,7 +44,7 @@ INLINE Bytes bytes_at(const uint8_t *from) {
     return bytes;
 }
 
-// Scales and minimums are float16, as in GGUF files, in units of UNIT: float16 has few digits for numbers below 2⁻¹⁴.
+// Scales and minimums are float16, as in GGUF files, in units of UNIT: float16 has few digits for values below 2⁻¹⁴.
 #define UNIT 0x1p-8f
 
 INLINE Floats halves_at(const uint8_t *from) {
@@ -119,9 +119,9 @@ INLINE Floats units_at(const uint8_t *tile, int64_t number, int part, int of_min
 
 // Inputs, quantised to eight bits: each tile's 32 columns have one scale, which includes UNIT.
 typedef struct {
-    int8_t *numbers;
+    int8_t *values;
     float *scales;
-    int32_t *sums;  // of 16 numbers each
+    int32_t *sums;  // of 16 values each
 } Inputs;
 
 typedef struct {
@@ -130,7 +130,7 @@ typedef struct {
     Inputs inputs;
 } Job;
 
-// What the norm of a row multiplies its numbers by.
+// What the norm of a row multiplies its values by.
 static float norm_factor(const Product *call, int64_t row, int64_t columns) {
     enum { SOME = 512 };
     float some[SOME], sum = 0;
@@ -160,7 +160,7 @@ INLINE void prepare(const Product *call, int64_t row, int64_t tile, float factor
 
 // One tile of inputs, the number of which is `at`.
 INLINE void quantise(const float *x, Inputs inputs, int64_t at) {
-    int8_t *numbers = inputs.numbers + at * COLUMNS;
+    int8_t *values = inputs.values + at * COLUMNS;
     float largest = 0, doubt = 0;  // NaN, if one of the inputs is not finite
     for (int i = 0; i < COLUMNS; i++) {
         float size = __builtin_fabsf(x[i]);
@@ -173,7 +173,7 @@ INLINE void quantise(const float *x, Inputs inputs, int64_t at) {
         int32_t sum = 0;
         for (int i = 16 * half; i < 16 * half + 16; i++) {
             int32_t number = (int32_t)__builtin_rintf(x[i] * factor);
-            numbers[i] = (int8_t)number;
+            values[i] = (int8_t)number;
             sum += number;
         }
         inputs.sums[2 * at + half] = sum;
@@ -203,7 +203,7 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
 #pragma GCC unroll 4
                 for (int i = 0; i < count; i++) {
                     int32_t four;
-                    memcpy(&four, job->inputs.numbers + ((row + i) * tiles + t) * COLUMNS + 4 * step, 4);
+                    memcpy(&four, job->inputs.values + ((row + i) * tiles + t) * COLUMNS + 4 * step, 4);
                     sums[i][part] = dot(sums[i][part], codes, four, bits == 8 || bits == CODEBOOK);
                 }
             }
@@ -278,16 +278,16 @@ void run_product(const Product *call, const Member *member) {
     uint8_t *room = team->room;
     const Inputs inputs = {(int8_t *)room, (float *)(room + all * COLUMNS), (int32_t *)(room + all * (COLUMNS + 4))};
     const int64_t stop = all * (member->number + 1) / member->threads;
-    float factor = 0, numbers[COLUMNS];
+    float factor = 0, values[COLUMNS];
     for (int64_t at = all * member->number / member->threads, row = -1; at < stop; at++) {
         if (at / tiles != row) {
             row = at / tiles;
             if (call->norm) factor = norm_factor(call, row, tiles * COLUMNS);
         }
-        prepare(call, row, at % tiles, factor, numbers);
-        quantise(numbers, inputs, at);
+        prepare(call, row, at % tiles, factor, values);
+        quantise(values, inputs, at);
     }
-    meet(member);
+    await_barrier(member);
     const Job job = {call, team->rows, inputs};
     const int64_t blocks = (call->matrix->outputs + ROWS - 1) / ROWS, chunk = blocks / (8 * member->threads) + 1;
     for (int64_t first; (first = take(team, chunk)) < blocks;)
@@ -332,7 +332,7 @@ void run_lookup(const Lookup *lookup, const Member *member) {
     const Matrix *m = lookup->matrix;
     const int64_t columns = m->tiles * COLUMNS;
     for (int64_t row; (row = take(member->team, 1)) < member->team->rows;) {
-        const int64_t number = lookup->numbers[row];
+        const int64_t number = lookup->ids[row];
         float *line = number < 0 || number >= m->outputs ? 0 : malloc(columns * sizeof(float));
         if (!line) {
             fail(member->team, number < 0 || number >= m->outputs ? NO_SUCH_ROW : NO_MEMORY);

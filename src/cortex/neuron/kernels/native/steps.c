@@ -1,4 +1,4 @@
-// Runs lists of operations: each thread goes through the whole list, and all of them meet after each operation.
+// Runs lists of operations: each thread goes through the whole list, with a barrier after each operation.
 
 #include "operations.h"
 
@@ -6,7 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { PRODUCT, ATTENTION, LOOKUP, LIKELIEST };
+enum { PRODUCT, ATTENTION, LOOKUP, ARGMAX };
 enum { SPINS = 2000 };  // some tens of microseconds: a thread that waits longer sleeps
 
 INLINE void pause_briefly(void) {
@@ -17,30 +17,30 @@ INLINE void pause_briefly(void) {
 #endif
 }
 
-void meet(const Member *member) {
+void await_barrier(const Member *member) {
     Team *team = member->team;
-    const int32_t meetings = __atomic_load_n(&team->meetings, __ATOMIC_RELAXED);
+    const int32_t barriers = __atomic_load_n(&team->barriers, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == member->threads) {
         team->next = team->arrived = 0;
-        __atomic_store_n(&team->meetings, meetings + 1, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&team->barriers, barriers + 1, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&team->sleepers, __ATOMIC_SEQ_CST))
-            syscall(SYS_futex, &team->meetings, FUTEX_WAKE_PRIVATE, INT32_MAX);
+            syscall(SYS_futex, &team->barriers, FUTEX_WAKE_PRIVATE, INT32_MAX);
         return;
     }
     for (int spins = 0; spins < SPINS; spins++) {
-        if (__atomic_load_n(&team->meetings, __ATOMIC_ACQUIRE) != meetings) return;
+        if (__atomic_load_n(&team->barriers, __ATOMIC_ACQUIRE) != barriers) return;
         pause_briefly();
     }
     __atomic_add_fetch(&team->sleepers, 1, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&team->meetings, __ATOMIC_SEQ_CST) == meetings)
-        syscall(SYS_futex, &team->meetings, FUTEX_WAIT_PRIVATE, meetings, (void *)0);
+    while (__atomic_load_n(&team->barriers, __ATOMIC_SEQ_CST) == barriers)
+        syscall(SYS_futex, &team->barriers, FUTEX_WAIT_PRIVATE, barriers, (void *)0);
     __atomic_sub_fetch(&team->sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
-static void run_likeliest(const Likeliest *likeliest, const Member *member) {
-    const int64_t count = likeliest->count;
+static void run_argmax(const Argmax *argmax, const Member *member) {
+    const int64_t count = argmax->count;
     for (int64_t row; (row = take(member->team, 1)) < member->team->rows;) {
-        const float *logits = likeliest->logits + row * count;
+        const float *logits = argmax->logits + row * count;
         float highest = logits[0];  // NaN, if there is one
         Floats most = highest - (Floats){0};
         Ints doubt = {0};
@@ -57,8 +57,8 @@ static void run_likeliest(const Likeliest *likeliest, const Member *member) {
             if (doubt[lane]) highest = __builtin_nanf("");
         }
         while (first < count - 1 && logits[first] != highest && logits[first] == logits[first]) first++;
-        likeliest->tokens[row] = first;
-        likeliest->is_finite[row] = highest - highest == 0;
+        argmax->tokens[row] = first;
+        argmax->is_finite[row] = highest - highest == 0;
     }
 }
 
@@ -87,9 +87,9 @@ static void work(void *data) {
             case PRODUCT: run_product(operation, &member); break;
             case ATTENTION: run_attention(operation, &member); break;
             case LOOKUP: run_lookup(operation, &member); break;
-            case LIKELIEST: run_likeliest(operation, &member); break;
+            case ARGMAX: run_argmax(operation, &member); break;
         }
-        meet(&member);
+        await_barrier(&member);
     }
 }
 

@@ -1,1 +1,1 @@
-"""What the product kernels of all storages share: how they are launched, begin and end. Inner loops are their own."""
+"""What the GEMM and GEMV kernels of all storages share: how they are launched, begin and end. Inner loops differ."""

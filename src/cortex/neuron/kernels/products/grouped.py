@@ -1,4 +1,4 @@
-"""How products with the experts of large batches are launched, begin and end: the pairs of each expert are gathered
+"""How grouped GEMMs with the experts of large batches are launched, begin and end: each expert's pairs are gathered
 into tiles and multiplied with its rows of the matrix on tensor cores. The loops are those of the storages.
 
 The number of tiles of an expert is known only on the device. A launch has programs for the largest possible number;
@@ -44,7 +44,7 @@ def expert_load(num_pairs: int, num_experts: int) -> int:
 
 
 def tiling(load: int) -> Tiling:
-    """Tiles for so many pairs of an expert."""
+    """Tiles for this many pairs of an expert."""
     pairs = max(16, min(128, 1 << (load - 1).bit_length()))
     return Tiling(pairs, 64, 128, 4) if pairs < 64 else Tiling(pairs, 128, 64, 8)
 

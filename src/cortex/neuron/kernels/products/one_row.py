@@ -1,5 +1,5 @@
-"""How products with one row (GEMV) are launched and end: for matrices of codes and of FP8, whose kernels take each pair
-of a row and an expert as a row of its own, too. The dense kernel ends in the same way."""
+"""How GEMVs are launched and end: for matrices of codes and of FP8, whose kernels take each pair of a row and an expert
+as a row of its own, too. The dense kernel ends in the same way."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cortex.neuron.kernels.moe.pairs import ExpertPairs
 
 
 class OneRowTiles(NamedTuple):
-    """How a product with one row is cut into programs."""
+    """How a GEMV is cut into programs."""
 
     outputs: int
     width: int
     """Units of columns at a time: words of four (FP8), or chunks of 128 (codes)."""
     warps: int
     programs: int
-    """On each processor, which share the blocks of rows; 0: one for each block."""
+    """Programs on each processor, which share the blocks of rows; 0: one for each block."""
     registers: int | None
-    """That a thread has at most, so that the programs fit."""
+    """The most registers of a thread, so that the programs fit."""
 
 
 def launch_one_row(

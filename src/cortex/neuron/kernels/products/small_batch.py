@@ -1,5 +1,5 @@
-"""How products with small batches are launched, add the parts of their sums, and end. The matrix is the left operand of
-a tensor-core product: out = (W xᵀ)ᵀ. Its loops are those of the storages."""
+"""How small-batch GEMMs are launched, add the parts of their sums, and end. The matrix is the left operand of a
+tensor-core product: out = (W xᵀ)ᵀ. The loops are those of the storages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cortex.neuron.kernels.jit import jit, launch_options, tl
 from cortex.neuron.kernels.matrix import Epilogue
 
 COUNTED_ROWS = 64
-"""The fewest rows that a program of a split product takes: each block of them has a counter."""
+"""The fewest rows that a program of a split GEMM takes: each block of them has a counter."""
 
 
 def launch_small_batch(

@@ -30,7 +30,7 @@ class PackedCodes:
     high: Tensor
     """[outputs, units]; empty where the layout has one plane"""
     scales: Tensor
-    """[outputs, columns / 32 · scale words]: two bfloat16 numbers in an int32, or one in an int16"""
+    """[outputs, columns / 32 · scale words]: two bfloat16 values in an int32, or one in an int16"""
     counters: Tensor
     """[blocks of COUNTED_ROWS rows] int32, all 0 between products: how many parts of a sum are done"""
 
@@ -43,11 +43,11 @@ class PackedCodes:
         """Fill rows from `first_row` on with `scale · code + minimum`.
 
         code: [rows, inputs] uint8; scale and minimum: [rows, inputs / group] float32. Where the layout has a zero, the
-        minimum must be `-zero · scale`: it is not stored. Where it has levels, every code must be `zero` plus one of
+        minimum must be `-zero · scale`: it is not stored. With a codebook, every code must be `zero` plus one of
         them.
         """
         rows = self._rows(first_row, len(code))
-        if self.layout.levels:
+        if self.layout.codebook:
             code = _codes_of_levels(self.layout, code.device)[code.int()]
         if has_kernels(code):
             pack_codes(code, scale, minimum, self.layout, *rows)
@@ -74,7 +74,7 @@ def pack_codes_reference(
     """See `pack_codes`."""
     columns = low.shape[1] * UNIT
     units = _units(_pad(code, columns))
-    if layout.levels:
+    if layout.codebook:
         units = torch.cat((units[..., 0::2], units[..., 1::2]), -1)
     if layout.low_bits == 8:
         for odd, plane in enumerate((low, high)):
@@ -118,23 +118,23 @@ def unpacked(matrix: PackedCodes, rows: Tensor | slice = slice(None)) -> Tensor:
     low, high = matrix.low[rows], matrix.high[rows]
     if layout.low_bits == 8:
         code = _columns(torch.stack((_bytes(low), _bytes(high)), -1).flatten(2))
-    elif layout.levels:
+    elif layout.codebook:
         code = _columns(_slots(low, 4).unflatten(-1, (2, 4)).transpose(-1, -2).flatten(2))
     else:
         code = _columns(_slots(low, layout.low_bits))
         if layout.high_bits:
             code |= _columns(_slots(high, layout.high_bits)) << layout.low_bits
     scales = matrix.scales[rows].contiguous().view(torch.bfloat16).float()
-    if layout.levels:
-        values = torch.tensor(layout.levels, dtype=torch.float32, device=code.device)[code.int()]
+    if layout.codebook:
+        values = torch.tensor(layout.codebook, dtype=torch.float32, device=code.device)[code.int()]
     else:
         values = code.float() - (layout.zero or 0)
     grouped = values.view(len(code), -1, layout.group)
     if layout.zero is not None:
-        numbers = grouped * scales[..., None]
+        weights = grouped * scales[..., None]
     else:
-        numbers = grouped * scales[:, 0::2, None] + scales[:, 1::2, None]
-    return numbers.view(len(code), -1)[:, : matrix.inputs]
+        weights = grouped * scales[:, 0::2, None] + scales[:, 1::2, None]
+    return weights.view(len(code), -1)[:, : matrix.inputs]
 
 
 def _pad(tensor: Tensor, columns: int) -> Tensor:
@@ -155,7 +155,7 @@ def _columns(units: Tensor) -> Tensor:
 
 
 def _plane(units: Tensor, bits: int) -> Tensor:
-    """[rows, units, 8] of numbers of `bits` bits → [rows, units] words."""
+    """[rows, units, 8] of integers of `bits` bits → [rows, units] words."""
     word = torch.zeros(units.shape[:2], dtype=torch.int32, device=units.device)
     for slot in range(UNIT):
         word |= units[..., slot].int() << (slot * bits)
@@ -180,9 +180,9 @@ def _slots(plane: Tensor, bits: int) -> Tensor:
 
 @cache
 def _codes_of_levels(layout: Layout, device: torch.device) -> Tensor:
-    """[256] uint8: the four bits for `zero + level`."""
+    """[256] uint8: the four bits for `zero + value`."""
     assert layout.zero is not None
     codes = torch.zeros(256, dtype=torch.uint8, device=device)
-    for code, level in enumerate(layout.levels):
-        codes[layout.zero + level] = code
+    for code, value in enumerate(layout.codebook):
+        codes[layout.zero + value] = code
     return codes

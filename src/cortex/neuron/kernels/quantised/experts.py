@@ -1,4 +1,4 @@
-"""Packed experts of large batches: the pairs of each expert, gathered into tiles, times its rows of the matrix."""
+"""Grouped GEMM of packed experts for large batches: each expert's pairs, gathered into tiles, times its rows."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MAX_TILE_PAIRS = 64
 
 
 class PackedExpertTiles(NamedTuple):
-    """How a product with experts is cut into programs."""
+    """How a grouped GEMM with experts is cut into programs."""
 
     pairs: int
     blocks: int
-    """Of 64 rows of the matrix, one after another in one program."""
+    """Blocks of 64 rows of the matrix, one after another in one program."""
     chunks: int
-    """Of 128 columns, at a time."""
+    """Chunks of 128 columns, at a time."""
     stages: int
 
 
@@ -131,7 +131,7 @@ def _packed_grouped_kernel(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -160,13 +160,13 @@ def _packed_grouped_kernel(
         value = tl.load(source + column[:, None], mask=inside, other=0.0)  # [in, pairs]
         weights = operand(
             low, high, scales, loaded, chunk,
-            CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
+            CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, SCALE_WORDS, PTX,
         )  # fmt: skip
         total = add_product(total, weights, value)
         if ACTIVATION:
             weights_up = operand(
                 low, high, scales, loaded + OUTPUTS, chunk,
-                CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
+                CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, SCALE_WORDS, PTX,
             )  # fmt: skip
             total_up = add_product(total_up, weights_up, value)
         if step % steps == steps - 1:

@@ -1,7 +1,7 @@
-"""A packed matrix of more than four bits times a few vectors, in a decode step of two to eight streams.
+"""Small-batch GEMM: a packed matrix of more than four bits times two to eight rows, as in a decode step.
 
 A program takes sixteen rows of the matrix after the other, and a stretch of their columns. Its warps share the columns,
-so the vectors' numbers for them stay in registers from the first row to the last, and words go from memory into
+so the rows' values for them stay in registers from the first row to the last, and words go from memory into
 registers, without a barrier between them and the tensor cores. The words of the next sixteen rows are on their way
 while these are multiplied.
 
@@ -31,15 +31,15 @@ _TILE_ROWS = 16
 
 
 class FewRowsTiles(NamedTuple):
-    """How a product is cut into programs."""
+    """How a small-batch GEMM is cut into programs."""
 
     chunks: int
-    """Of 128 columns, for each program."""
+    """Chunks of 128 columns, for each program."""
     warps: int
     programs: int
-    """On each processor."""
+    """Programs on each processor."""
     registers: int
-    """That a thread has at most, so that the programs fit."""
+    """The most registers of a thread, so that the programs fit."""
 
 
 def max_few_rows(layout: Layout) -> int:
@@ -58,7 +58,7 @@ class ProductParts(NamedTuple):
     products: Tensor
     """[stretches, rows, outputs] float32"""
     squares: Tensor | None
-    """Of the inputs, [stretches, rows] float32; None: there is no norm."""
+    """Sums of the squared inputs, [stretches, rows] float32; None: there is no norm."""
 
 
 def few_rows_product(x: Tensor, codes: PackedCodes, out: Tensor, prologue: Prologue, epilogue: Epilogue) -> None:
@@ -149,7 +149,7 @@ def _few_rows_kernel(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -157,7 +157,7 @@ def _few_rows_kernel(
     """The second coordinate is a stretch of PART_CHUNKS chunks, of which each warp takes some.
 
     WHOLE: every block has all its rows, so that their distance is a constant in the machine code.
-    RUN: numbers of a row next to each other that a thread supplies to the tensor cores; the columns are in the order
+    RUN: values of a row next to each other that a thread supplies to the tensor cores; the columns are in the order
     that makes these the columns of its units. The compiler chooses it by the types that are loaded.
     """
     if OVERLAP:
@@ -196,10 +196,10 @@ def _few_rows_kernel(
             CHUNKS, PART_CHUNKS, WHOLE, TILE_ROWS, LOW_BITS, HIGH_BITS, SCALE_WORDS,
         )  # fmt: skip
         upper = unpack_units(
-            words[0], words[1], words[2], words[3], LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX
+            words[0], words[1], words[2], words[3], LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, PTX
         )  # fmt: skip
         lower = unpack_units(
-            words[4], words[5], words[6], words[7], LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX
+            words[4], words[5], words[6], words[7], LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, PTX
         )  # fmt: skip
         weights = tl.reshape(tl.join(upper, lower), (8, PART_CHUNKS, 4, 4, 2, 2, 2, 2))
         # row, chunk, t, v, h, j0, j1, half → chunk, half, row, v, j1, t, j0, h, or with t before j1
@@ -330,7 +330,7 @@ def _sum_kernel(
 
 @jit
 def _sum(products, row, column, inside, columns, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of all parts of a row in these columns, in order."""
+    """Adds all parts of a row in these columns, in order."""
     rows = tl.num_programs(0)
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):

@@ -1,11 +1,11 @@
 """Dot products of codes with a vector, in integers.
 
-One instruction multiplies four bytes with four bytes and adds the products. So the eight numbers that meet a unit of
-codes become integers of fifteen bits times a power of two of their own, cut into a high and a low byte. That is finer
-than bfloat16, whose numbers have eight bits, and the sums are exact. No code has to be turned into a number: unpacking
-is what is left, and a matrix is read as fast as memory delivers it.
+One instruction multiplies four bytes with four bytes and adds the products. So the eight values that are multiplied
+with a unit of codes become integers of fifteen bits times a power of two of their own, cut into a high and a low byte.
+That is finer than bfloat16, whose values have eight bits, and the sums are exact. No code has to be converted to
+floating point: unpacking is what is left, and a matrix is read as fast as memory delivers it.
 
-Integers become floating-point numbers without a conversion: added to the bits of EXACT, an integer of 23 bits is the
+Integers become floating-point values without a conversion: added to the bits of EXACT, an integer of 23 bits is the
 mantissa of EXACT plus that integer.
 """
 
@@ -77,7 +77,7 @@ _SIGNED_DOT = constant(
 
 @jit
 def power_of_two(a0, a1, a2, a3, b0, b1, b2, b3):
-    """What makes integers of at most 2¹⁴ of eight numbers, and its inverse. Both are powers of two."""
+    """What makes integers of at most 2¹⁴ of eight values, and its inverse. Both are powers of two."""
     largest = tl.maximum(tl.maximum(tl.abs(a0), tl.abs(a1)), tl.maximum(tl.abs(a2), tl.abs(a3)))
     largest = tl.maximum(largest, tl.maximum(tl.maximum(tl.abs(b0), tl.abs(b1)), tl.maximum(tl.abs(b2), tl.abs(b3))))
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 30 << 23)
@@ -87,7 +87,7 @@ def power_of_two(a0, a1, a2, a3, b0, b1, b2, b3):
 
 @jit
 def split_bytes(n0, n1, n2, n3, factor, PTX: tl.constexpr):
-    """Four numbers times `factor` as integers of 16 bits: their high bytes as one word, their low bytes as another."""
+    """Four values times `factor` as integers of 16 bits: their high bytes as one word, their low bytes as another."""
     q0, q1 = _integer(n0, factor), _integer(n1, factor)
     q2, q3 = _integer(n2, factor), _integer(n3, factor)
     if PTX:
@@ -191,12 +191,12 @@ def _sum(even, odd, high_0, low_0, high_1, low_1, SIGNED: tl.constexpr = False):
 
 
 @jit
-def _byte_dot(codes, numbers, SIGNED: tl.constexpr, SIGNED_CODES: tl.constexpr = False):
-    """Σ byte of codes · byte of numbers. SIGNED, SIGNED_CODES: whether those of the numbers and of the codes are."""
-    total = _byte(codes, 0, SIGNED_CODES) * _byte(numbers, 0, SIGNED)
-    total += _byte(codes, 1, SIGNED_CODES) * _byte(numbers, 1, SIGNED)
-    total += _byte(codes, 2, SIGNED_CODES) * _byte(numbers, 2, SIGNED)
-    return total + _byte(codes, 3, SIGNED_CODES) * _byte(numbers, 3, SIGNED)
+def _byte_dot(codes, values, SIGNED: tl.constexpr, SIGNED_CODES: tl.constexpr = False):
+    """Σ byte of codes · byte of values. SIGNED, SIGNED_CODES: whether those of the values and of the codes are."""
+    total = _byte(codes, 0, SIGNED_CODES) * _byte(values, 0, SIGNED)
+    total += _byte(codes, 1, SIGNED_CODES) * _byte(values, 1, SIGNED)
+    total += _byte(codes, 2, SIGNED_CODES) * _byte(values, 2, SIGNED)
+    return total + _byte(codes, 3, SIGNED_CODES) * _byte(values, 3, SIGNED)
 
 
 @jit

@@ -2,14 +2,14 @@
 
 Every format becomes one of a few layouts: unsigned codes in one or two bit planes, and bfloat16 scales per group of
 columns. A weight is `scale · code + minimum`, or `scale · (code - zero)` where a group has no minimum of its own, or
-`scale · levels[code]` where the layout has a table of levels.
+`scale · codebook[code]` where the layout has a codebook.
 
 The unit is eight columns of one row: 32 bits of a 4-bit plane, 16 bits of a 2-bit plane, 8 bits of a 1-bit plane. Codes
 of eight bits take two planes of 32 bits. A chunk is 128 columns, sixteen units. Which columns share a unit follows from
 the operand that tensor cores read: unit 4·t + v of a chunk holds, in the slot h·4 + j1·2 + j0, column
 32·v + 16·j1 + 8·j0 + 2·t + h. So a thread's 16-byte load unpacks in registers to the very fragment it has to supply,
-and nothing passes through shared memory. Codes of levels are in another order: those of even j0 first, in the low half
-of a word, because levels are looked up for half a word at a time.
+and nothing passes through shared memory. Codes of a codebook are in another order: those of even j0 first, in the low
+half of a word, because they are looked up for half a word at a time.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Layout:
     group: int = 32
     """Columns that share a scale: 32 or 16."""
     zero: int | None = None
-    """The code that stands for 0; None: each group has a minimum. Only with groups of 16, or with levels."""
-    levels: tuple[int, ...] = ()
-    """Sixteen numbers of a signed byte that codes of four bits stand for; empty: codes are numbers themselves. Only
-    with groups of 32. Codes arrive as `zero + level`."""
+    """The code that stands for 0; None: each group has a minimum. Only with groups of 16, or a codebook."""
+    codebook: tuple[int, ...] = ()
+    """Sixteen signed bytes that codes of four bits stand for; empty: codes are the values themselves. Only with groups
+    of 32. Codes arrive as `zero + value`."""
 
     @property
     def row_block(self) -> int:
@@ -55,11 +55,11 @@ class Layout:
 
     @property
     def scale_bytes(self) -> int:
-        """Of one word of scales. Half a word is enough where there is one scale and no minimum."""
-        return 2 if self.levels else 4
+        """The size of one word of scales. Half a word is enough where there is one scale and no minimum."""
+        return 2 if self.codebook else 4
 
     def num_bytes(self, outputs: int, inputs: int) -> int:
-        """Of a matrix with `outputs` rows and `inputs` columns."""
+        """The size of a matrix with `outputs` rows and `inputs` columns."""
         columns = padded(inputs)
         return outputs * (columns * self.bits // 8 + columns // SCALED_COLUMNS * self.scale_words * self.scale_bytes)
 
@@ -75,8 +75,8 @@ Q4 = Layout(4)
 Q5 = Layout(4, 1)
 Q6 = Layout(4, 2, group=16, zero=32)
 Q8 = Layout(8)
-IQ4 = Layout(4, zero=128, levels=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
-FP4 = Layout(4, zero=12, levels=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
+IQ4 = Layout(4, zero=128, codebook=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+FP4 = Layout(4, zero=12, codebook=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
 
 GGML_LAYOUTS: Final = {
     "Q2_K": Q2,
@@ -92,11 +92,11 @@ GGML_LAYOUTS: Final = {
     "IQ4_NL": IQ4,
     "IQ4_XS": IQ4,
 }
-"""Of each quantised type of a GGUF file."""
+"""The layout of each quantised type of a GGUF file."""
 
 PUBLISHED_LAYOUTS: Final = {"FP8": Q8, "INT8": Q8, "INT4": Q4, "INT_ORDERED": Q8, "MXFP4": FP4}
-"""Of each quantised type of a published checkpoint in safetensors.
+"""The layout of each quantised type of a published checkpoint in safetensors.
 
 FP8 without a layout of its own (`float8/layout.py`) and integers whose columns were quantised in another order have no
-groups of 32 columns: their numbers are quantised in eight bits, which adds a sixth of the error that FP8 has.
+groups of 32 columns: their weights are quantised in eight bits, which adds a sixth of the error that FP8 has.
 """

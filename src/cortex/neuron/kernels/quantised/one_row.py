@@ -1,4 +1,4 @@
-"""A packed matrix times one vector: what a single stream's decode step is made of.
+"""GEMV with a packed matrix: what a single stream's decode step is made of.
 
 Codes are multiplied as integers (`fixed_point.py`), so that its time goes into the bytes of the matrix. The norm before
 and the addition after are part of the same pass.
@@ -102,7 +102,7 @@ def _one_row_kernel(
     HIGH_WORDS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -152,7 +152,7 @@ def _one_row_kernel(
                 low, high, scales, following, num_blocks, outputs, 0,
                 CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, ACTIVATION, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
             )  # fmt: skip
-            total = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
+            total = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, PTX)
             added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
             store_row(tl.sum(total, 1) * factor, added, out, block, outputs, BIAS or RESIDUAL, ACTIVATION, BLOCK_OUT)
             block = following
@@ -164,7 +164,7 @@ def _one_row_kernel(
                 low, high, scales, block, num_blocks, outputs, start + BLOCK_CHUNKS,
                 CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, ACTIVATION, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
             )  # fmt: skip
-            product = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
+            product = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, PTX)
             total += tl.sum(tl.reshape(product, (BLOCK_OUT, BLOCK_CHUNKS * 4, 4)), 2)  # of the four units of a thread
             vector, more = prepared_vector(
                 x, norm_weight, start + BLOCK_CHUNKS, INPUTS, PAIRED, NORM, GROUP, ZERO, BLOCK_CHUNKS, PTX
@@ -229,7 +229,7 @@ def _words(
 def _plane(plane, first, line, start, exists, CHUNKS: tl.constexpr, WORDS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
     """The words of one plane, WORDS of a chunk: a word holds one, two or four units.
 
-    A thread gets the words of the same four units from every plane. With more, the vector's numbers for them would not
+    A thread gets the words of the same four units from every plane. With more, the vector's values for them would not
     fit into its registers, and Triton takes as many as fill 16 bytes unless addresses have a smaller divisor.
     """
     word = start * WORDS + tl.arange(0, BLOCK_CHUNKS * WORDS)[None, :]

@@ -1,4 +1,4 @@
-"""Rows of a packed matrix written in one pass on a GPU: from dense numbers, or from codes and scales.
+"""Rows of a packed matrix written in one pass on a GPU: from dense weights, or from codes and scales.
 
 `codes.py` and `quantise.py` do the same in plain torch, in a hundred operations for each piece of a tensor, whose
 launches take longer than reading the file.
@@ -22,10 +22,10 @@ _TO_INTEGER = constant(float(1 << 23))
 """A float32 in its neighbourhood has no fraction: adding it rounds to the nearest integer, halves to the even one."""
 
 
-def pack_values(numbers: Tensor, layout: Layout, low: Tensor, high: Tensor, scales: Tensor) -> None:
-    """Quantise dense rows. numbers: [rows, inputs]; the others: the same rows of the packed matrix"""
+def pack_values(values: Tensor, layout: Layout, low: Tensor, high: Tensor, scales: Tensor) -> None:
+    """Quantise dense rows. values: [rows, inputs]; the others: the same rows of the packed matrix"""
     options = {"EXTRA": extra_steps(layout), "FITTED": layout.bits <= FITTED_BITS}
-    _launch(_numbers_kernel, (numbers.contiguous(),), layout, low, high, scales, options)
+    _launch(_values_kernel, (values.contiguous(),), layout, low, high, scales, options)
 
 
 def pack_codes(
@@ -59,15 +59,15 @@ def _launch(
         HIGH_BITS=layout.high_bits,
         GROUP=layout.group,
         ZERO=-1 if layout.zero is None else layout.zero,
-        LEVELS=bool(layout.levels),
+        CODEBOOK=bool(layout.codebook),
         BLOCKS=_BLOCKS,
         **options,
     )
 
 
 @jit
-def _numbers_kernel(
-    numbers,
+def _values_kernel(
+    values,
     low_plane,
     high_plane,
     scales,
@@ -78,17 +78,17 @@ def _numbers_kernel(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     EXTRA: tl.constexpr,
     FITTED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """numbers: [rows, stored_blocks · 32]"""
+    """values: [rows, stored_blocks · 32]"""
     groups: tl.constexpr = _COLUMNS // GROUP
     bits: tl.constexpr = LOW_BITS + HIGH_BITS
     block, source, has_source = _places(total, stored_blocks, num_blocks, BLOCKS)
     offset = source[:, None] * _COLUMNS + tl.arange(0, _COLUMNS)[None, :]
-    x = tl.load(numbers + offset, mask=has_source[:, None], other=0.0).to(tl.float32)
+    x = tl.load(values + offset, mask=has_source[:, None], other=0.0).to(tl.float32)
     x = tl.reshape(x, (BLOCKS, groups, GROUP))
     low, high, sums = tl.min(x, 2), tl.max(x, 2), tl.sum(x, 2)
     scale, minimum, error = _fit(x, low, high, sums, 0, bits, GROUP, ZERO, FITTED)
@@ -99,7 +99,7 @@ def _numbers_kernel(
     # A number that is not finite leaves none of its group: sums are not finite either.
     scale = tl.where(sums - sums == 0, scale, float("nan"))
     code = tl.reshape(code, (BLOCKS, _COLUMNS))
-    _store_codes(low_plane, high_plane, code, block, has_source, total, LOW_BITS, HIGH_BITS, LEVELS, BLOCKS)
+    _store_codes(low_plane, high_plane, code, block, has_source, total, LOW_BITS, HIGH_BITS, CODEBOOK, BLOCKS)
     _store_scales(scales, scale, minimum, block, has_source, total, GROUP, ZERO)
 
 
@@ -118,7 +118,7 @@ def _codes_kernel(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """codes: [rows, stored_blocks · 32]"""
@@ -126,7 +126,7 @@ def _codes_kernel(
     block, source, has_source = _places(total, stored_blocks, num_blocks, BLOCKS)
     offset = source[:, None] * _COLUMNS + tl.arange(0, _COLUMNS)[None, :]
     code = tl.load(codes + offset, mask=has_source[:, None], other=0).to(tl.int32)
-    _store_codes(low_plane, high_plane, code, block, has_source, total, LOW_BITS, HIGH_BITS, LEVELS, BLOCKS)
+    _store_codes(low_plane, high_plane, code, block, has_source, total, LOW_BITS, HIGH_BITS, CODEBOOK, BLOCKS)
     group = source[:, None] * groups + tl.arange(0, groups)[None, :]
     scale = tl.load(group_scales + group, mask=has_source[:, None], other=0.0)
     minimum = tl.load(group_minimums + group, mask=has_source[:, None], other=0.0)
@@ -215,7 +215,7 @@ def _store_codes(
     total,
     LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """code: [blocks, 32] int32. A block has four units: those of 4 · t + v, where v is its place in the chunk."""
@@ -230,7 +230,7 @@ def _store_codes(
         tl.store(low_plane + unit, low, mask=inside)
         tl.store(high_plane + unit, high, mask=inside)
     else:
-        slot = j0 * 4 + h * 2 + j1 if LEVELS else h * 4 + j1 * 2 + j0
+        slot = j0 * 4 + h * 2 + j1 if CODEBOOK else h * 4 + j1 * 2 + j0
         low = _words((code & ((1 << LOW_BITS) - 1)) << (slot * LOW_BITS), BLOCKS)
         tl.store(low_plane + unit, low.to(low_plane.dtype.element_ty), mask=inside)
         if HIGH_BITS > 0:

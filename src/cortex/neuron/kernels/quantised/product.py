@@ -1,6 +1,6 @@
-"""Products with packed matrices.
+"""GEMM with packed matrices.
 
-One row: `one_row.py`. At most eight rows, and more than four bits: `few_rows.py`.
+GEMV: `one_row.py`. Small batches of at most eight rows, and more than four bits: `few_rows.py`.
 
 Small batches: one program reads BLOCK_OUT rows of the matrix once, unpacks them in registers into the left operand of a
 tensor-core product, and multiplies all rows of x. Matrices with few rows are cut along their columns as well (SPLIT),
@@ -46,7 +46,7 @@ def packed_product_reference(x: Tensor, codes: PackedCodes, epilogue: Epilogue =
 
 
 def packed_rows(codes: PackedCodes, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix's rows of these numbers, as an embedding looks them up. rows: [tokens] → [tokens, inputs]"""
+    """The matrix's rows with these ids, as an embedding looks them up. rows: [tokens] → [tokens, inputs]"""
     if not has_kernels(rows):
         return unpacked(codes, rows).to(dtype)
     out = torch.empty(len(rows), codes.inputs, dtype=dtype, device=rows.device)
@@ -162,7 +162,7 @@ def _small_batch_kernel(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -190,7 +190,7 @@ def _small_batch_kernel(
     for start in tl.range(part * per_part, (part + 1) * per_part, BLOCK_CHUNKS, num_stages=STAGES):
         weights = operand(
             low, high, scales, loaded, start,
-            CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
+            CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, SCALE_WORDS, PTX,
         )  # fmt: skip
         if INPUTS % (BLOCK_CHUNKS * 128) == 0:
             inside = row_inside[None, :]
@@ -233,7 +233,7 @@ def _dequantise_kernel(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
 ):
@@ -244,7 +244,7 @@ def _dequantise_kernel(
     loaded = tl.load(rows + loaded).to(tl.int64) if GATHER else first_row + loaded
     weights = operand(
         low, high, scales, loaded, chunk,
-        CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, SCALE_WORDS, PTX,
+        CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, SCALE_WORDS, PTX,
     )  # fmt: skip
     output = block + operand_row(BLOCK_OUT, WARPS)
     column = chunk * 128 + tl.arange(0, 128)

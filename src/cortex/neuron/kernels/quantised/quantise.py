@@ -18,19 +18,19 @@ TINY = 1e-30
 def extra_steps(layout: Layout) -> int:
     """The range of a group is divided into the layout's steps, and into this many more; the better division counts.
 
-    More steps cut off the outermost numbers, so that the others are finer: worth it with few bits. Fewer leave room at
+    More steps cut off the outermost values, so that the others are finer: worth it with few bits. Fewer leave room at
     the ends.
     """
-    assert not layout.levels, "levels are for formats that come with their codes"
+    assert not layout.codebook, "codebooks are for formats that come with their codes"
     return 1 if layout.bits < 5 else -1
 
 
-def quantised(numbers: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """numbers: [rows, columns], whole groups → code [rows, columns] uint8; scale, minimum [rows, groups] float32
+def quantised(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """values: [rows, columns], whole groups → code [rows, columns] uint8; scale, minimum [rows, groups] float32
 
     Scales are rounded to bfloat16 before codes are chosen, so that the codes make up for it.
     """
-    groups = numbers.float().view(len(numbers), -1, layout.group)
+    groups = values.float().view(len(values), -1, layout.group)
     low, high, total = groups.amin(-1), groups.amax(-1), groups.sum(-1)
     scale, minimum, error = _fit(groups, layout, low, high, total, 0)
     other_scale, other_minimum, other_error = _fit(groups, layout, low, high, total, extra_steps(layout))

@@ -18,10 +18,10 @@ class Recipe:
     name: str
     matrices: DeviceLayout
     ends: Layout
-    """Of the embedding and the output head, where few bits cost the most quality."""
+    """The layout of the embedding and the output head, where few bits cost the most quality."""
 
     def layout_of(self, tensor: str) -> DeviceLayout:
-        """By the tensor's name in the checkpoint."""
+        """The layout of a tensor, by its name in the checkpoint."""
         if "embed_tokens" in tensor or tensor.startswith("lm_head"):
             return self.ends
         return self.matrices

@@ -1,4 +1,4 @@
-"""How products with packed matrices and up to 64 rows are cut into programs. Experts use its sums of memory, too."""
+"""How GEMMs with packed matrices and up to 64 rows are cut into programs. Experts use its sums of memory, too."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _MAX_WARPS = 16
 
 
 class PackedTiles(NamedTuple):
-    """How a product is cut into programs."""
+    """How a GEMM is cut into programs."""
 
     outputs: int
     chunks: int
-    """Of 128 columns, at a time."""
+    """Chunks of 128 columns, at a time."""
     warps: int
     stages: int
     split: int
     """Programs that share the columns of one row."""
     registers: int
-    """That a thread has at most, so that as many programs run on a processor as its shared memory holds."""
+    """The most registers of a thread: as many programs run on a processor as its shared memory holds."""
 
 
 def small_batch_tiles(

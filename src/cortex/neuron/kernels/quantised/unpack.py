@@ -1,6 +1,6 @@
 """From packed units to the operand of a tensor-core product, in registers.
 
-The numbers of bfloat16 below 2⁻¹²⁵ are evenly spaced: the bits of an integer below 256 are that integer times 2⁻¹³³.
+The values of bfloat16 below 2⁻¹²⁵ are evenly spaced: the bits of an integer below 256 are that integer times 2⁻¹³³.
 So a code needs no conversion, and one multiply-add, for two columns at a time, gives the weight, with a scale that is
 as much larger. It rounds once. A code may even stay a few bits further up, with a scale that is as much smaller. What
 comes out is RESTORE times too small, which is made up for once, after the product. Scales from 2¹⁸ on do not fit.
@@ -16,15 +16,15 @@ import struct
 from functools import cache
 
 from cortex.neuron.kernels.jit import INTERPRETED, constant, jit, tl
-from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.levels import (
+from cortex.neuron.kernels.quantised.codebook import (
     LOOKUP_REGISTERS,
-    level_of,
-    levels_option,
+    codebook_option,
+    codebook_value,
     lookup_lines,
     select_lines,
     table_words,
 )
+from cortex.neuron.kernels.quantised.layout import Layout
 
 _RESTORE_BITS = 23
 _SCALE_BITS = 133 - _RESTORE_BITS
@@ -33,7 +33,7 @@ _SHRINK = constant(2.0**-_RESTORE_BITS)
 
 
 def bfloat16_pair(low: float, high: float) -> int:
-    """The bits of two numbers in bfloat16. The numbers must be exact in bfloat16."""
+    """The bits of two values in bfloat16. The values must be exact in bfloat16."""
     bits: tuple[int, int] = struct.unpack("<II", struct.pack("<ff", low, high))
     assert all(half & 0xFFFF == 0 for half in bits), (low, high)
     return bits[0] >> 16 | bits[1]
@@ -46,7 +46,7 @@ def unpack_ptx(layout: Layout) -> str:
     Operands: $0–$7 the weights of slots 0, 4, 1, 5, 2, 6, 3, 7; $8 the low plane's word, $9 the high plane's,
     $10 and $11 the words of scales.
     """
-    if layout.levels:
+    if layout.codebook:
         lines = _levels(layout)
     else:
         positions, lines = _codes(layout)
@@ -67,7 +67,7 @@ def layout_options(layout: Layout) -> dict[str, object]:
         "HIGH_BITS": layout.high_bits,
         "GROUP": layout.group,
         "ZERO": -1 if layout.zero is None else layout.zero,
-        "LEVELS": levels_option(layout),
+        "CODEBOOK": codebook_option(layout),
         "SCALE_WORDS": layout.scale_words,
         "PTX": "" if INTERPRETED else unpack_ptx(layout),
     }
@@ -109,12 +109,12 @@ def _high(layout: Layout) -> list[str]:
 
 
 def _levels(layout: Layout) -> list[str]:
-    """p_j = the weights: the low and the high bytes of the levels' bfloat16 numbers have tables of their own."""
-    numbers = b"".join(struct.pack("<f", level * 2.0**-_RESTORE_BITS)[2:] for level in layout.levels)
+    """p_j = the weights: the low and the high bytes of the codebook in bfloat16 have tables of their own."""
+    values = b"".join(struct.pack("<f", value * 2.0**-_RESTORE_BITS)[2:] for value in layout.codebook)
     lines = select_lines("$8")
     for half in range(2):
-        lines += lookup_lines("moved", half, table_words(numbers[0::2]))
-        lines += lookup_lines("high", half, table_words(numbers[1::2]))
+        lines += lookup_lines("moved", half, table_words(values[0::2]))
+        lines += lookup_lines("high", half, table_words(values[1::2]))
         lines += [f"prmt.b32 p{half}, moved, high, 0x6240;", f"prmt.b32 p{half + 2}, moved, high, 0x7351;"]
     lines += _doubled("s0", "$10", 0)
     return lines + [f"fma.rn.bf16x2 p{j}, p{j}, s0, none;" for j in range(4)]
@@ -137,7 +137,7 @@ def _scaled(layout: Layout, positions: list[int]) -> list[str]:
 
 
 def _times(out: str, word: str, low: float, high: float) -> list[str]:
-    """The two numbers of a word times two powers of two."""
+    """The two values of a word times two powers of two."""
     return [f"mov.b32 {out}, {bfloat16_pair(low, high):#x};", f"fma.rn.bf16x2 {out}, {word}, {out}, none;"]
 
 
@@ -157,16 +157,16 @@ def unpack_units(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """Int32 tensors [outputs, units] → bfloat16 weights / RESTORE [outputs, units, h, j0, j1]. PTX is empty when
     interpreted."""
     if PTX == "":
-        a0, b0 = _slots(low, high, scale_0, scale_1, 0, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS)
-        a1, b1 = _slots(low, high, scale_0, scale_1, 1, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS)
-        a2, b2 = _slots(low, high, scale_0, scale_1, 2, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS)
-        a3, b3 = _slots(low, high, scale_0, scale_1, 3, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS)
+        a0, b0 = _slots(low, high, scale_0, scale_1, 0, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK)
+        a1, b1 = _slots(low, high, scale_0, scale_1, 1, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK)
+        a2, b2 = _slots(low, high, scale_0, scale_1, 2, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK)
+        a3, b3 = _slots(low, high, scale_0, scale_1, 3, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK)
     else:
         a0, b0, a1, b1, a2, b2, a3, b3 = tl.inline_asm_elementwise(
             PTX,
@@ -196,7 +196,7 @@ def operand(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
 ):
@@ -217,7 +217,7 @@ def operand(
     scale_1 = scale_0
     if SCALE_WORDS == 2:
         scale_1 = _by_unit(tl.load(scale + 1), BLOCK_OUT, BLOCK_CHUNKS)
-    weights = unpack_units(word, above, scale_0, scale_1, LOW_BITS, HIGH_BITS, GROUP, ZERO, LEVELS, PTX)
+    weights = unpack_units(word, above, scale_0, scale_1, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, PTX)
     repeats: tl.constexpr = BLOCK_OUT // (8 * WARPS)
     weights = tl.reshape(weights, (repeats, WARPS, 8, BLOCK_CHUNKS, 4, 4, 2, 2, 2))  # …, chunk, t, v, h, j0, j1
     weights = tl.permute(weights, (1, 0, 2, 3, 5, 8, 7, 4, 6))  # …, chunk, v, j1, j0, t, h
@@ -242,7 +242,7 @@ def operand_row(BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr):
 @jit
 def add_product(total, weights, values):
     """total + weights · values, of an operand. The total is RESTORE times too small until `restored`."""
-    if values.dtype != tl.bfloat16:  # no other type holds such small numbers
+    if values.dtype != tl.bfloat16:  # no other type holds such small values
         weights = weights.to(tl.float32) * RESTORE
     return tl.dot(weights.to(values.dtype), values, total)
 
@@ -264,7 +264,7 @@ def _slots(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
 ):
     """The weights / RESTORE of slots J and 4 + J."""
     low_mask: tl.constexpr = (1 << LOW_BITS) - 1
@@ -273,16 +273,16 @@ def _slots(
         codes = low if J % 2 == 0 else high
         code_a = (codes >> (J // 2 * 8)) & 0xFF
         code_b = (codes >> (J // 2 * 8 + 16)) & 0xFF
-    elif LEVELS:
-        code_a = level_of((low >> (J % 2 * 16 + J // 2 * 4)) & 0xF, LEVELS)
-        code_b = level_of((low >> (J % 2 * 16 + J // 2 * 4 + 8)) & 0xF, LEVELS)
+    elif CODEBOOK:
+        code_a = codebook_value((low >> (J % 2 * 16 + J // 2 * 4)) & 0xF, CODEBOOK)
+        code_b = codebook_value((low >> (J % 2 * 16 + J // 2 * 4 + 8)) & 0xF, CODEBOOK)
     else:
         code_a = (low >> (LOW_BITS * J)) & low_mask
         code_b = (low >> (LOW_BITS * (J + 4))) & low_mask
     if HIGH_BITS > 0:
         code_a |= ((high >> (HIGH_BITS * J)) & high_mask) << LOW_BITS
         code_b |= ((high >> (HIGH_BITS * (J + 4))) & high_mask) << LOW_BITS
-    if LEVELS:
+    if CODEBOOK:
         a = code_a.to(tl.float32) * low_half(scale_0)
         b = code_b.to(tl.float32) * low_half(scale_0)
     elif ZERO >= 0:

@@ -1,12 +1,13 @@
-"""A vector as the codes of packed units are multiplied with it, and the product.
+"""A vector in the form that packed units are multiplied with, and their dot products.
 
-A unit has eight columns, so a vector becomes eight tensors of numbers, one for each slot of the units, and each eight
-numbers that meet a unit become integers with a power of two of their own (`fixed_point.py`).
+A unit has eight columns, so a vector becomes eight tensors, one for each slot of the units. The eight values that are
+multiplied with a unit become integers with a power of two of their own (`fixed_point.py`).
 """
 
 from __future__ import annotations
 
 from cortex.neuron.kernels.jit import jit, tl
+from cortex.neuron.kernels.quantised.codebook import codebook_bytes
 from cortex.neuron.kernels.quantised.fixed_point import (
     EXACT,
     code_dot,
@@ -19,7 +20,6 @@ from cortex.neuron.kernels.quantised.fixed_point import (
     split_bytes,
     wide_code_dot,
 )
-from cortex.neuron.kernels.quantised.levels import level_bytes
 from cortex.neuron.kernels.quantised.unpack import high_half, low_half
 
 
@@ -61,7 +61,7 @@ def prepared_vector(
 
 @jit
 def _values(x, start, INPUTS: tl.constexpr, PAIRED: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
-    """A vector's numbers by the slots of the units they are multiplied with. → a_j (h = 0), b_j (h = 1): [units]"""
+    """A vector's values by the slots of the units they are multiplied with. → a_j (h = 0), b_j (h = 1): [units]"""
     pair = start * 64 + tl.arange(0, BLOCK_CHUNKS * 64)
     if PAIRED:
         p0, p1, p2, p3 = _by_slot(tl.load(x + pair, mask=pair < INPUTS // 2, other=0), BLOCK_CHUNKS)
@@ -92,18 +92,18 @@ def times_vector(
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Sums of weights times numbers, by unit. → [BLOCK_OUT, units]"""
+    """Sums of weights times values, by unit. → [BLOCK_OUT, units]"""
     word, above, scale_0, scale_1 = words
     high_0, low_0, high_1, low_1, step, offset_0, offset_1, sum_0, sum_1 = vector
     high_0, low_0, high_1, low_1 = high_0[None, :], low_0[None, :], high_1[None, :], low_1[None, :]
     step, offset_0, offset_1, sum_0, sum_1 = (
         step[None, :], offset_0[None, :], offset_1[None, :], sum_0[None, :], sum_1[None, :]
     )  # fmt: skip
-    if LEVELS:
-        even, odd = level_bytes(word, LEVELS, PTX)
+    if CODEBOOK:
+        even, odd = codebook_bytes(word, CODEBOOK, PTX)
         product = low_half(scale_0) * (signed_code_dot(even, odd, high_0, low_0, high_1, low_1, PTX) * step)
     elif GROUP == 32:
         even, odd = _code_bytes(word, above, LOW_BITS, HIGH_BITS)

@@ -16,7 +16,17 @@ MLP_TYPES = ("dense", "sparse")
 
 
 class Qwen3Moe(Qwen3):
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "max_position_embeddings": 32_768}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+    }
+
+    def window(self, index: int) -> int | None:
+        """On every layer or on none: unlike Qwen3, it knows no types of layers."""
+        del index
+        has_window = self.raw.get("use_sliding_window") and self.raw["sliding_window"] is not None
+        return count_in(self.raw, "sliding_window") if has_window else None
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         return read_moe(self.raw, index, self.config.hidden) or super().feed_forward(index)
@@ -52,7 +62,7 @@ class Mellum(Qwen3Moe):
 
 
 def read_moe(config: Mapping[str, Any], index: int, hidden: int) -> MoEConfig | None:
-    """The experts of one layer; None for a dense layer. Raises UnsupportedModel for numbers that contradict."""
+    """The experts of one layer; None for a dense layer. Raises UnsupportedModel if sizes contradict."""
     # Published configs have the first spelling, newer versions of the reference library write the second.
     experts = optional_count_in(config, "num_experts") or optional_count_in(config, "num_local_experts")
     if not experts or index in (config.get("mlp_only_layers") or ()):

@@ -86,4 +86,4 @@ class Estimates(Protocol):
         """The layers of each device while all of them are empty."""
 
     def basis(self, device: Device) -> object:
-        """What the estimates depend on beside their arguments; they are computed again when it changes."""
+        """What the estimates depend on in addition to their arguments; they are computed again when it changes."""

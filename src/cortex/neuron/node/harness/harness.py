@@ -15,18 +15,18 @@ from cortex.wire.errors import LoadFailed, shorten
 
 
 class Harness(Protocol):
-    """Placement chooses devices by its estimates, and knows nothing else about it. What a loaded model has to tell its
-    users is in the notes of its host's `Resident`."""
+    """Runs models. Placement chooses devices by the estimates of a harness, and knows nothing else about it. What users
+    should know about a loaded model is in the notes of its host's `Resident`."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Under which models ask for it, the present one first."""
+        """The names that models select it by, the current one first."""
 
     @property
     def estimates(self) -> Estimates: ...
 
     def check(self, model: KnownModel) -> None:
-        """Raises LoadFailed for options that it cannot meet, before any file is read."""
+        """Raises LoadFailed for options that it does not support, before any file is read."""
 
     async def read(self, model: KnownModel, path: Path) -> tuple[FileFacts, Mapping[str, Footprint]]:
         """What the model's files say, and its memory with each quantisation that it could be loaded with instead.

@@ -25,7 +25,7 @@ class ChosenDevices:
     devices: tuple[Device, ...]
     """By index."""
     stages: tuple[StageSpec, ...] = ()
-    """Of each replica, if the model is divided by layers."""
+    """Those of each replica, if the model is divided by layers."""
     free_bytes: tuple[int, ...] = ()
     """What each device can give, if the layers are divided among nodes: their lead decides."""
     limits: tuple[int | None, ...] = ()

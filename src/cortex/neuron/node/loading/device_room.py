@@ -1,4 +1,4 @@
-"""Room for models on the devices of the node: which devices a load gets, and who waits for whom."""
+"""Room for models on the devices of the node: which devices a load gets, and which load waits for which."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class DeviceRoom:
             self._wanted.subtract(indices)
 
     async def _take_back(self, model_id: str, indices: tuple[int, ...], expected: Sequence[int] | None) -> None:
-        """Has extra replicas give way where a device has less than the `expected` bytes beside them. None: anywhere."""
+        """Has extra replicas give way where a device has less than the `expected` bytes left. None: anywhere."""
         readings = await self._read()
         sharing = self._extras.sharing(indices)
         held_bytes = self._extras.num_bytes(sharing, readings)
@@ -120,7 +120,7 @@ class DeviceRoom:
     async def for_extra(
         self, model: KnownModel, facts: FileFacts, taken: tuple[int, ...]
     ) -> tuple[ChosenDevices, int] | None:
-        """A device with room for an extra replica beside everything else, and its free bytes; None if there is none.
+        """A device with room for an extra replica next to everything else, and its free bytes; None if there is none.
         `taken`: see `AnyOf.taken_devices`. The load must start before the loop does anything else."""
         readings = await self._read()
         busy = {
@@ -222,7 +222,7 @@ class DeviceRoom:
 
 async def wake_settled(host: ModelHost) -> None:
     """Wakes a model, after waiting a moment for memory that was just freed. Raises as `ModelHost.wake` does."""
-    # Of before: an attempt that fails frees memory itself.
+    # Read before the first attempt: an attempt that fails frees memory itself.
     settled_at_s = host.freed_at_s + _SETTLE_S
     while True:
         try:

@@ -56,7 +56,7 @@ class Survey:
     """What a model's files say about it."""
 
     facts: FileFacts
-    """Of the whole model, or of one rank of a divided one."""
+    """They describe the whole model, or one rank of a divided one."""
     text: TextSurvey
     requested_quant: str | None
     quantised: Mapping[str, Footprint]
@@ -128,7 +128,7 @@ class ModelLoader:
         return instance
 
     async def add_replica(self, model: KnownModel, replicas: AnyOf) -> bool:
-        """Loads an extra replica of a ready model on a device with room for it beside everything else. False: there is
+        """Loads an extra replica of a ready model on a device with room for it next to everything else. False: there is
         none, or the load was cancelled, because the model goes or another load needs the memory. Raises LoadRejected
         or WorkerLost."""
         facts = self.surveys[model.id].facts
@@ -196,7 +196,8 @@ class ModelLoader:
         return survey
 
     async def read(self, model: KnownModel, path: Path) -> Survey:
-        """What `survey` finds, without keeping it: of files beside those of a model in memory. Raises LoadFailed."""
+        """What `survey` finds, without keeping it: for other files than those of a model in memory. Raises
+        LoadFailed."""
         facts, quantised = await self._harnesses.of(model).read(model, path)
         return Survey(facts, await self._reader.read_text(path, model.id), model.quant, quantised)
 

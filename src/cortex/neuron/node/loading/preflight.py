@@ -207,7 +207,7 @@ def choose_devices(
         return tuple(sorted(-negated for _, negated in sorted(fitting, reverse=True)[:count]))
     rows = "; ".join(
         f"device {row['device']} ({row['name']}) has {gigabytes(row['have_bytes'])} of "
-        f"{gigabytes(row['total_bytes'])} to give, beside {gigabytes(row['kept_free_bytes'])} kept free: "
+        f"{gigabytes(row['total_bytes'])} to give, in addition to {gigabytes(row['kept_free_bytes'])} kept free: "
         f"{row['reason']}"
         for row in table
     )

@@ -1,6 +1,6 @@
 """The operator's ceilings on the memory of models (`limits.memory_mb`, `devices.memory_mb`), and what is left of them.
 
-A ceiling counts what models hold: weights, KV caches and what their workers allocate beside them. It is independent of
+A ceiling counts what models hold: weights, KV caches and what else their workers allocate. It is independent of
 what is free, which `limits.min_free_vram_mb` is about.
 """
 
@@ -19,7 +19,7 @@ class ModelHolding:
     model_id: str
     devices: tuple[int, ...]
     device_bytes: tuple[int, ...]
-    """On each of them."""
+    """What it holds on each of them."""
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +64,7 @@ class MemoryCeilings:
         self._holdings = holdings
 
     def left_bytes(self, index: int, num_devices: int, *, but: str) -> int | None:
-        """What the model `but`, over `num_devices`, may take of the device beside the other models; None without a
+        """What the model `but`, over `num_devices`, may take of the device next to the other models; None without a
         ceiling."""
         others = [holding for holding in self._holdings() if holding.model_id != but]
         here = sum(holding.bytes_on(index) for holding in others)

@@ -21,7 +21,7 @@ class SleepingModel:
     model_id: str
     host_bytes: int
     idle_s: float
-    """Since its last request ended."""
+    """Seconds since its last request ended."""
     can_be_unloaded: bool
     """False while it wakes."""
 

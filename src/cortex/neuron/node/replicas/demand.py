@@ -1,4 +1,4 @@
-"""When a model gets one more replica, and when an extra one goes: a pure decision, and the task that acts on it."""
+"""When a model gets one more replica, and when an extra one is unloaded: a pure decision, and the task behind it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Demand:
     idle_s: float | None = None
     """How long the extra replica that was used least recently has had no request; None: all have one."""
     since_change_s: float = float("inf")
-    """Since a replica was added or removed."""
+    """Seconds since a replica was added or removed."""
     since_failure_s: float = float("inf")
-    """Since one was lost or could not be added."""
+    """Seconds since a replica was lost or could not be added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ReplicaRules:
         return cls(limits.add_replica_after_s, limits.remove_replica_after_s)
 
     def decide(self, demand: Demand) -> Literal["add", "remove"] | None:
-        """Add while requests wait in spite of the latest change, remove what nothing waits for."""
+        """Adds a replica while requests wait in spite of the latest change; removes one that is idle."""
         if demand.waited_s >= self.add_after_s and demand.num_replicas < demand.max_replicas:
             has_settled = demand.since_change_s >= self.add_after_s
             may_retry = demand.since_failure_s >= _RETRY_PERIODS * self.add_after_s

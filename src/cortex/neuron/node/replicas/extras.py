@@ -19,7 +19,7 @@ class _Extra:
     device: int
     replicas: AnyOf
     free_bytes: int
-    """Of the device, before its load."""
+    """What the device had free before its load."""
     load: asyncio.Task[HostReplica | None]
 
     @property

@@ -48,7 +48,7 @@ T = TypeVar("T")
 ROOM_S = 30.0
 """How long a share may wait for other loads on its devices."""
 FREE_S = 5.0
-"""For a rank whose lead is gone to leave its step; then its worker is killed."""
+"""How long a rank whose lead is gone may take to leave its step; then its worker is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class HostedShare(RelaySink):
         self._resources = resources
         self._loader = resources.loader
         self._host: ModelHost | None = None
-        """From its load on."""
+        """Set when its load begins."""
         self._stage_layers: tuple[int, ...] = ()
         self._model: tuple[KnownModel, ModelFacts] | None = None
         """Once its files are known."""
@@ -281,9 +281,9 @@ class HostedShare(RelaySink):
     def _new_host(
         self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices, given: LoadSpec, claim: DeviceClaim
     ) -> ModelHost:
-        """Of what the lead loads, with the files and the memory limits of this node. Raises LoadFailed."""
+        """Returns a host for what the lead loads, with the files and memory limits of this node. Raises LoadFailed."""
         rank, kind = given.rank, chosen.devices[0].kind
-        if rank is None or rank.meeting is None or (rank.backend == "nccl") != (kind == "cuda"):
+        if rank is None or rank.rendezvous is None or (rank.backend == "nccl") != (kind == "cuda"):
             raise LoadFailed(f"{self.model_id} needs devices of one kind on all nodes, and has {kind} ones here")
         own_stages = given.stages[rank.rank : rank.rank + len(chosen.devices)]
         self._stage_layers = tuple(stage.num_layers for stage in own_stages)
@@ -295,8 +295,8 @@ class HostedShare(RelaySink):
             min_free_bytes=own.min_free_bytes,
             num_host_shares=own.num_host_shares,
         )
-        meeting = replace(rank.meeting, own_host=self._connection.local_host)
-        rendezvous = Rendezvous(rank.size, rank.backend, meeting=meeting)
+        address = replace(rank.rendezvous, own_host=self._connection.local_host)
+        rendezvous = Rendezvous(rank.size, rank.backend, address=address)
         return self._resources.devices.all_of(chosen.indices, spec, claim, rendezvous, first_rank=rank.rank)
 
     def on_lost(self, reason: str) -> None:
@@ -305,7 +305,7 @@ class HostedShare(RelaySink):
 
 
 def _held_bytes(resident: Resident) -> int:
-    """Of its devices, now."""
+    """What it holds of its devices now."""
     return resident.process_bytes if resident.host_bytes else resident.measured_bytes
 
 

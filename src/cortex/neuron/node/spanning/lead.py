@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from cortex.neuron.config import NeuronConfig, PeerEntry
 from cortex.neuron.engine.parallel import ports
-from cortex.neuron.engine.request import LoadSpec, Meeting, StageSpec
+from cortex.neuron.engine.request import LoadSpec, RendezvousAddress, StageSpec
 from cortex.neuron.node.devices import NodeDevices, backend_of
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.forecast import Forecast
@@ -102,8 +102,8 @@ class Lead:
             for share in shares:
                 await share.close()
             raise
-        meeting = _meeting(host, *held_ports)
-        rendezvous = Rendezvous(_size(model), backend_of(chosen.devices), meeting=meeting, held_ports=held_ports)
+        address = _rendezvous_address(host, *held_ports)
+        rendezvous = Rendezvous(_size(model), backend_of(chosen.devices), address=address, held_ports=held_ports)
         spec = spec_of(chosen)
         for number, share in enumerate(shares, start=1):
             share.spec = replace(spec, rank=rendezvous.rank(number * len(chosen.devices)))
@@ -182,7 +182,7 @@ def _held_ports(host: str) -> tuple[socket.socket, socket.socket]:
     return store, steps
 
 
-def _meeting(host: str, store: socket.socket, steps: socket.socket) -> Meeting:
+def _rendezvous_address(host: str, store: socket.socket, steps: socket.socket) -> RendezvousAddress:
     """The leader's worker listens there when it begins the load."""
-    numbers = store.getsockname()[1], steps.getsockname()[1]
-    return Meeting(host, *numbers, secret=secrets.token_hex(16), own_host=host)
+    ports = store.getsockname()[1], steps.getsockname()[1]
+    return RendezvousAddress(host, *ports, secret=secrets.token_hex(16), own_host=host)

@@ -56,7 +56,7 @@ class ShareMessage(msgspec.Struct, frozen=True, tag=True):
 class PrepareShare(ShareMessage, frozen=True):
     request: LoadRequest
     digest: str
-    """Of the model's configuration on the lead: the files of both must be the same."""
+    """The digest of the model's configuration on the lead: the files of both nodes must be the same."""
 
 
 class LoadShare(ShareMessage, frozen=True):

@@ -40,9 +40,9 @@ from cortex.wire.node.protocol import LoadRequest
 log = logging.getLogger(__name__)
 
 UNLOAD_S = 60.0
-"""For a peer to free its part. Where its worker is busy with the load of another model, it does so after that."""
+"""How long a peer may take to free its part. Where its worker is busy with another load, it does so after that."""
 KILL_S = 15.0
-"""For a peer to end its workers. After that the share counts as lost, and the connection is closed."""
+"""How long a peer may take to end its workers. Then the share counts as lost, and the connection is closed."""
 
 
 class RemoteShare:

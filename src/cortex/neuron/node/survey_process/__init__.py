@@ -1,1 +1,1 @@
-"""A process with limits that reads the files of models which nobody has vouched for."""
+"""A process with limits that reads the untrusted files of models."""

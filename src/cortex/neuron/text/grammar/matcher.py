@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MAX_KEPT = 32
 _MAX_KEPT_CHARACTERS = 2 << 20
-"""Of all grammars that are kept: two of the largest that are accepted. Compiled, a character takes about 45 bytes."""
+"""The length of all kept grammars: two of the largest accepted ones. Compiled, a character takes about 45 bytes."""
 
 
 class Matcher:

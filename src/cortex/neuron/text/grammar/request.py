@@ -134,7 +134,7 @@ def _regex(pattern: str) -> Mapping[str, Any]:
 
 
 def _lark(text: str, param: str) -> str:
-    """From either Lark or GBNF."""
+    """The grammar in Lark. `text` is Lark or GBNF. Raises InvalidValue."""
     if not defines_a_rule(text) and _LARK_RULE.search(text):
         return text
     try:

@@ -39,7 +39,7 @@ class GrammarTrial:
     tokenizer: Tokenizer
 
     def verdict(self, grammar: str) -> Verdict:
-        """Of a grammar in the form that `matcher.Matcher` compiles."""
+        """Judges a grammar in the form that `matcher.Matcher` compiles."""
         found: list[Verdict] = []
         previous = threading.stack_size(_STACK_BYTES)
         thread = threading.Thread(target=lambda: found.append(self._verdict(grammar)), name="grammar-trial")

@@ -30,7 +30,7 @@ CHATML: Final = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""For models without a template."""
+"""The template of models that have none."""
 
 # Expressions of a template can raise these besides Jinja's own errors, for example `none + 'text'`.
 _FAILURES: Final = (

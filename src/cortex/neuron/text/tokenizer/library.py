@@ -44,7 +44,7 @@ class LibraryTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> LibraryTokenizer:
-        """From a model directory or a GGUF file; raises TextModelError, or CheckpointError for a bad GGUF header."""
+        """Reads a model directory or a GGUF file; raises TextModelError, or CheckpointError for a bad GGUF header."""
         gguf = gguf_file(path)
         if gguf is not None:
             return cls.from_gguf(read_metadata(gguf).metadata)
@@ -241,7 +241,7 @@ def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
 
 
 def _eos_ids(path: Path, backend: Backend, named: Mapping[str, str]) -> tuple[int, ...]:
-    """From the generation config, else from the model's config; and always the tokenizer's own end token."""
+    """The ids of the generation config, else of the model's config; always with the tokenizer's own end token."""
     config = read_json(path / "config.json")
     for source in (read_json(path / "generation_config.json"), config, config.get("text_config") or {}):
         stated = source.get("eos_token_id")

@@ -34,7 +34,7 @@ class LocalEncoder:
 
 
 def read_text(path: Path) -> tuple[TextFacts, LocalEncoder]:
-    """From a model directory or a .gguf file; raises TextModelError, or CheckpointError for a bad GGUF header."""
+    """Reads a model directory or a .gguf file; raises TextModelError, or CheckpointError for a bad GGUF header."""
     gguf = gguf_file(path)
     if gguf is not None:
         return text_of_gguf(read_metadata(gguf).metadata)
@@ -49,7 +49,7 @@ def read_text(path: Path) -> tuple[TextFacts, LocalEncoder]:
 
 
 def text_of_gguf(metadata: Mapping[str, Any]) -> tuple[TextFacts, LocalEncoder]:
-    """From a GGUF file's metadata; raises TextModelError."""
+    """Reads a GGUF file's metadata; raises TextModelError."""
     tokenizer = LibraryTokenizer.from_gguf(metadata)
     facts = TextFacts(
         tokenizer.vocabulary, template_source.from_gguf(metadata), defaults.from_gguf(metadata), has_vision=False

@@ -140,4 +140,4 @@ OPTIONS: Final[Mapping[str, Callable[[Keys, Mapping[str, Any]], dict[str, Any]]]
     "phi3": _phi3,
     "seed_oss": _seed_oss,
 }
-"""Architecture → its options, beside what all files have: (keys, config so far) → what the config gets."""
+"""Architecture → its options, in addition to what all files have: (keys, config so far) → what the config gets."""

@@ -54,7 +54,7 @@ class GGUFFile:
     path: Path
     version: int
     metadata: Mapping[str, Any]
-    """Values are Python numbers, strings, bools and lists, under the keys of the file."""
+    """Values are ints, floats, strings, bools and lists, under the keys of the file."""
     tensors: Mapping[str, GGUFTensor]
     """By the names in the file, in file order."""
 
@@ -133,7 +133,7 @@ def _resolve_tensors(rows: list[_TensorRow], header: _Header, data_start: int, a
             num_elements *= extent
         if row.shape[-1] % kind.block_elements:
             raise header.malformed(
-                f"rows of tensor {row.name!r} have {row.shape[-1]} numbers, not whole {kind.name} blocks"
+                f"rows of tensor {row.name!r} have {row.shape[-1]} elements, not whole {kind.name} blocks"
             )
         num_bytes = num_elements // kind.block_elements * kind.block_bytes
         offset = data_start + row.relative_offset

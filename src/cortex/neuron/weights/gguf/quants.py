@@ -31,7 +31,7 @@ class Groups:
     minimum: Tensor
     """[..., 1] float32"""
 
-    def numbers(self) -> Tensor:
+    def values(self) -> Tensor:
         """[..., group] float32"""
         return self.q.float().mul_(self.scale).add_(self.minimum)
 
@@ -47,7 +47,7 @@ class Quantisation:
 
     def dequantise(self, blocks: Tensor) -> Tensor:
         """float32 [blocks, block_elements], bit-exact with the definition of the format."""
-        return self.groups(blocks).numbers().view(-1, self.block_elements)
+        return self.groups(blocks).values().view(-1, self.block_elements)
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
@@ -164,7 +164,7 @@ def _q6_k(blocks: Tensor) -> Groups:
 
 @lru_cache
 def _iq4_levels(device: torch.device) -> Tensor:
-    """The sixteen levels as 8-bit codes, offset by 128."""
+    """The sixteen values of the codebook as 8-bit codes, offset by 128."""
     return torch.tensor(_IQ4_LEVELS, dtype=torch.int16, device=device).add_(128).to(torch.uint8)
 
 

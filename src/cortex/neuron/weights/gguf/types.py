@@ -1,4 +1,4 @@
-"""The number formats of GGUF tensors and their sizes."""
+"""The data types of GGUF tensors and their sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 
 class GGMLType(IntEnum):
-    """Number formats by their id in files. All sizes are known; `READABLE` lists those that can be decoded."""
+    """Data types by their id in files. All sizes are known; `READABLE` lists those that can be decoded."""
 
     F32 = 0
     F16 = 1

@@ -20,7 +20,7 @@ def stacked_expert(stored: Mapping[str, StoredTensor], name: str) -> StoredTenso
         return None
     part = match[3]
     stack = stored.get(f"{match[1]}.{'down' if part == 'down' else 'gate_up'}_proj")
-    if stack is None or len(stack.shape) != 3 or stack.beside is not None or int(match[2]) >= stack.num_rows:
+    if stack is None or len(stack.shape) != 3 or stack.scales is not None or int(match[2]) >= stack.num_rows:
         return None
     parts = 1 if part == "down" else 2
     num_bytes = stack.group_bytes // parts

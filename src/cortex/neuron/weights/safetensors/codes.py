@@ -7,12 +7,12 @@ from torch import Tensor
 
 from cortex.neuron.weights.errors import Malformed
 from cortex.neuron.weights.gguf.quants import Groups
-from cortex.neuron.weights.stored import GROUP, Beside, StoredTensor
+from cortex.neuron.weights.stored import GROUP, ScaleTensors, StoredTensor
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word each of eight outputs is."""
-_MXFP4_LEVELS = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
-"""Twice each four-bit floating-point number, plus 12."""
+_MXFP4_CODEBOOK = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+"""Twice each four-bit floating-point value, plus 12."""
 _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -25,51 +25,51 @@ _DTYPES = {
 }
 
 
-def numbers_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> Tensor:
+def values_of(stored: StoredTensor, scales: ScaleTensors, raw: Tensor, first_row: int) -> Tensor:
     """Rows of a quantised matrix in float32. raw: their bytes, flat → [rows, inputs]"""
     if stored.format == "FP8":
         values = raw.view(torch.float8_e4m3fn).view(-1, *stored.row_shape).float()
         return _columns(
-            stored, values * _block_scales(stored, beside, _rows(stored, first_row, len(values), raw.device))
+            stored, values * _block_scales(stored, scales, _rows(stored, first_row, len(values), raw.device))
         )
-    if beside.ordered is None:
-        groups = groups_of(stored, beside, raw, first_row)
-        return groups.numbers().flatten(1)
-    codes = _codes(stored, beside, raw)
-    column_group = _read(beside.ordered).to(raw.device).long()
+    if scales.ordered is None:
+        groups = groups_of(stored, scales, raw, first_row)
+        return groups.values().flatten(1)
+    codes = _codes(stored, scales, raw)
+    column_group = _read(scales.ordered).to(raw.device).long()
     rows = _rows(stored, first_row, len(codes), raw.device)
-    scale, zero = (part[rows] for part in _group_scales(stored, beside, raw.device))
+    scale, zero = (part[rows] for part in _group_scales(stored, scales, raw.device))
     if not 0 <= int(column_group.min()) <= int(column_group.max()) < scale.shape[1]:
-        raise Malformed(f"{stored.file.path}: {beside.name} has columns in groups without scales; download it again")
+        raise Malformed(f"{stored.file.path}: {scales.name} has columns in groups without scales; download it again")
     return _columns(stored, (codes.float() - zero[:, column_group]) * scale[:, column_group])
 
 
-def float8_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+def float8_of(stored: StoredTensor, scales: ScaleTensors, raw: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
     """Rows of a matrix in FP8 as they are, and their scales: [rows, inputs] float8, [rows, blocks] float32. Requires
     `stored.scaled`."""
     assert stored.scaled is not None
     values = raw.view(torch.float8_e4m3fn).view(-1, *stored.row_shape)
-    scale = _finite(stored, beside, _read(beside.scale).float())
+    scale = _finite(stored, scales, _read(scales.scale).float())
     rows = _rows(stored, first_row, len(values), torch.device("cpu"))
-    blocks = _positions(stored.columns_in_file(), rows.device)[:: stored.scaled[1]] // beside.columns
-    scale = (scale if scale.dim() == 2 else scale.view(-1, 1))[rows // beside.rows][:, blocks]
+    blocks = _positions(stored.columns_in_file(), rows.device)[:: stored.scaled[1]] // scales.columns
+    scale = (scale if scale.dim() == 2 else scale.view(-1, 1))[rows // scales.rows][:, blocks]
     return _columns(stored, values), scale.to(raw.device)
 
 
-def groups_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> Groups:
+def groups_of(stored: StoredTensor, scales: ScaleTensors, raw: Tensor, first_row: int) -> Groups:
     """Rows of a matrix of integers as codes, scales and minimums: [rows, groups, 32 or 1]."""
-    if beside.kind == "mxfp4":
-        return _mxfp4(stored, beside, raw, first_row)
-    codes = _codes(stored, beside, raw)
+    if scales.kind == "mxfp4":
+        return _mxfp4(stored, scales, raw, first_row)
+    codes = _codes(stored, scales, raw)
     rows = _rows(stored, first_row, len(codes), raw.device)
-    if beside.kind == "plain":
-        scale = _block_scales(stored, beside, rows)[:, ::GROUP]
+    if scales.kind == "plain":
+        scale = _block_scales(stored, scales, rows)[:, ::GROUP]
         zero = torch.full_like(scale, 128.0)
-        if beside.zero is not None:
-            zero += _spread(_read(beside.zero).float(), stored, beside, rows)[:, ::GROUP]
+        if scales.zero is not None:
+            zero += _spread(_read(scales.zero).float(), stored, scales, rows)[:, ::GROUP]
     else:
-        scale, zero = (part[rows] for part in _group_scales(stored, beside, raw.device))
-        repeats = beside.columns // GROUP
+        scale, zero = (part[rows] for part in _group_scales(stored, scales, raw.device))
+        repeats = scales.columns // GROUP
         scale, zero = scale.repeat_interleave(repeats, 1), zero.repeat_interleave(repeats, 1)
     scale = scale.bfloat16().float()  # rounded first, so that the code of zero stays exactly zero
     return _groups(stored, codes, scale, -zero * scale)
@@ -89,19 +89,19 @@ def _columns(stored: StoredTensor, part: Tensor, size: int = 1) -> Tensor:
     return torch.cat([part[:, run] for run in runs], dim=1)
 
 
-def _codes(stored: StoredTensor, beside: Beside, raw: Tensor) -> Tensor:
+def _codes(stored: StoredTensor, scales: ScaleTensors, raw: Tensor) -> Tensor:
     """[rows, inputs of the file] uint8"""
-    if beside.kind == "plain":
+    if scales.kind == "plain":
         return (raw.view(torch.int8).view(-1, *stored.row_shape).to(torch.int16) + 128).to(torch.uint8)
     words = raw.view(torch.int32)
     (inputs,) = stored.row_shape
-    if beside.kind == "packed":
-        return _unpacked(words.view(-1, inputs * beside.bits // 32), beside.bits).flatten(1)
+    if scales.kind == "packed":
+        return _unpacked(words.view(-1, inputs * scales.bits // 32), scales.bits).flatten(1)
     outputs = stored.num_rows if stored.rows is None else stored.rows.width
-    if beside.kind == "awq":
+    if scales.kind == "awq":
         codes = _unpacked(words.view(inputs, -1), 4)[..., _AWQ_ORDER].reshape(inputs, outputs).t()
     else:
-        codes = _unpacked(words.view(-1, outputs).t().contiguous(), beside.bits).flatten(1)
+        codes = _unpacked(words.view(-1, outputs).t().contiguous(), scales.bits).flatten(1)
     return codes.contiguous() if stored.rows is None else codes[_rows(stored, 0, stored.num_rows, raw.device)]
 
 
@@ -114,46 +114,46 @@ def _positions(runs: tuple[range, ...], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
 
-def _group_scales(stored: StoredTensor, beside: Beside, device: torch.device) -> tuple[Tensor, Tensor]:
+def _group_scales(stored: StoredTensor, scales: ScaleTensors, device: torch.device) -> tuple[Tensor, Tensor]:
     """Scales and zeros of all rows: [outputs, groups] float32"""
-    scale = _finite(stored, beside, _read(beside.scale).float()).to(device)
-    middle = float(1 << (beside.bits - 1))
-    if beside.kind == "packed":
-        if beside.zero is None:
+    scale = _finite(stored, scales, _read(scales.scale).float()).to(device)
+    middle = float(1 << (scales.bits - 1))
+    if scales.kind == "packed":
+        if scales.zero is None:
             return scale, torch.full_like(scale, middle)
-        packed = _read(beside.zero).to(device)
+        packed = _read(scales.zero).to(device)
         if packed.dtype == torch.int32 and packed.shape != scale.shape:  # words along the outputs
-            packed = _unpacked(packed.t().contiguous(), beside.bits).flatten(1).t()[: len(scale)]
+            packed = _unpacked(packed.t().contiguous(), scales.bits).flatten(1).t()[: len(scale)]
             return scale, packed.float()
         return scale, packed.float() + middle
     scale = scale.t()
-    assert beside.zero is not None
-    zero = _unpacked(_read(beside.zero).to(device), beside.bits)
-    if beside.kind == "awq":
+    assert scales.zero is not None
+    zero = _unpacked(_read(scales.zero).to(device), scales.bits)
+    if scales.kind == "awq":
         zero = zero[..., _AWQ_ORDER]
     zero = zero.flatten(1).t().float()
-    return scale, zero + 1 if beside.kind == "gptq" else zero
+    return scale, zero + 1 if scales.kind == "gptq" else zero
 
 
-def _block_scales(stored: StoredTensor, beside: Beside, rows: Tensor) -> Tensor:
+def _block_scales(stored: StoredTensor, scales: ScaleTensors, rows: Tensor) -> Tensor:
     """The scale of every element of some rows of the file: [rows, inputs of the file]"""
-    return _spread(_finite(stored, beside, _read(beside.scale).float()), stored, beside, rows)
+    return _spread(_finite(stored, scales, _read(scales.scale).float()), stored, scales, rows)
 
 
-def _spread(by_block: Tensor, stored: StoredTensor, beside: Beside, rows: Tensor) -> Tensor:
-    """For every element of some rows of the file what its block has: [rows, inputs of the file]"""
+def _spread(by_block: Tensor, stored: StoredTensor, scales: ScaleTensors, rows: Tensor) -> Tensor:
+    """Repeats the value of each block for every element of some rows of the file: [rows, inputs of the file]"""
     by_block = (by_block if by_block.dim() == 2 else by_block.view(-1, 1)).to(rows.device)
-    column = torch.arange(*stored.row_shape, device=rows.device) // beside.columns
-    return by_block[rows // beside.rows][:, column]
+    column = torch.arange(*stored.row_shape, device=rows.device) // scales.columns
+    return by_block[rows // scales.rows][:, column]
 
 
-def _mxfp4(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> Groups:
+def _mxfp4(stored: StoredTensor, scales: ScaleTensors, raw: Tensor, first_row: int) -> Groups:
     pairs = raw.view(-1, stored.row_shape[0] // 2)
-    levels = torch.tensor(_MXFP4_LEVELS, dtype=torch.uint8, device=raw.device)
-    codes = levels[torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(1).int()]
-    exponent = _read(beside.scale)[_rows(stored, first_row, len(codes), torch.device("cpu"))]
+    codebook = torch.tensor(_MXFP4_CODEBOOK, dtype=torch.uint8, device=raw.device)
+    codes = codebook[torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(1).int()]
+    exponent = _read(scales.scale)[_rows(stored, first_row, len(codes), torch.device("cpu"))]
     if bool((exponent == 255).any()):
-        raise Malformed(f"{stored.file.path}: {beside.name} has scales that are not numbers; download it again")
+        raise Malformed(f"{stored.file.path}: {scales.name} has scales that are not finite; download it again")
     scale = torch.exp2(exponent.to(raw.device).float() - 128.0)
     return _groups(stored, codes, scale, -12.0 * scale)
 
@@ -173,7 +173,7 @@ def _read(stored: StoredTensor) -> Tensor:
     return (raw.clone() if stored.offset % dtype.itemsize else raw).view(dtype).view(stored.shape)
 
 
-def _finite(stored: StoredTensor, beside: Beside, scale: Tensor) -> Tensor:
+def _finite(stored: StoredTensor, scales: ScaleTensors, scale: Tensor) -> Tensor:
     if not bool(torch.isfinite(scale).all()):
-        raise Malformed(f"{stored.file.path}: {beside.name} has scales that are not numbers; download it again")
+        raise Malformed(f"{stored.file.path}: {scales.name} has scales that are not finite; download it again")
     return scale

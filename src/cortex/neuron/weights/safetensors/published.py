@@ -1,4 +1,4 @@
-"""Published quantised checkpoints: matrices stored as codes, with scales in tensors beside them. Needs no torch.
+"""Published quantised checkpoints: matrices stored as codes, with scales in separate tensors. Needs no torch.
 
 FP8 as Qwen and DeepSeek publish it, AWQ, GPTQ, and what `compressed-tensors` writes (float8, packed and plain integers,
 MXFP4). Each matrix becomes one tensor under the name that it has in the dense checkpoint; `codes.py` decodes it.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cortex.neuron.weights.errors import Malformed, Unsupported
-from cortex.neuron.weights.stored import GROUP, Beside, StoredTensor
+from cortex.neuron.weights.stored import GROUP, ScaleTensors, StoredTensor
 
 _FORMATS: Final = {4: "INT4", 8: "INT8"}
 _SCALE_FORMATS: Final = frozenset({"F32", "F16", "BF16"})
@@ -65,7 +65,7 @@ class _Assembly:
         self._left[f"{matrix}.weight"] = tensor
 
     def _plain(self, matrix: str, codes: StoredTensor) -> StoredTensor:
-        """Codes of eight bits, one number each, and a scale for every block, row, or the whole matrix."""
+        """Codes of eight bits, one value each, and a scale for every block, row, or the whole matrix."""
         scale = self._stored.get(f"{matrix}.weight_scale_inv") or self._part(matrix, "weight_scale")
         zero = self._stored.get(f"{matrix}.weight_zero_point")
         if len(codes.shape) != 2:
@@ -83,12 +83,12 @@ class _Assembly:
         if zero is not None and zero.format not in _ZERO_FORMATS:
             raise self._malformed(matrix, f"has zeros in {zero.format}, which is not known")
         if zero is not None and zero.num_elements != scale.num_elements:
-            raise self._malformed(matrix, f"has zeros {zero.shape} beside scales {scale.shape}")
+            raise self._malformed(matrix, f"has zeros {zero.shape} for scales {scale.shape}")
         is_float = codes.format == "F8_E4M3"
         if not is_float and (columns % GROUP or codes.shape[1] % GROUP):
             raise self._malformed(matrix, f"has groups of {columns} columns, which are not a multiple of {GROUP}")
-        beside = Beside(matrix, "plain", 8, rows, columns, scale, zero)
-        return replace(codes, format="FP8" if is_float else "INT8", beside=beside)
+        scales = ScaleTensors(matrix, "plain", 8, rows, columns, scale, zero)
+        return replace(codes, format="FP8" if is_float else "INT8", scales=scales)
 
     def _block(self, matrix: str, codes: StoredTensor, scales: tuple[int, ...]) -> tuple[int, int]:
         """How many rows and columns share a scale. Without a configured block, the scales must divide the matrix."""
@@ -103,7 +103,7 @@ class _Assembly:
         return codes.shape[0] // scales[0], codes.shape[1] // scales[1]
 
     def _packed(self, matrix: str, codes: StoredTensor) -> StoredTensor:
-        """Integers packed into words along a row, or pairs of four-bit floating-point numbers in bytes."""
+        """Integers packed into words along a row, or pairs of four-bit floating-point values in bytes."""
         scale, zero = self._part(matrix, "weight_scale"), self._stored.get(f"{matrix}.weight_zero_point")
         if f"{matrix}.weight_global_scale" in self._stored:
             raise Unsupported(f"{self._path}: {matrix} is in NVFP4, which is not supported; use FP8, INT4 or a GGUF")
@@ -117,7 +117,9 @@ class _Assembly:
                 raise self._malformed(
                     matrix, f"has the scales {scale.format} {scale.shape}, MXFP4 needs one per {GROUP}"
                 )
-            return replace(codes, shape=shape, format="MXFP4", beside=Beside(matrix, "mxfp4", 4, 1, GROUP, scale, None))
+            return replace(
+                codes, shape=shape, format="MXFP4", scales=ScaleTensors(matrix, "mxfp4", 4, 1, GROUP, scale, None)
+            )
         if codes.format != "I32" or len(codes.shape) != 2 or len(scale.shape) != 2:
             raise self._malformed(matrix, f"is packed in {codes.format} {codes.shape}, which is not known")
         bits = self._bits()
@@ -169,11 +171,11 @@ class _Assembly:
                 f"has {shape[1]} columns and scales for {outputs} x {groups}, which are not whole groups of {GROUP}",
             )
         if ordered is not None and ordered.shape != (shape[1],):
-            raise self._malformed(matrix, f"has group numbers for {ordered.shape} columns of {shape[1]}")
+            raise self._malformed(matrix, f"has group indices for {ordered.shape} columns of {shape[1]}")
         self._check_integers(matrix, kind, codes, bits, scale, zero, ordered)
-        beside = Beside(matrix, kind, bits, 1, group, scale, zero, ordered)
+        scales = ScaleTensors(matrix, kind, bits, 1, group, scale, zero, ordered)
         name = _FORMATS[bits] if ordered is None else "INT_ORDERED"
-        return replace(codes, shape=shape, format=name, beside=beside)
+        return replace(codes, shape=shape, format=name, scales=scales)
 
     def _check_integers(
         self,
@@ -185,13 +187,13 @@ class _Assembly:
         zero: StoredTensor | None,
         ordered: StoredTensor | None,
     ) -> None:
-        """That all parts have the shapes and formats that decoding relies on."""
+        """Checks that all parts have the shapes and formats that decoding relies on."""
         if codes.format != "I32":
             raise self._malformed(matrix, f"has codes in {codes.format}, not I32")
         if scale.format not in _SCALE_FORMATS:
             raise self._malformed(matrix, f"has scales in {scale.format}, which is not known")
         if ordered is not None and ordered.format not in ("I32", "I64"):
-            raise self._malformed(matrix, f"has group numbers in {ordered.format}, not I32")
+            raise self._malformed(matrix, f"has group indices in {ordered.format}, not I32")
         if zero is None:
             return
         rows, columns = scale.shape
@@ -202,7 +204,7 @@ class _Assembly:
         else:
             is_known = zero.format == "I32" and zero.shape == (rows, columns * bits // 32)
         if not is_known:
-            raise self._malformed(matrix, f"has zeros {zero.format} {zero.shape} beside scales {scale.shape}")
+            raise self._malformed(matrix, f"has zeros {zero.format} {zero.shape} for scales {scale.shape}")
 
     def _bits(self) -> int:
         bits = self._quantisation.get("bits") or self._weights().get("num_bits")

@@ -86,8 +86,8 @@ class AllOf:
         return self.resident
 
     async def unload(self) -> Reclaimed:
-        """The leader goes first: it announces no steps any more. Parts that were not asked to load go, too: another
-        node has prepared its part before."""
+        """The leader is unloaded first: it announces no more steps. Parts that were not asked to load are unloaded,
+        too: another node has prepared its part before."""
         freed = [await unload_all(self._parts[:1])]
         self._end()
         freed.append(await unload_all(self._parts[1:]))
@@ -96,15 +96,15 @@ class AllOf:
         return Reclaimed.total(freed)
 
     async def sleep(self) -> Resident:
-        """The leader goes first: its last self-test needs the others. A sleeping model takes no steps, and claims no
-        devices."""
+        """The leader falls asleep first: its last self-test needs the others. A sleeping model takes no steps, and
+        claims no devices."""
         for part in self._parts:
             await part.sleep()
         self._claim.release()
         return self._changed("asleep")
 
     async def wake(self) -> Resident:
-        """The leader is the last: its self-test needs the others."""
+        """The leader wakes last: its self-test needs the others."""
         self._take_devices(FaultKind.OUT_OF_MEMORY)
         self._state = "awake"
         try:

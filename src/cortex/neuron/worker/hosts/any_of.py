@@ -54,7 +54,7 @@ class AnyOf:
         self._loss_in_load: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """During the load of the model: why a replica was lost that had been loaded."""
         self._sink: ModelSink
-        """From the load on."""
+        """Set when the load begins."""
         self._is_lost = False
         """The model was reported as lost."""
         self.lost_at_s = -math.inf

@@ -28,9 +28,9 @@ class DeviceHost:
         self._supervisor = supervisor
         self._spec = spec
         self._sink: ModelSink
-        """From the load on."""
+        """Set when the load begins."""
         self._handle = 0
-        """In the worker; none has 0."""
+        """The model's handle in the worker; 0: it has none."""
         self._live: set[str] = set()
         """Ids of the requests in it."""
         self._lost_in_load: str | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from cortex.neuron.engine.request import Meeting, RankSpec
+from cortex.neuron.engine.request import RankSpec, RendezvousAddress
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected
 from cortex.tasks import run_once
@@ -24,23 +24,23 @@ Backend = Literal["nccl", "tcp"]
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """It exists while it is entered, for the time of the load."""
+    """The rendezvous of the ranks of one load. It exists while it is entered, for the time of the load."""
 
     size: int
     """The number of ranks, over all nodes."""
     backend: Backend
     device_locks: tuple[str, ...] = ()
     """See `RankSpec`."""
-    meeting: Meeting | None = None
+    address: RendezvousAddress | None = None
     """If there are ranks on other nodes."""
     held_ports: Sequence[socket.socket] = ()
-    """Those of `meeting`, on the node of the leader: its worker takes them over."""
+    """Those of `address`, on the node of the leader: its worker takes them over."""
     directory: str = field(
         default_factory=lambda: str(Path(tempfile.gettempdir(), f"neuron-group-{secrets.token_hex(8)}"))
     )
 
     def rank(self, number: int) -> RankSpec:
-        return RankSpec(number, self.size, self.directory, self.backend, self.device_locks, self.meeting)
+        return RankSpec(number, self.size, self.directory, self.backend, self.device_locks, self.address)
 
     def __enter__(self) -> None:
         """Raises LoadRejected."""

@@ -38,7 +38,7 @@ class HostReplica:
     """Set while it has no requests."""
     idle_since_s: float = 0.0
     unloading: asyncio.Task[None] | None = None
-    """Of an extra one."""
+    """The task that unloads an extra replica."""
     place: str = field(default_factory=lambda: str(next(_numbers)))
     """Its name for routing."""
 

@@ -79,7 +79,7 @@ class DeviceModel:
             self.engine.cancel(request_id)
 
     def fail_all(self, message: str) -> None:
-        """Reports every request as failed, without telling the engine."""
+        """Reports every request as failed, without notifying the engine."""
         for request_id in self._live:
             self._fail(request_id, FaultKind.REQUEST, message)
 

@@ -31,7 +31,7 @@ PREPARE_AFTER_S = 0.2
 """Idle time before models prepare: a request that waited for its model to load arrives sooner than that."""
 
 Work = Command | protocol.FollowStep | protocol.Compiled
-"""From the daemon, from the leader of a divided model, or from the compiler of grammars."""
+"""Commands of the daemon, of the leader of a divided model, or of the grammar compiler."""
 _DURING_LOADS = protocol.Submit | protocol.Compiled | protocol.Cancel | protocol.QueryMemory | protocol.FollowStep
 """What does not wait for the end of a load."""
 

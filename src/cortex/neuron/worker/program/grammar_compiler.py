@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests beside the engine thread: a large one takes seconds, and streams must not wait."""
+"""Compiles the grammars of requests outside the engine thread: a large one takes seconds, and streams must not wait."""
 
 from __future__ import annotations
 

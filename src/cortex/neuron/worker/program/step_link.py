@@ -117,8 +117,8 @@ def _try_lock(lock: int) -> bool:
 
 
 def _listener(rank: RankSpec) -> socket.socket:
-    if rank.meeting is not None:
-        return listening(rank.meeting.host, rank.meeting.step_port)
+    if rank.rendezvous is not None:
+        return listening(rank.rendezvous.host, rank.rendezvous.step_port)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(_path(rank))
     listener.listen(rank.size)
@@ -127,21 +127,23 @@ def _listener(rank: RankSpec) -> socket.socket:
 
 def _connected(rank: RankSpec) -> socket.socket:
     """A connection to the leader. Raises OSError."""
-    if rank.meeting is None:
+    if rank.rendezvous is None:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(_path(rank))
         return connection
-    connection = socket.create_connection((rank.meeting.host, rank.meeting.step_port), CONNECT_S)
-    connection.sendall(rank.meeting.secret.encode())
+    connection = socket.create_connection((rank.rendezvous.host, rank.rendezvous.step_port), CONNECT_S)
+    connection.sendall(rank.rendezvous.secret.encode())
     _keep_alive(connection)
     return connection
 
 
 def _followers(listener: socket.socket, rank: RankSpec) -> list[socket.socket]:
     """The connections of all other ranks. Raises OSError."""
-    secret = rank.meeting.secret.encode() if rank.meeting is not None else b""  # the socket of one host is private
+    secret = (
+        rank.rendezvous.secret.encode() if rank.rendezvous is not None else b""
+    )  # the socket of one host is private
     followers = Arrivals(listener, [secret] * (rank.size - 1)).ranks(ACCEPT_S)
-    if rank.meeting is not None:
+    if rank.rendezvous is not None:
         for follower in followers:
             _keep_alive(follower)
     return followers

@@ -37,7 +37,7 @@ is the same as an absent field. The columns are `/v1/chat/completions`, `/v1/com
 TOOLS = f"""\
 ## Types of tools
 
-Tools of other types run on a vendor's servers. Beside tools that the client runs they are left out, and the header
+Tools of other types run on a vendor's servers. Alongside tools that the client runs they are left out, and the header
 `{headers.DROPPED_TOOLS}` lists them; agents always send some. A request that has only such tools, or that forces one of
 them, is rejected. The response repeats only the tools that are in force.
 

@@ -91,7 +91,7 @@ async function copyText(value) {
   }
 }
 
-/** A menu that closes when something in it is chosen, on Escape, and on a click beside it. */
+/** A menu that closes when something in it is chosen, on Escape, and on a click outside it. */
 export function Menu({ label, text, children }) {
   const element = useRef(null);
   useEffect(() => {

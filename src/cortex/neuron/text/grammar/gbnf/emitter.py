@@ -24,7 +24,7 @@ from cortex.neuron.text.grammar.gbnf.tree import (
 from cortex.neuron.text.grammar.lark import literal
 
 _MAX_INLINE_DEPTH: Final = 8
-"""Of groups within a rule; the library has a limit. Deeper ones become rules."""
+"""How deep groups nest within a rule; the library has a limit. Deeper ones become rules."""
 
 
 def to_lark(rules: Rules) -> str:

@@ -29,7 +29,7 @@ from cortex.neuron.text.grammar.gbnf.tree import (
 from cortex.wire.errors import shorten
 
 MAX_DEPTH: Final = 60
-"""Of groups and of quantifiers that follow one another."""
+"""How deep groups nest, and how many quantifiers may follow one another."""
 MAX_REPETITIONS: Final = 1_000_000
 
 _SPACE: Final = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*+")
@@ -256,7 +256,7 @@ class _Reader:
 
 
 def _number(digits: str) -> int:
-    """At most one more than the limit: the interpreter does not convert very long numbers."""
+    """At most one more than the limit: the interpreter does not convert very long integers."""
     return int(digits) if len(digits.lstrip("0")) <= len(str(MAX_REPETITIONS)) else MAX_REPETITIONS + 1
 
 

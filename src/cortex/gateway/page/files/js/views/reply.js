@@ -1,4 +1,4 @@
-// One response in the playground: what happens while it is awaited, thoughts, text, tool calls, and its numbers.
+// One response in the playground: what happens while it is awaited, reasoning, text, tool calls, and its statistics.
 import { get, inPath } from "../api.js";
 import { count, rate, seconds } from "../format.js";
 import { html, useEffect, useMemo, useState } from "../html.js";

@@ -1,4 +1,4 @@
-"""Codes of four bits that stand for uneven levels, looked up in a table of sixteen.
+"""Codes of four bits that are looked up in a codebook of sixteen values.
 
 One instruction (prmt) picks four of eight bytes by the low three bits of four nibbles. So two of them look up both
 halves of the table, and a third picks between the two by the nibbles' highest bit.
@@ -40,12 +40,12 @@ def table_words(table: bytes) -> list[str]:
     return [f"{word:#x}" for word in struct.unpack("<4I", table)]
 
 
-def levels_option(layout: Layout) -> int:
-    """The levels as kernels take them: bytes of one number, the first lowest; 0 where there are none."""
-    return int.from_bytes(struct.pack("<16b", *layout.levels), "little") if layout.levels else 0
+def codebook_option(layout: Layout) -> int:
+    """The codebook as kernels take it: the bytes of one integer, the first lowest; 0 where there is none."""
+    return int.from_bytes(struct.pack("<16b", *layout.codebook), "little") if layout.codebook else 0
 
 
-_LEVEL_BYTES = constant(
+_CODEBOOK_BYTES = constant(
     "{\n .reg .b32 "
     + LOOKUP_REGISTERS
     + ";\n "
@@ -61,30 +61,36 @@ _LEVEL_BYTES = constant(
 
 
 @jit
-def level_bytes(words, LEVELS: tl.constexpr, PTX: tl.constexpr):
-    """The levels of eight nibbles as signed bytes: those of the low half of each word, and of the high half."""
+def codebook_bytes(words, CODEBOOK: tl.constexpr, PTX: tl.constexpr):
+    """The codebook values of eight nibbles as signed bytes: those of the low and of the high half of each word."""
     if PTX:
         return tl.inline_asm_elementwise(
-            _LEVEL_BYTES, "=&r,=&r,r,r,r,r,r",
-            [words, LEVELS & 0xFFFFFFFF, (LEVELS >> 32) & 0xFFFFFFFF, (LEVELS >> 64) & 0xFFFFFFFF, LEVELS >> 96],
+            _CODEBOOK_BYTES, "=&r,=&r,r,r,r,r,r",
+            [
+                words,
+                CODEBOOK & 0xFFFFFFFF,
+                (CODEBOOK >> 32) & 0xFFFFFFFF,
+                (CODEBOOK >> 64) & 0xFFFFFFFF,
+                CODEBOOK >> 96,
+            ],
             dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
-    return _half_bytes(words, LEVELS), _half_bytes(words >> 16, LEVELS)
+    return _half_bytes(words, CODEBOOK), _half_bytes(words >> 16, CODEBOOK)
 
 
 @jit
-def _half_bytes(words, LEVELS: tl.constexpr):
-    total = level_of(words & 0xF, LEVELS) & 0xFF
-    total |= (level_of((words >> 4) & 0xF, LEVELS) & 0xFF) << 8
-    total |= (level_of((words >> 8) & 0xF, LEVELS) & 0xFF) << 16
-    return total | (level_of((words >> 12) & 0xF, LEVELS) << 24)
+def _half_bytes(words, CODEBOOK: tl.constexpr):
+    total = codebook_value(words & 0xF, CODEBOOK) & 0xFF
+    total |= (codebook_value((words >> 4) & 0xF, CODEBOOK) & 0xFF) << 8
+    total |= (codebook_value((words >> 8) & 0xF, CODEBOOK) & 0xFF) << 16
+    return total | (codebook_value((words >> 12) & 0xF, CODEBOOK) << 24)
 
 
 @jit
-def level_of(codes, LEVELS: tl.constexpr):
-    """The level of each code, under the interpreter."""
+def codebook_value(codes, CODEBOOK: tl.constexpr):
+    """The codebook value of each code, under the interpreter."""
     byte = codes % 4 * 8
-    first = tl.where(codes < 4, LEVELS & 0xFFFFFFFF, (LEVELS >> 32) & 0xFFFFFFFF)
-    second = tl.where(codes < 12, (LEVELS >> 64) & 0xFFFFFFFF, LEVELS >> 96)
+    first = tl.where(codes < 4, CODEBOOK & 0xFFFFFFFF, (CODEBOOK >> 32) & 0xFFFFFFFF)
+    second = tl.where(codes < 12, (CODEBOOK >> 64) & 0xFFFFFFFF, CODEBOOK >> 96)
     word = tl.where(codes < 8, first, second).to(tl.int32, bitcast=True)
     return (word << (24 - byte)) >> 24

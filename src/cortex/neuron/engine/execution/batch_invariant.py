@@ -1,9 +1,9 @@
-"""Steps in which a token's result depends on its own sequence only, not on what else the device computes.
+"""Batch-invariant steps: the result for a token depends on its own sequence only, not on the rest of the batch.
 
-Libraries and kernels choose how they cut a sum by the shape of the batch, so the same row gives slightly different
-numbers alone and in company, in a prompt and in a response. Here every batch has the same shape: the tokens of a step,
-of prompts and responses alike, are cut into blocks of a fixed number, and the last one is padded. What remains is left
-to the kernels that read `Batch.uniform`. A CPU computes one token at a time, as a decode step of one row.
+Libraries and kernels choose how they split a sum by the shape of the batch. So the same row gives slightly different
+values in different batches, and in a prompt and in a response. Here every batch has the same shape: the tokens of a
+step, of prompts and responses alike, are cut into blocks of a fixed size, and the last one is padded. The kernels that
+read `Batch.batch_invariant` do the rest. A CPU computes one token at a time, as a decode step of one row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cortex.neuron.kernels.batch import Batch, PrefillRow, prefill_tiles
 from cortex.neuron.kernels.jit import has_kernels
 
 BLOCK_TOKENS: Final = 128
-"""On a GPU. A product with this many rows still takes about as long as reading the matrix does."""
+"""On a GPU. A GEMM with this many rows still takes about as long as reading the matrix does."""
 
 Upload = Callable[[NDArray[Any]], Tensor]
 
@@ -79,7 +79,7 @@ def _padded(
     padding = size - (end - begin)
     counts = [*(part.num_tokens for part in block), *[1] * padding]
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-    numbers = [*(part.row for part in block), *[len(tables[0]) - 1] * padding]
+    row_ids = [*(part.row for part in block), *[len(tables[0]) - 1] * padding]
     starts = [*(part.start for part in block), *[0] * padding]
     lengths = np.array(starts) + counts
     slots, *others = upload(np.pad(inputs.slots[:, begin:end], ((0, 0), (0, padding)), constant_values=PADDING_PAGE))
@@ -87,15 +87,15 @@ def _padded(
         tokens=F.pad(tokens[begin:end], (0, padding)),
         positions=upload(np.pad(inputs.positions[begin:end], (0, padding))),
         slots=slots,
-        rows=upload(np.array(numbers, dtype=np.int64)),
+        rows=upload(np.array(row_ids, dtype=np.int64)),
         lengths=upload(lengths.astype(np.int32)),
         page_table=tables[0],
         num_decodes=0,
         max_length=int(lengths.max()),
-        prefills=tuple(map(PrefillRow, numbers, starts, counts, offsets[:-1].tolist())),
+        prefills=tuple(map(PrefillRow, row_ids, starts, counts, offsets[:-1].tolist())),
         prefill_offsets=upload(offsets.astype(np.int32)),
         prefill_tiles=upload(prefill_tiles(counts)),
-        uniform=True,
+        batch_invariant=True,
     ).with_groups(others, tables[1:])
 
 
@@ -115,7 +115,7 @@ def _single(
         page_table=tables[0],
         num_decodes=1,
         max_length=part.start + 1,
-        uniform=True,
+        batch_invariant=True,
     ).with_groups(others, tables[1:])
 
 

@@ -31,7 +31,7 @@ typedef int32_t Ints __attribute__((vector_size(WIDTH)));
 enum { LANES = WIDTH / 4 };
 
 
-// Numbers of either kind as float32.
+// Values of either kind as float32.
 INLINE void widen(const void *from, int64_t first, int64_t count, int is_half, float *out) {
     if (!is_half) {
         memcpy(out, (const float *)from + first, count * sizeof(float));
@@ -52,7 +52,7 @@ INLINE uint16_t rounded(float number) {
 }
 
 // eˣ, exact to a few units in the last place. Without branches, so that compilers make vectors of it. Below e⁻⁸⁰ it is 0:
-// processors take many times as long for numbers next to the smallest.
+// processors take many times as long for values next to the smallest.
 INLINE float exponential(float given) {
     float x = given < -80 ? -80 : given > 88 ? 88 : given;
     float whole = __builtin_rintf(x * 1.44269504f);
@@ -78,7 +78,7 @@ INLINE float activated(float gate, int activation) {
     return gate / (1 + exponential(-x));
 }
 
-// Numbers in the kind that `out` has.
+// Values in the kind that `out` has.
 INLINE void narrow(const float *from, int64_t count, void *out, int64_t first, int is_half) {
     if (!is_half) {
         memcpy((float *)out + first, from, count * sizeof(float));

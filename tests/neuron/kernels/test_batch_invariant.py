@@ -1,4 +1,4 @@
-"""Uniform steps: through the GPU's kernels, a sequence gives the same bits whatever shares its blocks."""
+"""Batch-invariant steps: through the GPU's kernels, a sequence gives the same bits whatever shares its blocks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cortex.neuron.engine.execution.batch_invariant import batches, cut
 from cortex.neuron.engine.execution.inputs import StepInputs
-from cortex.neuron.engine.execution.uniform import batches, cut
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.step_plan import RowInputs, RowPlan, StepPlan

@@ -28,6 +28,7 @@ def test_input_is_decoded_for_any_split_of_its_arguments(text: str, ascii_only: 
     [
         ("", ""),
         ("{}", ""),
+        *((cut, "") for cut in ("{", '{"', '{"inp', '{"input"', '{ "input" :', '{"input": ', '{"input": "')),
         ('{"input": "cut off', "cut off"),
         ('{"input": "cut \\ud83d', "cut "),
         ('{"input": "a \\ud83d b\\ude00"}', "a \ufffd b\ufffd"),

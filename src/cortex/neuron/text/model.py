@@ -7,22 +7,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
 
 from cortex.neuron.text import defaults, files
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
 from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.output.detect import (
-    PYTHON_TAG,
-    TOOL_CALL_CLOSE,
-    TOOL_CALL_OPEN,
     ReasoningMarkers,
     ToolSyntax,
     reasoning_markers,
     tool_syntax,
 )
-from cortex.neuron.text.output.parser import OutputParser, call_syntax, new_call_id
+from cortex.neuron.text.output.parser import OutputParser, new_call_id
 from cortex.neuron.text.output.reasoning import ReasoningSplitter, ReasoningWatch, closes_reasoning, opens_reasoning
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
@@ -40,14 +36,13 @@ from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
 from cortex.neuron.text.tokenizer.encoder import NoEncoder, TextEncoder
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.text.tools.scanner import CallScanner
+from cortex.neuron.text.tools.syntaxes import call_syntax
 from cortex.neuron.weights.gguf.metadata import read_metadata
 from cortex.wire.errors import TemplateRenderFailed
 from cortex.wire.fields.constraints import is_constrained
 from cortex.wire.node.protocol import Capabilities
 from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import EFFORT_TOKENS, GenerateRequest
-
-_OUTPUT_MARKERS: Final = (PYTHON_TAG, TOOL_CALL_OPEN, TOOL_CALL_CLOSE)
 
 
 @dataclass(frozen=True)
@@ -126,9 +121,9 @@ class TextModel:
         literal_content = None if rules.control_tokens_in_messages else self._literal_content[template is self.template]
         return render_conversation(request, template, self.tokenizer, self._reasoning_markers, literal_content, rules)
 
-    def detokenizer(self) -> Detokenizer:
-        """A detokenizer for one response. Control tokens are hidden, except those that the parser reads."""
-        return Detokenizer(self.tokenizer, self._hidden_ids)
+    def detokenizer(self, request: GenerateRequest) -> Detokenizer:
+        """A detokenizer for one response. Control tokens are hidden, except those that its parser reads."""
+        return Detokenizer(self.tokenizer, self._hidden_ids if _has_calls(request) else self._hidden_without_calls)
 
     def parser(self, request: GenerateRequest, rendered: Rendered, index: int = 0) -> OutputParser:
         """A parser for choice `index` of the response. The response to a raw prompt is not parsed."""
@@ -137,7 +132,7 @@ class TextModel:
         splitter = scanner = None
         if self._reasoning_markers is not None:
             splitter = self._splitter(rendered)
-        if request.tools and request.tool_choice.mode != "none":
+        if _has_calls(request):
             scanner = CallScanner(call_syntax(self._tool_syntax, request.callable_tools), new_call_id, index)
         return OutputParser(splitter, scanner, index)
 
@@ -174,7 +169,7 @@ class TextModel:
 
     def reasoning_watch(self, rendered: Rendered) -> ReasoningWatch:
         """A watch for one choice of a response that may begin with reasoning."""
-        return ReasoningWatch(self.detokenizer(), self._splitter(rendered))
+        return ReasoningWatch(Detokenizer(self.tokenizer, self._hidden_without_calls), self._splitter(rendered))
 
     def _splitter(self, rendered: Rendered) -> ReasoningSplitter:
         assert self._reasoning_markers is not None, "the model has no reasoning markers"
@@ -216,9 +211,18 @@ class TextModel:
 
     @cached_property
     def _hidden_ids(self) -> frozenset[int]:
+        markers = call_syntax(self._tool_syntax, ()).markers
+        return self._hidden_without_calls - {self.tokenizer.whole_id(marker) for marker in markers}
+
+    @cached_property
+    def _hidden_without_calls(self) -> frozenset[int]:
         markers = self._reasoning_markers
-        shown = (*_OUTPUT_MARKERS, *((markers.open, markers.close) if markers else ()))
-        return self.tokenizer.special_ids - {self.tokenizer.whole_id(marker) for marker in shown}
+        if markers is None:
+            return self.tokenizer.special_ids
+        whole = self.tokenizer.vocabulary.whole_tokens
+        return self.tokenizer.special_ids - {
+            token.id for token in whole if token.text and (token.text in markers.open or token.text in markers.close)
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +250,11 @@ def survey_text(path: Path) -> TextSurvey:
     for each in {template, tools_template}:
         _try_out(each)
     return TextSurvey(_capabilities(template, _notes(sources, tools_template, has_vision=has_vision)), generation)
+
+
+def _has_calls(request: GenerateRequest) -> bool:
+    """Whether calls of tools are looked for in the response."""
+    return request.prompt is None and bool(request.tools) and request.tool_choice.mode != "none"
 
 
 def _try_out(template: ChatTemplate) -> None:

@@ -11,6 +11,8 @@ from cortex.wire.requests import Tool
 
 _PARAMETER: Final = "input"
 _HEAD: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_BEGUN_HEAD: Final = re.compile(r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?')
+"""What a call that was cut off before its input has written."""
 _COMPLETE: Final = re.compile(
     r"(?:[^\"\\]"
     r"|\\[^u]"
@@ -99,7 +101,7 @@ class InputDecoder:
 
     def finish(self) -> str:
         """The rest, after the last piece: nothing, unless the arguments have another shape."""
-        if self._is_inside or self._held.strip() in ("", "{}"):
+        if self._is_inside or self._held.strip() == "{}" or _BEGUN_HEAD.fullmatch(self._held):
             return ""
         return self._held
 

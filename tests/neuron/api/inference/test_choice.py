@@ -81,6 +81,14 @@ def test_incomplete_tool_call_finishes_with_length(text: TextModel, stop: tuple[
     assert (message.finish.reason, message.finish.stop_sequence) == ("length", None)
 
 
+@pytest.mark.parametrize("output", ["<tool_call>", '<tool_call>\n{"name": "Ba', '<tool_call>\n{"name": "f", "arg'])
+@pytest.mark.parametrize("finish", ["length", "stop"])
+def test_call_cut_before_its_arguments_is_not_text(text: TextModel, output: str, finish: Any) -> None:
+    ids = text.encode(f"hm</think>I look.\n{output}")
+    (message,) = gather(push_in_pieces(Choice(context(text), 0), ids, [], finish=finish))
+    assert (message.text, message.tool_calls, message.finish.reason) == ("I look.", (), "length")
+
+
 def test_reasoning_cut_by_the_limit_stays_reasoning(text: TextModel) -> None:
     ids = text.encode("I was just thinking that")
     (message,) = gather(push_in_pieces(Choice(context(text), 0), ids, [3], finish="length"))

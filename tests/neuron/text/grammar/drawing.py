@@ -40,7 +40,9 @@ def allowed(row: numpy.ndarray[Any, numpy.dtype[numpy.int32]]) -> list[int]:
     return [int(i) for i in numpy.flatnonzero(numpy.unpackbits(row.view(numpy.uint8), bitorder="little"))]
 
 
-def draw(matcher: Matcher, model: TextModel, grammar: str, seed: int, max_tokens: int = 4000) -> str:
+def draw(
+    matcher: Matcher, model: TextModel, grammar: str, seed: int, max_tokens: int = 4000, tools: tuple[Tool, ...] = TOOLS
+) -> str:
     """Sample uniformly from the mask, with a preference for tokens that end it."""
     generator = random.Random(seed)
     state = matcher.compile(grammar)
@@ -62,7 +64,7 @@ def draw(matcher: Matcher, model: TextModel, grammar: str, seed: int, max_tokens
         state.accept(token)
         if token in model.eos_ids:
             assert state.is_finished
-            return model.detokenizer().push(ids)
+            return model.detokenizer(request(tools=tools)).push(ids)
         ids.append(token)
     pytest.fail(f"no end after {max_tokens} tokens: {model.decode(ids)[-300:]}")
 

@@ -2,93 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cortex.neuron.text.output.detect import ReasoningMarkers, ToolSyntax
-from cortex.neuron.text.output.parser import OutputParser, call_syntax
-from cortex.neuron.text.output.reasoning import ReasoningSplitter
-from cortex.neuron.text.tools.scanner import CallScanner
+from cortex.neuron.text.output.detect import ToolSyntax
+from cortex.neuron.text.tools.syntaxes import call_syntax
 from cortex.neuron.text.tools.values import typed
-from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop
-from cortex.wire.requests import Tool
+from cortex.wire.events import ToolCallDelta, ToolCallStart
 
 from ..conftest import random_splits
-
-THINK = ReasoningMarkers("<think>", "</think>")
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer"},
-        "metric": {"type": "boolean"},
-        "where": {"type": "object"},
-        "maybe": {"type": ["integer", "null"]},
-    },
-}
-TOOLS = (Tool(name="get_weather", parameters=SCHEMA), Tool(name="stop", parameters={}))
-
-Parts = list[tuple[str, ...]]
-
-
-def parser(syntax: ToolSyntax | None, *, thinks: bool = False, opened: bool = False) -> OutputParser:
-    numbers = itertools.count()
-    splitter = ReasoningSplitter(THINK, starts_in_reasoning=opened) if thinks or opened else None
-    scanner = syntax and CallScanner(call_syntax(syntax, TOOLS), lambda: f"call_{next(numbers)}", 0)
-    return OutputParser(splitter, scanner or None, 0)
-
-
-def parse(pieces: list[str], syntax: ToolSyntax | None, **how: bool) -> Parts:
-    """The client's view at the end: joined deltas, in order. Also checks the order of blocks."""
-    reading = parser(syntax, **how)
-    events = [event for piece in pieces for event in reading.push(piece)] + reading.finish()
-    parts: Parts = []
-    open_call: int | None = None
-    for event in events:
-        match event:
-            case TextDelta(text=text) | ReasoningDelta(text=text):
-                assert text
-                assert open_call is None
-                kind = "text" if isinstance(event, TextDelta) else "thought"
-                if parts and parts[-1][0] == kind:
-                    parts[-1] = (kind, parts[-1][1] + text)
-                else:
-                    parts.append((kind, text))
-            case ToolCallStart():
-                assert open_call is None
-                open_call = event.call
-                assert open_call == sum(kind in ("call", "malformed", "cut off") for kind, *_ in parts)
-                parts.append(("call", event.name, ""))
-            case ToolCallDelta():
-                assert event.call == open_call
-                parts[-1] = (*parts[-1][:2], parts[-1][2] + event.arguments)
-            case ToolCallStop():
-                assert event.call == open_call
-                if not is_object(parts[-1][2]):
-                    parts[-1] = ("malformed", *parts[-1][1:])
-                open_call = None
-    assert open_call is None
-    if reading.broke_off:
-        assert parts[-1][0] == "malformed", "half a call must not parse"
-        parts[-1] = ("cut off", *parts[-1][1:])
-    return parts
-
-
-def is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
-
-
-def call(name: str, **arguments: Any) -> tuple[str, str, str]:
-    return ("call", name, json.dumps(arguments, ensure_ascii=False))
-
+from ..responses import Parts, call, parse, parser
 
 HERMES = (
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich }\\" </tool_call>", "days": 3}}\n</tool_call>'
@@ -109,6 +35,10 @@ Case = tuple[str, ToolSyntax | None, dict[str, bool], Parts]
 
 def only_text(text: str, syntax: ToolSyntax) -> Case:
     return text, syntax, {}, [("text", text)]
+
+
+def only_markup(text: str, syntax: ToolSyntax) -> Case:
+    return text, syntax, {}, [("cut off",)]
 
 
 def cut_off(text: str, syntax: ToolSyntax, name: str, arguments: str) -> Case:
@@ -143,12 +73,21 @@ CASES: list[Case] = [
             '<tool_call>{"name": "stop", "arguments": [1]}</tool_call>',
             '<tool_call>{"arguments": {}}</tool_call> and more',
             "<tool_call>stop()</tool_call>",
-            '<tool_call>{"name": "stop", "arguments": ',
-            '<tool_call>{"name": "stop"',
             "a < b <tool_ <tool_call",
             "  \n",
         )
     ),
+    *(
+        only_markup(text, H)
+        for text in (
+            "<tool_call>",
+            '<tool_call>\n{"name": "Bash',
+            '<tool_call>{"name": "stop"',
+            '<tool_call>{"name": "stop", "arguments": ',
+            '<tool_call>{"arguments": {"a": 1}, "na',
+        )
+    ),
+    (f'{HERMES}\n<tool_call>{{"na', H, {}, [HERMES_CALL, ("cut off",)]),
     ('<tool_call>{"name": "stop", "arguments": {"a": "cut', H, {}, [("cut off", "stop", '{"a": "cut')]),
     (
         '<tool_call>{"name": "stop", "arguments": {"a": }}</tool_call>.',
@@ -194,10 +133,13 @@ CASES: list[Case] = [
     *(
         only_text(text, Q)
         for text in (
-            "<tool_call>\n<function=get_weather>\n<parameter=ci",
             "<tool_call>\n<function=get_weather>\nZürich</function></tool_call>",
             "<tool_call>\n<function=\n>",
         )
+    ),
+    *(
+        only_markup(text, Q)
+        for text in ("<tool_call>\n<fun", "<tool_call>\n<function=get_w", "<function=get_weather>\n<parameter=ci")
     ),
     (
         '<tool_call>\n<function=get_weather>\n<parameter=city>\nZür"ich\n</para',
@@ -229,14 +171,16 @@ CASES: list[Case] = [
         for text in (
             '{"temperature": 3}',
             '{"name": "unknown", "parameters": {}}',
-            '{"name": "stop", "parameters": ',
+            '{"name": "steve',
             f"For example {LLAMA}",
             "{ not json }",
             "{",
         )
     ),
     *(cut_off('{"name": "stop", "parameters": {"a": 1', syntax, "stop", '{"a": 1') for syntax in (L, P)),
-    ("<|python_tag|>print(1)", L, {}, [("text", "<|python_tag|>print(1)")]),
+    *(only_markup(text, each) for each in (L, P) for text in ('{"name": "st', '{"name": "stop", "parameters": ')),
+    only_markup('<|python_tag|>{"na', L),
+    ("<|python_tag|>print(1)", L, {}, [("text", "print(1)")]),
     (f"{LLAMA}; and so on", L, {}, [LLAMA_CALL, ("text", "; and so on")]),
 ]
 
@@ -261,9 +205,19 @@ FRAGMENTS = st.sampled_from(
             '{"name": "stop", "parameters": {"a": "<"}}',
             '{"name": "stop", "arguments": {"a": "\\',
             '"}}',
-            "<|python_tag|>",
             HERMES,
             XML,
+        ),
+        *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", ",", "stop", "(", ")", "a=1", "'", "\\", "\ud800"),
+        *("<|python_tag|>", "<|tool_call|>", "<|/tool_call|>", "<|START_ACTION|>", "<|END_ACTION|>", "<tool_calls>"),
+        *("<|tool_call_start|>", "<|tool_call_end|>", "<function_calls>", "</function_calls>", "</tool_calls>"),
+        *("<|tool_call>", "call:stop{", '<|"|>', "<tool_call|>", "<seed:tool_call>", "</seed:tool_call>"),
+        *("<minimax:tool_call>", '<invoke name="stop">', '<parameter name="x">', "</invoke>", "</minimax:tool_call>"),
+        *(
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
         ),
     ]
 )
@@ -285,7 +239,13 @@ def test_any_text_gives_the_same_events_for_any_split(
     for split in (pieces, *random_splits(text, seed, 3)):
         assert parse(split, syntax, thinks=thinks, opened=opened) == whole
     if all(kind == "text" for kind, *_ in whole) and not (thinks or opened):
-        assert "".join(parts[1] for parts in whole) == text
+        assert "".join(parts[1] for parts in whole) == without_control_tokens(text, syntax)
+
+
+def without_control_tokens(text: str, syntax: ToolSyntax | None) -> str:
+    for marker in call_syntax(syntax, ()).never_text if syntax else ():
+        text = text.replace(marker, "")
+    return text
 
 
 def test_response_streams_before_its_end() -> None:

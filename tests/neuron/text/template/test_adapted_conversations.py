@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.wire.errors import TemplateRenderFailed, UnsupportedModality
 from cortex.wire.node.sampling import SamplingDefaults
-from cortex.wire.requests import GenerateRequest, Message, Text, ToolChoice, ToolResult
+from cortex.wire.requests import GenerateRequest, Message, Text, ToolCall, ToolChoice, ToolResult
 
 from .conversations import CALLING, TOOLS, said
 
@@ -108,3 +109,23 @@ def test_developer_role_is_system_unless_the_template_knows_it(make_model: Any) 
     model = make_model("chatml")
     knows = ChatTemplate("{# developer #}{{ messages[0].role }}")
     assert TextModel(model.tokenizer, knows, knows, model.generation).render(request).text == "developer"
+
+
+NINE = (
+    "{% macro check(id) %}{% if id|length != 9 %}{{ raise_exception('not nine') }}{% endif %}{{ id }}{% endmacro %}"
+    "{{ tools }}{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+    "[{{ c.function.name }} {{ c.function.arguments | tojson }} {{ check(c.id) }}]{{ '' + eos_token }}{% endfor %}"
+    "{% elif m.role == 'tool' %}[result of {{ check(m.tool_call_id) }}]{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("call_id", ["call_0123456789abcdef01234567", "c1", "a1b2c3d4e"])
+def test_ids_of_calls_fit_a_template_that_accepts_only_nine_characters(make_model: Any, call_id: str) -> None:
+    template = ChatTemplate(NINE)
+    model = TextModel(make_model("chatml").tokenizer, template, template, SamplingDefaults())
+    calling = Message(role="assistant", parts=(ToolCall(id=call_id, name="f", arguments="{}"),))
+    result = Message(role="tool", parts=(ToolResult(call_id=call_id, parts=(Text(text="rain"),)),))
+    text = model.render(GenerateRequest(model="m", messages=(said("user", "x"), calling, result), tools=TOOLS)).text
+    called, answered = re.findall(r"[0-9a-z]{9}(?=\])", text)
+    assert called == answered
+    assert (called == call_id) is (len(call_id) == 9)

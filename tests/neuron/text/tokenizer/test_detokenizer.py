@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
+from cortex.wire.requests import GenerateRequest, Tool
 
 from ..conftest import known_id
 
@@ -44,5 +45,8 @@ def test_incomplete_character_is_replaced_at_the_end(make_model: Any) -> None:
 def test_control_tokens_are_hidden_except_markers_that_the_parser_reads(make_model: Any) -> None:
     model = make_model("qwen3")
     ids = model.encode("<think>hm</think>a<|im_end|><tool_call>")
-    assert model.detokenizer().push(ids) == "<think>hm</think>a<tool_call>"
+    assert (
+        model.detokenizer(GenerateRequest(model="m", tools=(Tool(name="f", parameters={}),))).push(ids)
+        == "<think>hm</think>a<tool_call>"
+    )
     assert model.decode(ids) == "<think>hm</think>a<|im_end|><tool_call>"

@@ -59,7 +59,7 @@ class Choice:
         self.rendered = context.rendered
         """The prompt that it continues."""
         self._context = context
-        self._detokenizer = context.text.detokenizer()
+        self._detokenizer = context.text.detokenizer(context.request)
         self._stops = StopScanner(context.request.sampling.stop)
         self._parser = context.text.parser(context.request, context.rendered, index)
         self._stop_token_ids = frozenset(context.stop_token_ids)
@@ -179,7 +179,7 @@ class Choice:
 
     def _end(self, reason: FinishReason, stop_sequence: str | None, timing: Timing) -> list[AnyEvent]:
         self.ended = True
-        events: list[AnyEvent] = list(self._parser.finish())
+        events: list[AnyEvent] = list(self._parser.finish(is_cut=reason == "length"))
         self._note(events)
         if self._parser.broke_off:
             # A client must not take an incomplete tool call for a complete one.
@@ -199,7 +199,7 @@ class Choice:
             for token, entry in zip(tokens, logprobs, strict=True)
         )
 
-    def _prompt_logprobs(self, entries: Sequence[TokenLogprobs], num_likeliest: int) -> tuple[TokenLogprob, ...]:
+    def _prompt_logprobs(self, entries: Sequence[TokenLogprobs], num_top: int) -> tuple[TokenLogprob, ...]:
         """Of every prompt token. Nothing predicts the first, and control tokens before the text are not part of it."""
         rendered, tokenizer = self._context.rendered, self._context.text.tokenizer
         tokens: list[TokenLogprob] = []
@@ -208,10 +208,10 @@ class Choice:
             text, spelled = self._spelling(token_id)
             is_before = is_before and token_id in tokenizer.special_ids and not rendered.text.startswith(text)
             logprob = None if entry is None else max(entry.logprob, _LEAST_LOGPROB)
-            top = () if entry is None else zip(entry.top_ids[:num_likeliest], entry.top_logprobs, strict=False)
-            likeliest = tuple(self._token(*other) for other in top)
+            top = () if entry is None else zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
+            tops = tuple(self._token(*other) for other in top)
             shown = () if is_before else spelled
-            tokens.append(TokenLogprob(text, token_id, logprob, shown, likeliest, entry.rank if entry else None))
+            tokens.append(TokenLogprob(text, token_id, logprob, shown, tops, entry.rank if entry else None))
         return tuple(tokens)
 
     def _token(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
@@ -219,7 +219,7 @@ class Choice:
         return TokenLogprob(text, token_id, max(logprob, _LEAST_LOGPROB), spelled, top)
 
     def _spelling(self, token_id: int) -> tuple[str, tuple[int, ...]]:
-        """The text and the bytes of a token. The likeliest tokens are few, and repeat at every position."""
+        """The text and the bytes of a token. Top tokens are few, and repeat at every position."""
         if (known := self._spellings.get(token_id)) is not None:
             return known
         spelled = self._context.text.tokenizer.token_bytes(token_id)

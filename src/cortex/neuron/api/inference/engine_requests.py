@@ -18,7 +18,7 @@ MAX_SCORES = 50_000
 """Log-probabilities of prompts in one response: about 2.5 MB of JSON, which the event loop encodes."""
 
 _LEAST_TOP_P = 1e-6
-"""`top_p: 0` means "only the likeliest token"; this keeps exactly that one."""
+"""`top_p: 0` means "only the top token"; this keeps exactly that one."""
 
 
 def sampling_params(sampling: Sampling, defaults: SamplingDefaults) -> SamplingParams:
@@ -105,14 +105,14 @@ def scores_prompt(request: GenerateRequest) -> bool:
 
 def check_num_scores(request: GenerateRequest, num_prompt_tokens: int) -> None:
     """Raises InvalidValue for more log-probabilities of prompts than one response should hold."""
-    num_likeliest = _num_prompt_logprobs(request)
-    if num_likeliest is None:
+    num_top = _num_prompt_logprobs(request)
+    if num_top is None:
         return
-    num_scores = num_prompt_tokens * request.sampling.n * (1 + num_likeliest)
+    num_scores = num_prompt_tokens * request.sampling.n * (1 + num_top)
     if num_scores > MAX_SCORES:
         raise InvalidValue(
             f"this asks for {num_scores} log-probabilities of {num_prompt_tokens} prompt tokens, at most {MAX_SCORES} "
-            "are allowed; send shorter or fewer prompts, or ask for fewer of the likeliest tokens",
+            "are allowed; send shorter or fewer prompts, or ask for fewer top tokens",
             param="prompt_logprobs" if request.sampling.prompt_logprobs is not None else "logprobs",
         )
 

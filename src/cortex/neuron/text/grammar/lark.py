@@ -35,14 +35,18 @@ class LarkGrammar:
         return self.rule(stem, body)
 
     def marker(self, text: str) -> str:
-        """The token `text` if the vocabulary has it as one token, else its characters."""
-        token = self._tokenizer.whole_id(text)
-        return f"<[{token}]>" if token is not None else literal(text)
+        """The token `text` if the vocabulary has it as one token, or the token that it begins with; else its
+        characters."""
+        for end in (len(text), text.find(">") + 1):
+            token = self._tokenizer.whole_id(text[:end]) if end else None
+            if token is not None:
+                return f"<[{token}]> {literal(text[end:])}" if text[end:] else f"<[{token}]>"
+        return literal(text)
 
     def text_until(self, end: str) -> str:
         """Any text up to and including the first `end`."""
         token = self.marker(end)
-        if token.startswith("<["):
+        if self._tokenizer.whole_id(end) is not None and token.startswith("<["):
             return f"{self.text_without(end)} {token}"
         self._need_text()
         name = f"until_{len(self._rules)}"

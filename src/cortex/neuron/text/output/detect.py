@@ -1,10 +1,23 @@
 """Detects the syntax of a model's output from its chat template.
 
-A template writes the tool calls and reasoning of earlier turns in the model's own syntax, so it contains the markers:
+A template writes the tool calls and reasoning of earlier turns in the model's own syntax, so it contains the markers.
+The first row of this table that applies decides:
 
 | the template contains | tool calls are parsed as |
 |---|---|
+| `<minimax:tool_call>` | MiniMax XML: `<minimax:tool_call><invoke name="f"><parameter name="p">…` |
+| `<seed:tool_call>` | Seed XML: `<seed:tool_call><function=f><parameter=p>…` |
+| `<arg_key>` | GLM XML: `<tool_call>f<arg_key>p</arg_key><arg_value>…` |
 | `<function=` | Qwen XML: `<tool_call><function=f><parameter=p>…` |
+| `[TOOL_CALLS]` and `[ARGS]` | Mistral: `[TOOL_CALLS]f[ARGS]{…}` |
+| `[TOOL_CALLS]` | Mistral JSON: `[TOOL_CALLS][{"name": …, "arguments": …}]` |
+| `<|tool_call_start|>` or `<|tool_list_start|>` | LFM2: `<|tool_call_start|>[f(p=1)]<|tool_call_end|>` |
+| `<function_calls>` | OLMo: `<function_calls>f(p=1)</function_calls>` |
+| `<|tool_call>` | Gemma: `<|tool_call>call:f{p:1}<tool_call|>` |
+| `<|/tool_call|>` | Phi JSON: `<|tool_call|>[{"name": …, "arguments": …}]<|/tool_call|>` |
+| `<|tool_call|>` | Granite JSON: `<|tool_call|>[{"name": …, "arguments": …}]` |
+| `<|START_ACTION|>` | Cohere JSON: `<|START_ACTION|>[{"tool_name": …, "parameters": …}]<|END_ACTION|>` |
+| `<tool_calls>` | Hunyuan JSON: `<tool_calls>[{"name": …, "arguments": …}]</tool_calls>` |
 | `<tool_call>` | Hermes JSON: `<tool_call>{"name": …, "arguments": …}</tool_call>` |
 | `<|python_tag|>`, or both `"name"` and `"parameters"` spelled out | Llama JSON: `{"name": …, "parameters": …}` |
 | the variable `tools`, and none of these | plain JSON: `{"name": …, "arguments": …}` |
@@ -24,7 +37,19 @@ from cortex.neuron.text.template.chat_template import ChatTemplate
 
 
 class ToolSyntax(StrEnum):
+    MINIMAX_XML = "minimax_xml"
+    SEED_XML = "seed_xml"
+    GLM_XML = "glm_xml"
     QWEN_XML = "qwen_xml"
+    MISTRAL = "mistral"
+    MISTRAL_JSON = "mistral_json"
+    LFM2 = "lfm2"
+    OLMO = "olmo"
+    GEMMA = "gemma"
+    PHI_JSON = "phi_json"
+    GRANITE_JSON = "granite_json"
+    COHERE_JSON = "cohere_json"
+    HUNYUAN_JSON = "hunyuan_json"
     HERMES_JSON = "hermes_json"
     LLAMA_JSON = "llama_json"
     PLAIN_JSON = "plain_json"
@@ -45,6 +70,8 @@ REASONING_MARKERS: Final = (
     ReasoningMarkers("<thinking>", "</thinking>"),
     ReasoningMarkers("<reasoning>", "</reasoning>"),
     ReasoningMarkers("<thought>", "</thought>"),
+    ReasoningMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningMarkers("<|channel>thought", "<channel|>"),
 )
 
 PYTHON_TAG: Final = "<|python_tag|>"
@@ -55,15 +82,33 @@ _SPELLS_NAME: Final = re.compile(r"""\\?["']name\\?["']\s*:""")
 _SPELLS_PARAMETERS: Final = re.compile(r"""\\?["']parameters\\?["']\s*:""")
 
 
+_MARKERS: Final = (
+    (("<minimax:tool_call>",), ToolSyntax.MINIMAX_XML),
+    (("<seed:tool_call>",), ToolSyntax.SEED_XML),
+    (("<arg_key>",), ToolSyntax.GLM_XML),
+    (("<function=",), ToolSyntax.QWEN_XML),
+    (("[TOOL_CALLS]", "[ARGS]"), ToolSyntax.MISTRAL),
+    (("[TOOL_CALLS]",), ToolSyntax.MISTRAL_JSON),
+    (("<|tool_call_start|>",), ToolSyntax.LFM2),
+    (("<|tool_list_start|>",), ToolSyntax.LFM2),
+    (("<function_calls>",), ToolSyntax.OLMO),
+    (("<|tool_call>",), ToolSyntax.GEMMA),
+    (("<|/tool_call|>",), ToolSyntax.PHI_JSON),
+    (("<|tool_call|>",), ToolSyntax.GRANITE_JSON),
+    (("<|START_ACTION|>",), ToolSyntax.COHERE_JSON),
+    (("<tool_calls>",), ToolSyntax.HUNYUAN_JSON),
+    ((TOOL_CALL_OPEN,), ToolSyntax.HERMES_JSON),
+    ((PYTHON_TAG,), ToolSyntax.LLAMA_JSON),
+)
+"""What a template contains, and the syntax that this means."""
+
+
 def tool_syntax(template: ChatTemplate) -> ToolSyntax:
     if not template.takes_tools:
         return ToolSyntax.HERMES_JSON
-    if template.mentions("<function="):
-        return ToolSyntax.QWEN_XML
-    if template.mentions(TOOL_CALL_OPEN):
-        return ToolSyntax.HERMES_JSON
-    if template.mentions(PYTHON_TAG):
-        return ToolSyntax.LLAMA_JSON
+    for markers, syntax in _MARKERS:
+        if all(map(template.mentions, markers)):
+            return syntax
     if _SPELLS_NAME.search(template.source) and _SPELLS_PARAMETERS.search(template.source):
         return ToolSyntax.LLAMA_JSON
     return ToolSyntax.PLAIN_JSON

@@ -5,14 +5,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable
 
-from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.output.reasoning import OutputPiece, ReasoningSplitter
-from cortex.neuron.text.tools.call import CallSyntax
-from cortex.neuron.text.tools.json_syntax import HermesJSON, LlamaJSON, PlainJSON
-from cortex.neuron.text.tools.qwen_xml import QwenXML
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop
-from cortex.wire.requests import Tool
 
 OutputEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCallStop
 
@@ -28,18 +23,18 @@ class OutputParser:
 
     @property
     def broke_off(self) -> bool:
-        """After `finish`: whether the response ended inside a call whose arguments were already being sent."""
+        """After `finish`: whether the response ended inside a call."""
         return self._scanner is not None and self._scanner.broke_off
 
     def push(self, text: str) -> list[OutputEvent]:
         pieces = [OutputPiece(False, text)] if self._splitter is None else self._splitter.push(text)
         return self._events(pieces)
 
-    def finish(self) -> list[OutputEvent]:
-        """The events of held-back text, after the last push."""
+    def finish(self, *, is_cut: bool = False) -> list[OutputEvent]:
+        """The events of held-back text, after the last push. `is_cut`: a limit ended the response, not the model."""
         events = [] if self._splitter is None else self._events(self._splitter.finish())
         if self._scanner is not None:
-            events += self._scanner.finish()
+            events += self._scanner.finish(is_cut=is_cut)
         return events
 
     def _events(self, pieces: Iterable[OutputPiece]) -> list[OutputEvent]:
@@ -54,19 +49,6 @@ class OutputParser:
             else:
                 events.append(TextDelta(index=self._index, text=piece.text))
         return events
-
-
-def call_syntax(kind: ToolSyntax, tools: Iterable[Tool]) -> CallSyntax:
-    """The syntax for calls of these tools."""
-    match kind:
-        case ToolSyntax.QWEN_XML:
-            return QwenXML({tool.name: tool.parameters for tool in tools})
-        case ToolSyntax.HERMES_JSON:
-            return HermesJSON()
-        case ToolSyntax.LLAMA_JSON:
-            return LlamaJSON(tool.name for tool in tools)
-        case ToolSyntax.PLAIN_JSON:
-            return PlainJSON(tool.name for tool in tools)
 
 
 def new_call_id() -> str:

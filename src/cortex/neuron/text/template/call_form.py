@@ -1,11 +1,13 @@
 """The form in which a template expects the tool calls of earlier turns.
 
-Nearly all iterate over arguments as an object, with empty content. A few insert arguments as text, and some show the
-calls of a turn only if its content is none. A template's source does not say so reliably, so it is probed.
+Nearly all iterate over arguments as an object, with empty content. A few insert arguments as text, some show the calls
+of a turn only if its content is none, and those of Mistral accept only ids of nine letters and digits. A template's
+source does not say so reliably, so it is probed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +16,8 @@ from typing import Any, Final
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.wire.errors import TemplateRenderFailed
 
+_ID: Final = "call_0123456789abcdef01234567"
+_NUM_SHORT_ID_CHARACTERS: Final = 9
 _NAME: Final = "probed_function"
 _VALUE: Final = "probed value"
 _TOOL: Final = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -24,6 +28,14 @@ class CallForm:
     empty_content: str | None = ""
     """The content of a turn that only calls tools."""
     arguments_as_text: bool = False
+    short_ids: bool = False
+    """Whether ids of calls must have nine letters and digits."""
+
+    def id(self, id: str) -> str:
+        """The id of a call for the template: the same for the call and its result."""
+        if not self.short_ids or (len(id) == _NUM_SHORT_ID_CHARACTERS and id.isalnum()):
+            return id
+        return hashlib.sha256(id.encode(errors="replace")).hexdigest()[:_NUM_SHORT_ID_CHARACTERS]
 
     def arguments(self, text: str) -> Any:
         """Arguments, given as JSON text, for the template. Invalid JSON from a model stays text."""
@@ -35,7 +47,12 @@ class CallForm:
             return text
 
 
-_FORMS: Final = (CallForm(), CallForm(None), CallForm("", True), CallForm(None, True))
+_FORMS: Final = tuple(
+    CallForm(empty_content, arguments_as_text, short_ids)
+    for short_ids in (False, True)
+    for arguments_as_text in (False, True)
+    for empty_content in ("", None)
+)
 
 
 @lru_cache(maxsize=64)
@@ -46,15 +63,18 @@ def call_form(template: ChatTemplate) -> CallForm:
 
 def _shows(template: ChatTemplate, form: CallForm) -> bool:
     arguments = form.arguments(json.dumps({"a": _VALUE}))
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    call = {"id": form.id(_ID), "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     messages = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": form.empty_content, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "abcdefghi", "name": _NAME, "content": "y"},
+        {"role": "tool", "tool_call_id": form.id(_ID), "name": _NAME, "content": "y"},
     ]
     try:
         text = template.render(
-            {"messages": messages, "tools": [_TOOL], "documents": None, "add_generation_prompt": True}
+            {
+                **{"messages": messages, "tools": [_TOOL], "documents": None, "add_generation_prompt": True},
+                **{"bos_token": "", "eos_token": ""},
+            }
         )
     except TemplateRenderFailed:
         return False

@@ -80,7 +80,7 @@ def _message(
     parts = message.parts
     if message.role == "tool":
         for result in (part for part in parts if isinstance(part, ToolResult)):
-            value["tool_call_id"] = result.call_id
+            value["tool_call_id"] = call_form(template).id(result.call_id)
             if result.call_id in names_by_call:
                 value.setdefault("name", names_by_call[result.call_id])
             if result.is_error:
@@ -122,7 +122,7 @@ def _texts(parts: Iterable[Part], position: int) -> list[str]:
 
 def _call(call: ToolCall, form: CallForm) -> dict[str, Any]:
     function = {"name": call.name, "arguments": form.arguments(call.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
+    return {"id": form.id(call.id), "type": "function", "function": function}
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

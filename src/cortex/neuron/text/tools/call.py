@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+_AFTER_NAME: Final = re.compile(r"[<\[]")
 
 
 class NotACall(Exception):
@@ -19,8 +22,11 @@ class Call:
 
     @property
     def arguments_json(self) -> str:
-        """Always a valid JSON object, even if the model's own text is not."""
-        return json.dumps(self.arguments, ensure_ascii=False)
+        """Always a valid JSON object, even if the model's own text is not. Raises NotACall for an infinite number."""
+        try:
+            return json_text(self.arguments)
+        except (ValueError, RecursionError) as error:
+            raise NotACall from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,8 @@ class CallReader(Protocol):
         """Call it until it returns a rest. Raises NotACall as soon as that is certain, and never after a name."""
 
     def finish(self) -> CallProgress:
-        """After the last text. Without a rest, the call was cut off. Raises NotACall like `feed`."""
+        """After the last text. Without a rest, the call was cut off: what was read of it is markup, not text. Raises
+        NotACall like `feed`."""
 
 
 class CallSyntax(Protocol):
@@ -55,10 +62,36 @@ class CallSyntax(Protocol):
     """What begins a call anywhere in the text."""
     bare_openings: tuple[str, ...]
     """What begins a call only at the start of the response, or right after another call."""
+    next_openings: tuple[str, ...]
+    """What begins a call only right after another call: the next item of a list."""
     separators: str
     """Characters that may separate two calls."""
+    markers: tuple[str, ...]
+    """Every marker that the syntax reads and that may be a token of its own."""
+    never_text: tuple[str, ...]
+    """Control tokens among the markers: where they are no part of a call, they are dropped."""
 
     def reader(self, opening: str) -> CallReader: ...
+
+
+def tool_name(text: str) -> str:
+    """The name of a tool, from what a model wrote as one: without quotes and without a marker after it. Raises
+    NotACall."""
+    name = well_formed(_AFTER_NAME.split(text, maxsplit=1)[0]).strip().strip("\"'")
+    if not name:
+        raise NotACall
+    return name
+
+
+def json_text(value: Any) -> str:
+    """The JSON text of a value. Half of a surrogate pair, which no encoding has, stays an escape."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if text == well_formed(text) else json.dumps(value)
+
+
+def well_formed(text: str) -> str:
+    """`text` with its surrogate pairs joined, and U+FFFD for half of one."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def call_from_json(text: str) -> Call:
@@ -71,10 +104,10 @@ def call_from_json(text: str) -> Call:
         value = value["function"]
     if not isinstance(value, dict):
         raise NotACall
-    name = value.get("name", value.get("function"))
-    if not isinstance(name, str) or not name:
+    name = value.get("name", value.get("tool_name", value.get("function")))
+    if not isinstance(name, str):
         raise NotACall
-    return Call(name, _object(value.get("arguments", value.get("parameters"))))
+    return Call(tool_name(name), _object(value.get("arguments", value.get("parameters"))))
 
 
 def _object(arguments: Any) -> dict[str, Any]:

@@ -6,18 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
-from cortex.neuron.text.output.detect import PYTHON_TAG, TOOL_CALL_CLOSE, TOOL_CALL_OPEN, ToolSyntax
-from cortex.neuron.text.tools.qwen_xml import FUNCTION_CLOSE, FUNCTION_OPEN, PARAMETER_CLOSE, PARAMETER_OPEN
+from cortex.neuron.text.output.detect import ToolSyntax
+from cortex.neuron.text.tools.frame import FRAMES
+from cortex.neuron.text.tools.mistral import ARGS
+from cortex.neuron.text.tools.syntaxes import call_syntax
+from cortex.neuron.text.tools.tags import TAG_FORMS, TagForm
 from cortex.wire.requests import Tool
 
-MARKED = frozenset({ToolSyntax.HERMES_JSON, ToolSyntax.QWEN_XML})
+MARKED = frozenset(FRAMES)
 """Syntaxes in which a call is between markers, anywhere in the response."""
-OPENINGS = {
-    ToolSyntax.HERMES_JSON: (TOOL_CALL_OPEN,),
-    ToolSyntax.QWEN_XML: (TOOL_CALL_OPEN, FUNCTION_OPEN),
-    ToolSyntax.LLAMA_JSON: (PYTHON_TAG,),
-}
+OPENINGS = {kind: openings for kind in ToolSyntax if (openings := call_syntax(kind, ()).openings)}
 """What begins a call anywhere in the response."""
+_KEYS = {ToolSyntax.LLAMA_JSON: ("name", "parameters"), ToolSyntax.COHERE_JSON: ("tool_name", "parameters")}
+"""The keys of a JSON call's name and arguments, where they are not the usual ones."""
 
 
 def add_calls(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
@@ -26,7 +27,7 @@ def add_calls(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, 
     one = grammar.rule("call", " | ".join(calls))
     # Only with markers is it clear where one call ends and the next begins.
     if parallel and kind in MARKED:
-        return grammar.rule("calls", f'{one} ("\\n" {one})*')
+        return grammar.rule("calls", f'{one} ("\\n"? {one})*')
     return one
 
 
@@ -36,52 +37,107 @@ def add_free_response(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[To
     Only for `MARKED` syntaxes. Unless `parallel`, the response ends with its first call.
     """
     bodies = " | ".join(_body(grammar, kind, tool) for tool in tools)
-    rest = grammar.rule("rest", f'"\\n" ({bodies}) "\\n" {grammar.marker(TOOL_CALL_CLOSE)}')
-    call = f"{grammar.text_until(TOOL_CALL_OPEN)} {rest}"
-    text = grammar.text_without(TOOL_CALL_OPEN)
+    rest = grammar.rule("rest", _closed(grammar, kind, f"({bodies})"))
+    call = f"{grammar.text_until(FRAMES[kind].opening)} {rest}"
+    text = grammar.text_without(FRAMES[kind].opening)
     return grammar.rule("free", f"({call})* {text}" if parallel else f"{text} | {call}")
 
 
 def _add_call(grammar: LarkGrammar, kind: ToolSyntax, tool: Tool) -> str:
     body = _body(grammar, kind, tool)
-    return grammar.rule("tool", _wrapped(grammar, body) if kind in MARKED else body)
+    if kind in MARKED:
+        body = f"{grammar.marker(FRAMES[kind].opening)} {_closed(grammar, kind, body)}"
+    return grammar.rule("tool", body)
+
+
+def _closed(grammar: LarkGrammar, kind: ToolSyntax, body: str) -> str:
+    """What follows the opening."""
+    frame = FRAMES[kind]
+    before, after = ([literal(layout)] if layout else [] for layout in (frame.before, frame.after))
+    closing = [grammar.marker(frame.closing)] if frame.closing else []
+    return " ".join([*before, body, *after, *closing])
 
 
 def _body(grammar: LarkGrammar, kind: ToolSyntax, tool: Tool) -> str:
-    if kind is ToolSyntax.QWEN_XML:
-        return _xml_function(grammar, tool)
+    if (form := TAG_FORMS.get(kind)) is not None:
+        return _tagged_function(grammar, form, tool)
+    if kind in (ToolSyntax.LFM2, ToolSyntax.OLMO):
+        return _python_call(grammar, tool)
     arguments = grammar.json({"type": "object", **tool.parameters}, lenient=True)
-    key = "parameters" if kind is ToolSyntax.LLAMA_JSON else "arguments"
-    name = literal('{"name": ' + literal(tool.name) + f', "{key}": ')
+    if kind is ToolSyntax.MISTRAL:
+        return f"{literal(tool.name)} {grammar.marker(ARGS)} {arguments}"
+    if kind is ToolSyntax.GEMMA:
+        return f"{literal(f'call:{tool.name}')} {arguments}"
+    name_key, arguments_key = _KEYS.get(kind, ("name", "arguments"))
+    name = literal(f'{{"{name_key}": {literal(tool.name)}, "{arguments_key}": ')
     return f"{name} {arguments} {literal('}')}"
 
 
-def _wrapped(grammar: LarkGrammar, body: str) -> str:
-    return f'{grammar.marker(TOOL_CALL_OPEN)} "\\n" {body} "\\n" {grammar.marker(TOOL_CALL_CLOSE)}'
-
-
-def _xml_function(grammar: LarkGrammar, tool: Tool) -> str:
-    properties = tool.parameters.get("properties")
-    properties = properties if isinstance(properties, Mapping) else {}
-    required = tool.parameters.get("required")
-    required = required if isinstance(required, list) else []
+def _tagged_function(grammar: LarkGrammar, form: TagForm, tool: Tool) -> str:
+    required, optional = _parameters(tool)
     parts = []
-    for name, schema in properties.items():
-        parameter = _xml_parameter(grammar, name, schema, tool.parameters)
+    for name, schema in (required | optional).items():
+        parameter = _tagged_parameter(grammar, form, name, schema, tool.parameters)
         parts.append(parameter if name in required else f"({parameter})?")
-    opening = literal(f"{FUNCTION_OPEN}{tool.name}>\n")
-    return " ".join([opening, *parts, literal(FUNCTION_CLOSE)])
+    name = literal(f"{form.quote}{tool.name}{form.quote}{form.function_name_close}\n")
+    opening = [grammar.marker(form.function_open)] if form.function_open else []
+    closing = [grammar.marker(form.function_close)] if form.closing else []
+    return " ".join([*opening, name, *parts, *closing])
 
 
-def _xml_parameter(grammar: LarkGrammar, name: str, schema: Any, parameters: Mapping[str, Any]) -> str:
-    opening, closing = literal(f"{PARAMETER_OPEN}{name}>\n"), f"\n{PARAMETER_CLOSE}\n"
-    schema = schema if isinstance(schema, Mapping) else {}
+def _tagged_parameter(
+    grammar: LarkGrammar, form: TagForm, name: str, schema: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> str:
+    opening = [
+        *(grammar.marker(form.parameter_open), literal(f"{form.quote}{name}{form.quote}")),
+        *map(grammar.marker, form.parameter_name_close),
+        *([literal(form.value_break)] if form.value_break else []),
+    ]
+    closing = grammar.marker(form.parameter_close)
+    if form.value_break:
+        closing = f"{literal(form.value_break)} {closing}"
     choices = schema.get("enum")
     if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
-        value = f"({' | '.join(map(literal, choices))}) {literal(closing)}"
+        value = f"({' | '.join(map(literal, choices))}) {closing}"
     elif schema.get("type", "string") == "string" and not {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys():
-        value = grammar.text_until(closing)
+        value = grammar.text_until(f"{form.value_break}{form.parameter_close}")
     else:
-        definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-        value = f"{grammar.json({**definitions, **schema}, lenient=True)} {literal(closing)}"
-    return f"{opening} {value}"
+        value = f"{_json_value(grammar, schema, parameters)} {closing}"
+    return " ".join([*opening, value, literal("\n")])
+
+
+def _python_call(grammar: LarkGrammar, tool: Tool) -> str:
+    """Keyword arguments whose values are JSON, which the parser reads as Python: the required ones, then any others."""
+    required, optional = _parameters(tool)
+    given, others = (
+        [f"{literal(f'{name}=')} {_json_value(grammar, schema, tool.parameters)}" for name, schema in group.items()]
+        for group in (required, optional)
+    )
+    comma = literal(", ")
+    if given:
+        arguments = f" {comma} ".join(given) + "".join(f" ({comma} {other})?" for other in others)
+    else:
+        firsts = (
+            f"({other}{''.join(f' ({comma} {later})?' for later in others[place:])})"
+            for place, other in enumerate(others, start=1)
+        )
+        arguments = f"({' | '.join(firsts)})?" if others else ""
+    return f"{literal(f'{tool.name}(')} {arguments} {literal(')')}"
+
+
+def _parameters(tool: Tool) -> tuple[dict[str, Mapping[str, Any]], dict[str, Mapping[str, Any]]]:
+    """The schemas of the required parameters and of the others."""
+    properties = tool.parameters.get("properties")
+    names = tool.parameters.get("required")
+    names = names if isinstance(names, list) else []
+    required: dict[str, Mapping[str, Any]] = {}
+    optional: dict[str, Mapping[str, Any]] = {}
+    for name, schema in properties.items() if isinstance(properties, Mapping) else ():
+        (required if name in names else optional)[name] = schema if isinstance(schema, Mapping) else {}
+    return required, optional
+
+
+def _json_value(grammar: LarkGrammar, schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
+    """A value of a schema that may refer to definitions of all `parameters`."""
+    definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    return grammar.json({**definitions, **schema}, lenient=True)

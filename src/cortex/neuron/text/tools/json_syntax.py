@@ -1,4 +1,4 @@
-"""Tool calls as JSON objects: between markers as Hermes writes them, or bare as Llama 3 and models without a syntax do.
+"""Tool calls as JSON objects: between markers, singly or in a list, or bare as Llama 3 and models without a syntax do.
 
 A bare object is a call only at the start of the response, and only if it names one of the request's tools; other JSON
 is text.
@@ -8,20 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cortex.neuron.text.output.detect import PYTHON_TAG, TOOL_CALL_CLOSE, TOOL_CALL_OPEN
+from cortex.neuron.text.output.detect import PYTHON_TAG
 from cortex.neuron.text.tools.call import CallReader
+from cortex.neuron.text.tools.frame import CallFrame
 from cortex.neuron.text.tools.json_call import JSONCallReader
 
 
-class HermesJSON:
-    """`<tool_call>{"name": "f", "arguments": {…}}</tool_call>`"""
+class MarkedJSON:
+    """`<tool_call>{"name": "f", "arguments": {…}}</tool_call>`, or a list of such objects between the markers."""
 
-    openings: tuple[str, ...] = (TOOL_CALL_OPEN,)
     bare_openings: tuple[str, ...] = ()
-    separators = ""
+    next_openings: tuple[str, ...] = ("{",)
+    separators = ","
 
-    def reader(self, opening: str) -> CallReader:  # noqa: ARG002 - there is only one
-        return JSONCallReader(names=None, closing=TOOL_CALL_CLOSE)
+    def __init__(self, frame: CallFrame, tool_names: Iterable[str]) -> None:
+        self._frame = frame
+        self._tool_names = frozenset(tool_names)
+        self.openings: tuple[str, ...] = (frame.opening,)
+        self.markers = frame.markers
+        self.never_text = frame.markers if frame.is_control else ()
+
+    def reader(self, opening: str) -> CallReader:
+        if opening == self._frame.opening:
+            return JSONCallReader(names=None, closing=self._frame.closing)
+        return JSONCallReader(names=self._tool_names, closing=self._frame.closing, begun=opening, in_list=True)
 
 
 class PlainJSON:
@@ -29,7 +39,10 @@ class PlainJSON:
 
     openings: tuple[str, ...] = ()
     bare_openings: tuple[str, ...] = ("{",)
+    next_openings: tuple[str, ...] = ()
     separators = ";,"
+    markers: tuple[str, ...] = ()
+    never_text: tuple[str, ...] = ()
 
     def __init__(self, tool_names: Iterable[str]) -> None:
         self._tool_names = frozenset(tool_names)
@@ -42,3 +55,5 @@ class LlamaJSON(PlainJSON):
     """Plain JSON, and `<|python_tag|>` begins a call anywhere."""
 
     openings: tuple[str, ...] = (PYTHON_TAG,)
+    markers: tuple[str, ...] = (PYTHON_TAG,)
+    never_text: tuple[str, ...] = (PYTHON_TAG,)

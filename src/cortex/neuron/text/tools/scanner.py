@@ -1,7 +1,8 @@
 """Finds tool calls in a response as it streams.
 
 A call is announced once its name is known and arguments follow; until then, text that looks like a call can still be
-emitted as text. White space next to a call is layout; nothing else is ever lost.
+emitted as text. White space next to a call is layout, and the beginning of a call that the end of the response cut off
+is markup; nothing else is ever lost, except control tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ class CallScanner:
         self._syntax = syntax
         self._new_id = new_id
         self._index = index
+        self._call_openings = frozenset((*syntax.openings, *syntax.bare_openings, *syntax.next_openings))
+        self._markers = tuple(dict.fromkeys((*syntax.openings, *syntax.never_text)))
+        """What is looked for anywhere in the text."""
         self._num_calls = 0
         self._held = ""
         """Text that may be layout before a call, or the beginning of an opening."""
@@ -38,27 +42,33 @@ class CallScanner:
         """The reader's input after the opening, in case it is not a call."""
         self._announced = False
         self.broke_off = False
-        """After `finish`: whether the text ended inside an announced call."""
+        """After `finish`: whether the text ended inside a call."""
 
     def push(self, text: str) -> list[CallEvent]:
         events: list[CallEvent] = []
         self._take(text, events)
         return events
 
-    def finish(self) -> list[CallEvent]:
-        """The events of held-back text, after the last push; a call that was not announced yet is text."""
+    def finish(self, *, is_cut: bool = False) -> list[CallEvent]:
+        """The events of held-back text, after the last push. `is_cut`: the model was not done, so that the beginning of
+        an opening is markup."""
         events: list[CallEvent] = []
         if (reader := self._reader) is not None:
-            self._reader = None
             try:
                 self._report(reader.finish(), events)
             except NotACall:
-                self._emit(self._gap + self._opening + "".join(self._body), events)
-            if self._announced:
+                self._reader = None
+                self._emit(self._gap + self._shown_opening + "".join(self._body), events)
+            if self._reader is not None:
+                self._reader = None
                 self.broke_off = True
-                self._end_call(events, is_complete=False)
-        self._emit(self._held, events)
-        self._held = ""
+                if self._announced:
+                    self._end_call(events, is_complete=False)
+        held, self._held = self._held, ""
+        if is_cut and (size := self._held_opening(held)):
+            held = held[:-size].rstrip()
+        if not (is_cut and self._num_calls and self._may_be_next(held)):
+            self._emit(held, events)
         return events
 
     def _take(self, text: str, events: list[CallEvent]) -> None:
@@ -73,16 +83,38 @@ class CallScanner:
         if opening is not None:
             solid = self._solid(text[:start])
             self._emit(solid, events)
+            if opening not in self._call_openings:
+                return text[len(solid) : start] + text[start + len(opening) :]
             self._gap = text[len(solid) : start]
             self._reader = self._syntax.reader(opening)
             self._opening = opening
             self._body = []
             return text[start + len(opening) :]
-        keep = max((held_suffix(text, marker) for marker in self._syntax.openings), default=0)
-        solid = self._solid(text[: len(text) - keep])
+        if self._may_be_next(text):
+            self._held = text
+            return ""
+        solid = self._solid(text[: len(text) - self._held_opening(text)])
         self._emit(solid, events)
         self._held = text[len(solid) :]
         return ""
+
+    @property
+    def _bare_openings(self) -> tuple[str, ...]:
+        return self._syntax.bare_openings + (self._syntax.next_openings if self._num_calls else ())
+
+    def _may_be_next(self, text: str) -> bool:
+        """Whether `text` may be layout and the beginning of a bare opening."""
+        begun = text.lstrip(self._layout)
+        return not self._has_text and any(opening.startswith(begun) for opening in self._bare_openings)
+
+    def _held_opening(self, text: str) -> int:
+        """Number of characters at the end of `text` that could be the beginning of a marker."""
+        return max((held_suffix(text, marker) for marker in self._markers), default=0)
+
+    @property
+    def _shown_opening(self) -> str:
+        """The opening of what is not a call, as text."""
+        return "" if self._opening in self._syntax.never_text else self._opening
 
     def _solid(self, text: str) -> str:
         """`text` without trailing layout, in case a call follows."""
@@ -96,10 +128,10 @@ class CallScanner:
         return _WHITE_SPACE + self._syntax.separators if self._num_calls else None
 
     def _find_opening(self, text: str) -> tuple[int, str | None]:
-        found = [(text.find(opening), opening) for opening in self._syntax.openings]
+        found = [(text.find(marker), marker) for marker in self._markers]
         if not self._has_text:
             start = len(text) - len(text.lstrip(self._layout))
-            found += [(start, opening) for opening in self._syntax.bare_openings if text.startswith(opening, start)]
+            found += [(start, opening) for opening in self._bare_openings if text.startswith(opening, start)]
         return min(((start, opening) for start, opening in found if start >= 0), default=(0, None))
 
     def _read(self, reader: CallReader, text: str, events: list[CallEvent]) -> str:
@@ -110,7 +142,7 @@ class CallScanner:
         except NotACall:
             # The opening is text; the text after it may still contain a call.
             self._reader = None
-            self._emit(self._gap + self._opening, events)
+            self._emit(self._gap + self._shown_opening, events)
             return "".join(self._body)
         return self._report(progress, events)
 

@@ -25,6 +25,7 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
         return None
     try:
         value = json.loads(stripped, strict=False)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return text
     return value if _kind_of(value) & kinds else text

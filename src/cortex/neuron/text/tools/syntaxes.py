@@ -1,0 +1,36 @@
+"""The syntax for each kind of tool call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cortex.neuron.text.output.detect import ToolSyntax
+from cortex.neuron.text.tools.call import CallSyntax
+from cortex.neuron.text.tools.frame import FRAMES
+from cortex.neuron.text.tools.gemma import GemmaSyntax
+from cortex.neuron.text.tools.json_syntax import LlamaJSON, MarkedJSON, PlainJSON
+from cortex.neuron.text.tools.mistral import MistralSyntax
+from cortex.neuron.text.tools.pythonic import PythonicSyntax
+from cortex.neuron.text.tools.tags import TAG_FORMS, TagSyntax
+from cortex.wire.requests import Tool
+
+
+def call_syntax(kind: ToolSyntax, tools: Sequence[Tool]) -> CallSyntax:
+    """The syntax for calls of these tools."""
+    names = [tool.name for tool in tools]
+    schemas = {tool.name: tool.parameters for tool in tools}
+    match kind:
+        case ToolSyntax.QWEN_XML | ToolSyntax.SEED_XML | ToolSyntax.MINIMAX_XML | ToolSyntax.GLM_XML:
+            return TagSyntax(TAG_FORMS[kind], schemas)
+        case ToolSyntax.MISTRAL | ToolSyntax.MISTRAL_JSON:
+            return MistralSyntax(FRAMES[kind], names)
+        case ToolSyntax.LFM2 | ToolSyntax.OLMO:
+            return PythonicSyntax(FRAMES[kind], schemas)
+        case ToolSyntax.GEMMA:
+            return GemmaSyntax(FRAMES[kind])
+        case ToolSyntax.LLAMA_JSON:
+            return LlamaJSON(names)
+        case ToolSyntax.PLAIN_JSON:
+            return PlainJSON(names)
+        case _:
+            return MarkedJSON(FRAMES[kind], names)

@@ -1,0 +1,151 @@
+"""Calls in the syntax of each family: streamed or not, well written, sloppy and cut off."""
+
+from __future__ import annotations
+
+import pytest
+
+from cortex.neuron.text.output.detect import ToolSyntax
+
+from ..conftest import random_splits
+from ..responses import Parts, call, parse
+
+S = ToolSyntax
+CALL = call("get_weather", city="Zürich\n", days=3)
+STOP = call("stop")
+CITY = '{"city": "Zürich\\n", "days": 3}'
+ITEM = f'{{"name": "get_weather", "arguments": {CITY}}}'
+MISTRAL = f"[TOOL_CALLS]get_weather[ARGS]{CITY}"
+GLM = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich\n</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
+SEED = (
+    "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Zürich\n</parameter>\n<parameter=days>3</parameter>\n"
+    "</function>\n</seed:tool_call>"
+)
+INVOKE = (
+    '<invoke name="get_weather">\n<parameter name="city">Zürich\n</parameter>\n<parameter name="days">3</parameter>\n'
+    "</invoke>"
+)
+MINIMAX = f"<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>"
+PYTHON = 'get_weather(city="Zürich\\n", days=3)'
+COHERE = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {CITY}}}'
+GEMMA = '<|tool_call>call:get_weather{city:<|"|>Zürich\n<|"|>,days:3}<tool_call|>'
+
+WELL_WRITTEN: list[tuple[ToolSyntax, str, int]] = [
+    (S.MISTRAL, MISTRAL, 1),
+    (S.MISTRAL, MISTRAL + MISTRAL, 2),
+    (S.MISTRAL, f"[TOOL_CALLS] [{ITEM}, {ITEM}]", 2),
+    (S.MISTRAL_JSON, f"[TOOL_CALLS][{ITEM},{ITEM}]", 2),
+    (S.MISTRAL, f"[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{CITY}", 1),
+    (S.MISTRAL, f"[TOOL_CALLS] get_weather {CITY}", 1),
+    (S.GLM_XML, GLM, 1),
+    (S.GLM_XML, f"{GLM}\n{GLM}", 2),
+    (S.GLM_XML, GLM.replace("\n<", "<").replace("Zürich<", "Zürich\n<"), 1),
+    (S.SEED_XML, SEED, 1),
+    (S.SEED_XML, SEED + SEED, 2),
+    (S.SEED_XML, SEED.removeprefix("<seed:tool_call>\n"), 1),
+    (S.MINIMAX_XML, MINIMAX, 1),
+    (S.MINIMAX_XML, f"<minimax:tool_call>\n{INVOKE}\n{INVOKE}\n</minimax:tool_call>", 2),
+    (S.MINIMAX_XML, MINIMAX.replace('"', ""), 1),
+    (S.LFM2, f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>", 1),
+    (S.LFM2, f"<|tool_call_start|>[{PYTHON}, {PYTHON}]<|tool_call_end|>", 2),
+    (S.LFM2, "<|tool_call_start|>[get_weather('Zürich\n', days=3)]<|tool_call_end|>", 1),
+    (S.LFM2, "<|tool_call_start|>get_weather(**{'city': '''Zürich\n''', 'days': 3})", 1),
+    (S.OLMO, f"<function_calls>{PYTHON}</function_calls>", 1),
+    (S.OLMO, f"<function_calls>\n{PYTHON}\n{PYTHON}\n</function_calls>", 2),
+    (S.PHI_JSON, f"<|tool_call|>[{ITEM}, {ITEM}]<|/tool_call|>", 2),
+    (S.GRANITE_JSON, f"<|tool_call|>[{ITEM}, {ITEM}]", 2),
+    (S.GRANITE_JSON, f"<|tool_call|>{ITEM}", 1),
+    (S.COHERE_JSON, f"<|START_ACTION|>[\n    {COHERE},\n    {COHERE}\n]<|END_ACTION|>", 2),
+    (S.HUNYUAN_JSON, f"<tool_calls>[{ITEM}]</tool_calls>", 1),
+    (S.HERMES_JSON, f"<tool_call>[{ITEM}]</tool_call>", 1),
+    (S.GEMMA, GEMMA, 1),
+    (S.GEMMA, GEMMA + GEMMA, 2),
+]
+
+
+def same_for_every_split(text: str, syntax: ToolSyntax, *, is_cut: bool = False) -> Parts:
+    whole = parse([text], syntax, is_cut=is_cut)
+    for pieces in random_splits(text, seed=len(text), count=20):
+        assert parse(pieces, syntax, is_cut=is_cut) == whole
+    return whole
+
+
+@pytest.mark.parametrize(("syntax", "text", "num_calls"), WELL_WRITTEN)
+def test_calls_are_read_with_and_without_text_before_them(syntax: ToolSyntax, text: str, num_calls: int) -> None:
+    assert same_for_every_split(text, syntax) == [CALL] * num_calls
+    assert same_for_every_split(f"I look.\n\n{text}\n", syntax) == [("text", "I look."), *[CALL] * num_calls]
+
+
+@pytest.mark.parametrize(("syntax", "text", "num_calls"), WELL_WRITTEN)
+def test_call_cut_off_anywhere_never_shows_markup(syntax: ToolSyntax, text: str, num_calls: int) -> None:
+    for cut in range(1, len(text)):
+        parts = parse([text[:cut]], syntax, is_cut=True)
+        assert parts == parse(list(text[:cut]), syntax, is_cut=True)
+        assert not [part for part in parts if part[0] in ("text", "malformed")], text[:cut]
+        calls = [part for part in parts if part[0] == "call"]
+        assert calls == [CALL] * len(calls)
+        assert len(calls) <= num_calls
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "expected"),
+    [
+        (S.MISTRAL, "[TOOL_CALLS]stop{}", [STOP]),
+        (S.MISTRAL, "[TOOL_CALLS]I call stop.", [("text", "I call stop.")]),
+        (S.MISTRAL, "[TOOL_CALLS][ARGS]{}", [("text", "{}")]),
+        (S.MISTRAL, "Hi[/INST] [ARGS] there", [("text", "Hi[/INST]  there")]),
+        (S.MISTRAL, '[TOOL_CALLS]stop[ARGS]{"a": "cut', [("cut off", "stop", '{"a": "cut')]),
+        (S.MISTRAL, '{"name": "stop"}', [("text", '{"name": "stop"}')]),
+        (S.GLM_XML, "<tool_call>stop</tool_call>", [STOP]),
+        (S.GLM_XML, "<tool_call>stop\n</tool_call>", [STOP]),
+        (S.GLM_XML, "<tool_call> is a tag", [("text", "<tool_call> is a tag")]),
+        (S.GLM_XML, "<tool_call></tool_call>", [("text", "<tool_call></tool_call>")]),
+        (
+            S.GLM_XML,
+            "<tool_call>get_weather<arg_key>where</arg_key><arg_value>[1</arg_value>",
+            [("cut off", "get_weather", '{"where": ')],
+        ),
+        (S.SEED_XML, '<seed:tool_call><function="stop"></function></seed:tool_call>', [STOP]),
+        (S.MINIMAX_XML, "<minimax:tool_call><invoke name='stop'></invoke>", [STOP]),
+        (S.LFM2, "<|tool_call_start|>[stop()]<|tool_call_end|> Done.", [STOP, ("text", "Done.")]),
+        (S.LFM2, "<|tool_call_start|>[stop(a=x)]<|tool_call_end|>", [("text", "[stop(a=x)]")]),
+        (S.LFM2, "stop() ends it", [("text", "stop() ends it")]),
+        (
+            S.LFM2,
+            "<|tool_call_start|>[stop(a=[-1.5, (True, null)], b={'c': \")'\"}, d='\\ud83d\\ude00')]",
+            [call("stop", a=[-1.5, [True, None]], b={"c": ")'"}, d="😀")],
+        ),
+        *(
+            (S.LFM2, f"<|tool_call_start|>{text}<|tool_call_end|>", [("text", text)])
+            for text in (
+                "stop(1)",
+                "stop(a=1e999)",
+                "stop(a=0x" + "f" * 2000 + ")",
+                "stop(a=" + "[" * 60 + "]" * 60 + ")",
+                "stop(a=__import__('os'))",
+                "stop(a={1, 2})",
+                "stop(a=b'x')",
+                "stop(**[1])",
+            )
+        ),
+        (S.PHI_JSON, "<|tool_call|>none<|/tool_call|>", [("text", "none")]),
+        (S.HERMES_JSON, '<tool_call>{"name": "stop<|im_end|>", "arguments": {}}</tool_call>', [STOP]),
+        (S.HERMES_JSON, '<tool_call>{"name": "<|im_end|>", "arguments": {}}', None),
+        (S.HERMES_JSON, '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "stop"}</tool_call>', None),
+        (S.HERMES_JSON, '<tool_call>{"arguments": {"a": 1e999}, "name": "stop"}</tool_call>', None),
+        (S.GEMMA, "<|tool_call>call:stop{}", [STOP]),
+        (S.GEMMA, "<|tool_call>call:stop{a:[1,{b:true}]}<tool_call|>", [call("stop", a=[1, {"b": True}])]),
+        (S.GEMMA, "<|tool_call>call:stop{a:}<tool_call|>", [("text", "call:stop{a:}")]),
+    ],
+)
+def test_sloppy_calls_are_read_leniently(syntax: ToolSyntax, text: str, expected: Parts | None) -> None:
+    parts = same_for_every_split(text, syntax)
+    assert expected is None or parts == expected
+    "".join(piece for part in parts for piece in part).encode()  # what is sent must be encodable
+
+
+def test_beginning_of_a_marker_is_text_if_the_model_ended_there() -> None:
+    assert parse(["a < b <tool_call"], S.HERMES_JSON) == [("text", "a < b <tool_call")]
+    assert parse(["a < b <tool_call"], S.HERMES_JSON, is_cut=True) == [("text", "a < b")]

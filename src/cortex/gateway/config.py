@@ -115,7 +115,7 @@ class LimitsSection(Section, frozen=True):
     max_connections: Count = 8192
     """Client connections open at once; a further one is rejected with 503. Each stream also takes one to its node, and
     a quarter of the open files that the system permits stays in reserve: where these are too few, so are the
-    connections, and a warning at the start says so. The soft limit of open files is raised to the hard one."""
+    connections, and the log says so at the start. The soft limit of open files is raised to the hard one."""
     max_connections_per_client: Count | None = None
     """Client connections open at once from one address (IPv6: one /64 network); a further one is rejected with 429.
     Absent: a quarter of `max_connections`. Set it to `max_connections` behind a reverse proxy, whose clients all have

@@ -71,10 +71,10 @@ class Limits(Section, frozen=True):
     max_connections: Count = 4096
     """Client connections open at once; a further one is rejected with 503. Each request of a gateway takes one. A
     quarter of the open files that the system permits stays in reserve: where these are too few, so are the connections,
-    and a warning at the start says so. The soft limit of open files is raised to the hard one."""
+    and the log says so at the start. The soft limit of open files is raised to the hard one."""
     max_connections_per_client: Count | None = None
-    """Of them from one address (IPv6: one /64 network); a further one is rejected with 429. It also bounds the
-    requests of one gateway. Absent: half of them."""
+    """Client connections open at once from one address (IPv6: one /64 network); a further one is rejected with 429. It
+    also bounds the requests of one gateway. Absent: half of `max_connections`."""
     head_timeout_s: Seconds = 10.0
     """A request head must arrive within this time, or is rejected with 408; so must a TLS handshake."""
     prefill_chunk_tokens: Count | None = None

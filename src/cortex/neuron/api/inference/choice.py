@@ -200,7 +200,7 @@ class Choice:
         )
 
     def _prompt_logprobs(self, entries: Sequence[TokenLogprobs], num_top: int) -> tuple[TokenLogprob, ...]:
-        """Those of every prompt token. Nothing predicts the first; control tokens before the text are not part of it."""
+        """Those of prompt tokens. Nothing predicts the first; control tokens before the text are not part of it."""
         rendered, tokenizer = self._context.rendered, self._context.text.tokenizer
         tokens: list[TokenLogprob] = []
         is_before = bool(rendered.text)

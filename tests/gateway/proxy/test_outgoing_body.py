@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cortex.gateway.ledger.keys import generate
-from cortex.gateway.proxy.outgoing_body import choice_limit
+from cortex.gateway.proxy.outgoing_body import MOST_UNASKED_TOKENS, choice_limit
 from cortex.parsing.envelope import Facts
 
 from ..fake_neuron import GB
@@ -59,5 +59,15 @@ async def test_prompt_with_more_bytes_than_the_context_has_tokens_gets_a_respons
     facts = Facts("a", False, limit, 1)
     reservation = meter.admit(meter.key(bearer(alice)), 10_000, facts, lambda: 8192)
     assert choice_limit(reservation, facts) == limit
+    reservation.cancel()
+    await ledger.close()
+
+
+async def test_choice_without_a_limit_gets_no_more_than_servers_accept(tmp_path: Path) -> None:
+    alice = generate("alice", balance_tokens=BALANCE)
+    ledger, meter = await opened(str(tmp_path / "ledger.db"), alice)
+    facts = Facts("a", False, None, 1)
+    reservation = meter.admit(meter.key(bearer(alice)), 200, facts)
+    assert choice_limit(reservation, facts) == MOST_UNASKED_TOKENS
     reservation.cancel()
     await ledger.close()

@@ -138,6 +138,11 @@ class OutgoingBody:
         return body, ChatTranslation(self._route, request, id=response_id, model=name, show=show)
 
 
+MOST_UNASKED_TOKENS = 16_384
+"""The limit of a choice whose client sets none, where the budget has more: servers reject limits beyond their context,
+and many do not report it."""
+
+
 def choice_limit(reservation: Reservation, facts: Facts) -> int | None:
     """The most tokens of one choice at a server that takes no limit for the whole request; None without a
     budget, and where the model's context ends a choice before the budget does. The prompt counts as one token per byte,
@@ -153,4 +158,4 @@ def choice_limit(reservation: Reservation, facts: Facts) -> int | None:
     if not reservation.is_tight:  # the budget has all that the client's limit or the context allows
         return facts.completion_limit
     left = (limit - prompt_tokens) // facts.num_choices
-    return left if facts.completion_limit is None else min(left, facts.completion_limit)
+    return min(left, MOST_UNASKED_TOKENS if facts.completion_limit is None else facts.completion_limit)

@@ -38,7 +38,8 @@ async def test_limit_is_written_into_the_body(
         return foreign.seen[-1].body
 
     assert "max_tokens" not in await sent(rich.text)
-    received = await sent(alice.text, max_completion_tokens=7_000_000, n_predict=9)
+    name = "max_tokens" if path == "/v1/messages" else "max_completion_tokens"
+    received = await sent(alice.text, **{name: 7_000_000}, n_predict=9)
     assert received["max_tokens"] <= min(7_000_000, BALANCE - num_padding)
     assert received["max_tokens"] > 1_000_000
     assert not {"n_predict", "max_completion_tokens"} & received.keys()

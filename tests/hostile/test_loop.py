@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ..gateway.started_gateway import StartGateway
 
 
+TRIES = 3
+"""A busy machine may pause the loop; what occupies it does so every time."""
 MAX_UNITS = 12
 """How long a callback may take, in units of `unit_s`, which are about two milliseconds on a slow core."""
 
@@ -118,10 +120,13 @@ async def test_no_body_occupies_the_loop_of_a_gateway(
     # The largest bodies that are parsed on the loop, the largest that are relayed without, and larger ones.
     for num_bytes in (LARGE_BYTES - 1, LARGE_RELAYED_BYTES - 1, scaled(2, 16) << 20):
         for name, path, body in shapes(num_bytes):
-            with watched(monkeypatch) as watch:
-                status = await asyncio.to_thread(post, port, path, body)
-            assert status in (200, 400, 413), (name, num_bytes, status)
-            if watch.worst_s > allowed_s:
+            for _ in range(TRIES):
+                with watched(monkeypatch) as watch:
+                    status = await asyncio.to_thread(post, port, path, body)
+                assert status in (200, 400, 413), (name, num_bytes, status)
+                if watch.worst_s <= allowed_s:
+                    break
+            else:
                 too_long[name, num_bytes] = (round(watch.worst_s / unit_s(), 1), watch.what)
     assert not too_long
 
@@ -175,9 +180,12 @@ async def test_no_request_with_state_occupies_the_loop_of_a_gateway_or_its_threa
             "list": (f"{path}/{earlier}/input_items", {}),
         }
         for name, (to, fields) in requests.items():
-            with watched(monkeypatch) as watch:
-                await sent(to, **fields)
-            if max(watch.worst_s, watch.threads_s) > allowed_s:
+            for _ in range(TRIES):
+                with watched(monkeypatch) as watch:
+                    await sent(to, **fields)
+                if max(watch.worst_s, watch.threads_s) <= allowed_s:
+                    break
+            else:
                 took = (round(watch.worst_s / unit_s(), 1), round(watch.threads_s / unit_s(), 1))
                 too_long[name] = (*took, watch.what)
     assert not too_long

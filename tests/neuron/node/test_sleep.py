@@ -80,7 +80,7 @@ async def test_wakes_a_model_once_for_many_callers(tmp_path: Path, caplog: pytes
 
 
 async def test_running_requests_finish_before_sleep(tmp_path: Path) -> None:
-    async with running_node(tmp_path, config(tmp_path, m={"step_s": 0.01})) as node:
+    async with running_node(tmp_path, config(tmp_path, m={"step_s": 0.2})) as node:
         await load(node)
         running = asyncio.create_task(generate(node))
         await until(lambda: node.model("m").load.running == 1)
@@ -162,7 +162,7 @@ async def test_loads_again_when_a_wake_loses_the_model(tmp_path: Path, wake: str
 
 
 async def test_unload_while_falling_asleep_leaves_nothing(tmp_path: Path) -> None:
-    async with running_node(tmp_path, config(tmp_path, m={"step_s": 0.01})) as node:
+    async with running_node(tmp_path, config(tmp_path, m={"step_s": 0.2})) as node:
         await load(node)
         running = asyncio.create_task(generate(node))
         await until(lambda: node.model("m").load.running == 1)

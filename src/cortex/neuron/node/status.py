@@ -24,7 +24,7 @@ class ServedModel:
     state: ModelState
     context_tokens: int | None
     sampling: SamplingDefaults
-    """Of the operator, then of the model's files."""
+    """The operator's values, then those of the model's files."""
 
 
 def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[str, ...]) -> Discovery:

@@ -268,6 +268,31 @@ TABLE: dict[str, Family] = {
             },
         },
     ),
+    "lfm2": Family(
+        transformers.Lfm2Config,
+        transformers.Lfm2ForCausalLM,
+        {
+            "plain": {"layer_types": ["conv", "full_attention", "conv", "conv"], **FOUR_LAYERS, "block_multiple_of": 16},
+            "wide": {
+                **{"full_attn_idxs": [1], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-4},
+                "tie_word_embeddings": False,
+            },
+        },
+    ),
+    "lfm2_moe": Family(
+        transformers.Lfm2MoeConfig,
+        transformers.Lfm2MoeForCausalLM,
+        {
+            "plain": {
+                **{"layer_types": ["conv", "full_attention", "conv", "conv"], "num_experts": 6, **EXPERTS},
+                **{"num_dense_layers": 1, "routed_scaling_factor": 1.5, **FOUR_LAYERS},
+            },
+            "unbiased": {
+                **{"layer_types": ["full_attention", "conv"], "num_experts": 5, "use_expert_bias": False, **EXPERTS},
+                **{"num_dense_layers": 0, "norm_topk_prob": False},
+            },
+        },
+    ),
 }
 CASES = [(family, name) for family, entry in TABLE.items() for name in entry.changes]
 

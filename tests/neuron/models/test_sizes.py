@@ -51,6 +51,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 OWN_OPTIONS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "lfm2": {"full_attn_idxs": [1, 3]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]} | EXPERTS,
     "mellum": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }
@@ -73,7 +75,7 @@ def test_computed_size_is_what_the_layers_allocate(family: str, changes: str, dt
     assert weight_bytes(architecture, WeightStorage(dtype.itemsize)) == model.parameters.num_bytes
     kv = KVCache(model.attentions, dict.fromkeys(architecture.windows, 3), 8, dtype, META)
     assert 3 * 8 * kv_bytes_per_token(architecture, dtype.itemsize) == kv.num_bytes
-    states = StateMemory(model.gated_deltas, 3, dtype, META).num_bytes if model.gated_deltas else 0
+    states = StateMemory(model.recurrent_layers, 3, dtype, META).num_bytes if model.recurrent_layers else 0
     assert 3 * state_bytes(architecture, dtype.itemsize) == states
 
 
@@ -102,7 +104,7 @@ def test_computed_size_of_a_stage_is_what_its_layers_allocate(family: str, chang
     assert weight_bytes(architecture, WeightStorage(4)) == model.parameters.num_bytes
     kv = KVCache(model.attentions, dict.fromkeys(architecture.windows, 1), 1, torch.float32, META)
     assert kv_bytes_per_token(architecture, 4) == kv.num_bytes
-    states = StateMemory(model.gated_deltas, 1, torch.float32, META).num_bytes if model.gated_deltas else 0
+    states = StateMemory(model.recurrent_layers, 1, torch.float32, META).num_bytes if model.recurrent_layers else 0
     assert state_bytes(architecture, 4) == states
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cortex.neuron.delta_sizes import DeltaSizes
 from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -181,19 +180,3 @@ class MoEConfig:
     def num_scores(self) -> int:
         """Rows of the router: one for each routed expert, and one for the gate of the shared expert."""
         return self.experts + (self.router.gates_shared and self.shared_inner > 0)
-
-
-@dataclass(frozen=True, slots=True)
-class GatedDeltaConfig(DeltaSizes):
-    hidden: int
-    conv_taps: int
-    norm_eps: float
-
-    def input_rows(self, prefix: str) -> dict[str, int]:
-        """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
-        return {
-            f"{prefix}.in_proj_qkv": self.channels,
-            f"{prefix}.in_proj_z": self.value_size,
-            f"{prefix}.in_proj_b": self.value_heads,
-            f"{prefix}.in_proj_a": self.value_heads,
-        }

@@ -8,28 +8,14 @@ from torch import Tensor
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.delta.gated_delta import gated_delta
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
-from cortex.neuron.layers.configs import GatedDeltaConfig
-from cortex.neuron.layers.linear import Linear, RowParallelLinear
-from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.layers.recurrent import RecurrentLayer, load_conv_weight
+from cortex.neuron.layers.recurrent_configs import GatedDeltaConfig
 
 
-class GatedDelta:
-    """Reads and updates the recurrent states in `state`, which the engine sets before the first step."""
-
-    state: DeltaState
-
+class GatedDelta(RecurrentLayer):
     def __init__(self, parameters: Parameters, config: GatedDeltaConfig, prefix: str) -> None:
-        self.config = config
-        self.input = Linear(parameters, config.hidden, config.input_rows(prefix))
-        self.output = RowParallelLinear(parameters, config.value_size, {f"{prefix}.out_proj": config.hidden})
-        conv_weight = parameters.empty(config.conv_taps, config.channels)
-        parameters.bind(
-            f"{prefix}.conv1d.weight",
-            conv_weight,
-            lambda weight: weight[:, 0].t(),
-            shape=(config.channels, 1, config.conv_taps),
-        )
+        super().__init__(parameters, config, prefix)
         decay_rate = parameters.empty(config.value_heads, dtype=torch.float32)
         parameters.bind(f"{prefix}.A_log", decay_rate, lambda logarithm: logarithm.float().exp())
         self.rules = DeltaRules(
@@ -37,14 +23,12 @@ class GatedDelta:
             value_heads=config.value_heads,
             key_dim=config.key_dim,
             value_dim=config.value_dim,
-            conv_weight=conv_weight,
+            conv_weight=load_conv_weight(parameters, config.conv_taps, config.channels, f"{prefix}.conv1d.weight"),
             decay_rate=decay_rate,
             decay_bias=parameters.load(f"{prefix}.dt_bias", config.value_heads, dtype=torch.float32),
             norm_weight=parameters.load(f"{prefix}.norm.weight", config.value_dim),
             eps=config.norm_eps,
         )
 
-    def __call__(self, x: Tensor, norm: RMSNorm | None, batch: Batch, residual: Tensor | None = None) -> Tensor:
-        """x: [tokens, hidden] → residual + gated delta net(norm(x)). `residual` may be overwritten: use the result."""
-        projected = self.input(x, norm=norm)
-        return self.output(gated_delta(projected, self.rules, batch, self.state), residual=residual)
+    def mix(self, projected: Tensor, batch: Batch) -> Tensor:
+        return gated_delta(projected, self.rules, batch, DeltaState(*self.state))

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 from cortex.neuron.layers.configs import (
     WHOLE,
     AttentionConfig,
-    GatedDeltaConfig,
     MLPConfig,
     MoEConfig,
     NormConfig,
     Shard,
 )
+from cortex.neuron.layers.recurrent_configs import RecurrentConfig
 from cortex.neuron.models.config import DecoderConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.sharding import (
@@ -50,10 +50,10 @@ class BlockNorms:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """A mixer over the tokens of a sequence, then a feed-forward block for each token."""
+    """A mixer over the tokens of a sequence, then a feed-forward block for each token. One of them may be missing."""
 
-    mixer: AttentionConfig | GatedDeltaConfig
-    feed_forward: MLPConfig | MoEConfig
+    mixer: AttentionConfig | RecurrentConfig | None
+    feed_forward: MLPConfig | MoEConfig | None
     norm: NormConfig
     """It applies to all norms of the layer over the residual stream."""
     mixer_norms: BlockNorms
@@ -61,12 +61,13 @@ class LayerConfig:
     """None of its own: the feed-forward block has the same input as the mixer, and both are added."""
 
     def sharded(self, shard: Shard) -> LayerConfig:
-        mixer, feed_forward = sharded_mixer(self.mixer, shard), sharded_feed_forward(self.feed_forward, shard)
-        return replace(self, mixer=mixer, feed_forward=feed_forward)
+        mixer = None if self.mixer is None else sharded_mixer(self.mixer, shard)
+        block = None if self.feed_forward is None else sharded_feed_forward(self.feed_forward, shard)
+        return replace(self, mixer=mixer, feed_forward=block)
 
     @property
     def is_parallel(self) -> bool:
-        return not self.feed_forward_norms.names
+        return self.feed_forward is not None and not self.feed_forward_norms.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class Architecture(ABC):
         self.config = DecoderConfig.read(self.raw)
         self.ends = self.read_ends()
         self.layers = tuple(self._layer(index) for index in range(self.config.num_layers))
-        self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
+        self.is_recurrent = any(isinstance(layer.mixer, RecurrentConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
         found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, AttentionConfig)} or {None}
         self.windows = tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
@@ -122,7 +123,13 @@ class Architecture(ABC):
 
     def _layer(self, index: int) -> LayerConfig:
         mixer, feed_forward = self.mixer(index), self.feed_forward(index)
-        return LayerConfig(mixer, feed_forward, self.norm, self.mixer_norms, self.feed_forward_norms)
+        return LayerConfig(
+            mixer,
+            feed_forward,
+            self.norm,
+            BlockNorms() if mixer is None else self.mixer_norms,
+            BlockNorms() if feed_forward is None else self.feed_forward_norms,
+        )
 
     def sharded(self, shard: Shard) -> Architecture:
         """What one rank has of this model: `config` describes the whole model, `layers` this rank's share.
@@ -166,8 +173,10 @@ class Architecture(ABC):
         for name in (f"{self.prefix}.embed_tokens.weight", "lm_head.weight"):
             slices[name] = TensorSlice(rows=(shard.part(self.config.vocab),))
         for name, layer in self.named_layers():
-            slices.update(mixer_slices(layer.mixer, shard, name))
-            slices.update(feed_forward_slices(layer.feed_forward, shard, name))
+            if layer.mixer is not None:
+                slices.update(mixer_slices(layer.mixer, shard, name))
+            if layer.feed_forward is not None:
+                slices.update(feed_forward_slices(layer.feed_forward, shard, name))
         return slices
 
     @property
@@ -196,9 +205,9 @@ class Architecture(ABC):
         return EndsConfig(self.norm)
 
     @abstractmethod
-    def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:
-        """The first half of a layer."""
+    def mixer(self, index: int) -> AttentionConfig | RecurrentConfig | None:
+        """The first half of a layer; None: it has none."""
 
     @abstractmethod
-    def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
-        """The second half of a layer."""
+    def feed_forward(self, index: int) -> MLPConfig | MoEConfig | None:
+        """The second half of a layer; None: it has none."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,12 +17,21 @@ from cortex.neuron.layers.mlp import MLP
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.layers.recurrent import RecurrentLayer
+from cortex.neuron.layers.recurrent_configs import GatedDeltaConfig, RecurrentConfig, ShortConvConfig
 from cortex.neuron.layers.rope import RopeTables
+from cortex.neuron.layers.short_conv import ShortConv
 from cortex.neuron.models.architecture import Architecture, LayerConfig
+
+RECURRENT_LAYERS: Mapping[type[RecurrentConfig], Callable[[Parameters, Any, str], RecurrentLayer]] = {
+    GatedDeltaConfig: GatedDelta,
+    ShortConvConfig: ShortConv,
+}
+"""The layer that each config of a recurrent layer describes."""
 
 
 class DecoderLayer:
-    """A mixer (attention or a gated delta net) and a feed-forward block, each added to its input."""
+    """A mixer (attention or a recurrent layer) and a feed-forward block, each added to its input, or one of them."""
 
     def __init__(self, model: Decoder, layer: LayerConfig, prefix: str) -> None:
         parameters, mixer, feed_forward = model.parameters, layer.mixer, layer.feed_forward
@@ -28,31 +40,35 @@ class DecoderLayer:
             return None if name is None else model.new_norm(layer.norm, f"{prefix}.{name}.weight")
 
         self.mixer_norm, self.after_mixer = norm(layer.mixer_norms.before), norm(layer.mixer_norms.after)
-        self.mixer: Attention | GatedDelta
+        self.mixer: Attention | RecurrentLayer | None = None
         if isinstance(mixer, AttentionConfig):
             self.mixer = Attention(parameters, mixer, model.ropes, f"{prefix}.self_attn")
-        else:
-            self.mixer = GatedDelta(parameters, mixer, f"{prefix}.linear_attn")
+        elif mixer is not None:
+            self.mixer = RECURRENT_LAYERS[type(mixer)](parameters, mixer, f"{prefix}.{mixer.block}")
         self.mlp_norm, self.after_mlp = norm(layer.feed_forward_norms.before), norm(layer.feed_forward_norms.after)
-        self.mlp: MLP | MoE
+        self.mlp: MLP | MoE | None = None
         if isinstance(feed_forward, MLPConfig):
             self.mlp = MLP(parameters, feed_forward, f"{prefix}.mlp")
-        else:
+        elif feed_forward is not None:
             self.mlp = MoE(parameters, feed_forward, f"{prefix}.mlp")
         self._is_parallel = layer.is_parallel
 
     def __call__(self, hidden: Tensor, batch: Batch) -> Tensor:
         """hidden: [tokens, hidden] → [tokens, hidden], the residual stream before and after this layer."""
-        if self._is_parallel and self.mixer_norm is not None:
+        mixer, mlp = self.mixer, self.mlp
+        if self._is_parallel and self.mixer_norm is not None and mixer is not None and mlp is not None:
             x = self.mixer_norm.centred(hidden)
-            return self.mlp(x, self.mixer_norm, hidden + self.mixer(x, self.mixer_norm, batch))
-        if self.after_mixer is None:
-            hidden = self.mixer(hidden, self.mixer_norm, batch, hidden)
-        else:
-            hidden = self.after_mixer(self.mixer(hidden, self.mixer_norm, batch), residual=hidden)
+            return mlp(x, self.mixer_norm, hidden + mixer(x, self.mixer_norm, batch))
+        if mixer is not None:
+            if self.after_mixer is None:
+                hidden = mixer(hidden, self.mixer_norm, batch, hidden)
+            else:
+                hidden = self.after_mixer(mixer(hidden, self.mixer_norm, batch), residual=hidden)
+        if mlp is None:
+            return hidden
         if self.after_mlp is None:
-            return self.mlp(hidden, self.mlp_norm, hidden)
-        return self.after_mlp(self.mlp(hidden, self.mlp_norm), residual=hidden)
+            return mlp(hidden, self.mlp_norm, hidden)
+        return self.after_mlp(mlp(hidden, self.mlp_norm), residual=hidden)
 
 
 class Decoder:
@@ -88,9 +104,9 @@ class Decoder:
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
 
     @property
-    def gated_deltas(self) -> list[GatedDelta]:
-        """The layers' gated delta nets, which keep a state of fixed size for every row, in order."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDelta)]
+    def recurrent_layers(self) -> list[RecurrentLayer]:
+        """The layers' mixers that keep a state of fixed size for every row, in order."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentLayer)]
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The device memory that the model holds for as long as it is loaded: weights and tables, each piece once."""

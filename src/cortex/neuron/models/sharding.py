@@ -1,8 +1,8 @@
 """How a model is divided among the ranks of a group (tensor parallelism): the sizes of a rank's layers, and the part of
 each tensor of the checkpoint that fills them.
 
-Attention and gated delta nets are divided by head, feed-forward blocks by inner width, mixtures by expert, embedding
-and head by token. Norms and routers are on every rank. Ranks share a key-value head where there are fewer than ranks.
+Attention and recurrent layers are divided by head or channel, feed-forward blocks by inner width, mixtures by expert, embedding
+and head by token. Norms and routers are on every rank. Ranks share a key-value head, or a group of heads, where there are fewer than ranks.
 Imports no torch: a node checks with it whether a model can be divided.
 """
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
-from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, Shard
+from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, Shard
+from cortex.neuron.layers.recurrent_configs import Band, RecurrentConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.weights.sharded import TensorSlice
 
@@ -19,12 +21,10 @@ Slices = Mapping[str, TensorSlice | None]
 """Name of a tensor as the rank sees it → the part that the rank reads; None: nothing. Tensors left out are whole."""
 
 
-def sharded_mixer(mixer: AttentionConfig | GatedDeltaConfig, shard: Shard) -> AttentionConfig | GatedDeltaConfig:
+def sharded_mixer(mixer: AttentionConfig | RecurrentConfig, shard: Shard) -> AttentionConfig | RecurrentConfig:
     """One rank's share of a mixer. Raises UnsupportedModel."""
-    if isinstance(mixer, GatedDeltaConfig):
-        keys = _divide(mixer.key_heads, shard, f"{mixer.key_heads} key heads of the gated delta nets")
-        values = _divide(mixer.value_heads, shard, f"{mixer.value_heads} value heads of the gated delta nets")
-        return replace(mixer, key_heads=keys, value_heads=values)
+    if isinstance(mixer, RecurrentConfig):
+        return _sharded_recurrent(mixer, shard)
     heads = _divide(mixer.heads, shard, f"{mixer.heads} attention heads")
     return replace(
         mixer, heads=heads, kv_heads=len(_kv_heads(mixer, shard)), output_bias=mixer.output_bias and shard.is_first
@@ -43,13 +43,13 @@ def sharded_feed_forward(block: MLPConfig | MoEConfig, shard: Shard) -> MLPConfi
 
 
 def mixer_slices(
-    mixer: AttentionConfig | GatedDeltaConfig, shard: Shard, prefix: str
+    mixer: AttentionConfig | RecurrentConfig, shard: Shard, prefix: str
 ) -> Iterator[tuple[str, TensorSlice]]:
     """The parts of a whole mixer's tensors. `prefix`: of the layer."""
     if isinstance(mixer, AttentionConfig):
         yield from _attention_slices(mixer, shard, f"{prefix}.self_attn")
     else:
-        yield from _gated_delta_slices(mixer, shard, f"{prefix}.linear_attn")
+        yield from _recurrent_slices(mixer, shard, f"{prefix}.{mixer.block}")
 
 
 def feed_forward_slices(
@@ -85,22 +85,31 @@ def _attention_slices(config: AttentionConfig, shard: Shard, prefix: str) -> Ite
     yield f"{prefix}.o_proj.weight", TensorSlice(columns=_scaled(heads, config.head_dim))
 
 
-def _gated_delta_slices(config: GatedDeltaConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:
-    keys, values = shard.part(config.key_heads), shard.part(config.value_heads)
-    key_rows, value_rows = _scaled(keys, config.key_dim), _scaled(values, config.value_dim)
-    channels = (
-        key_rows,
-        _shifted(key_rows, config.key_size),
-        _shifted(value_rows, 2 * config.key_size),
-    )
-    yield f"{prefix}.in_proj_qkv.weight", TensorSlice(rows=channels)
-    yield f"{prefix}.in_proj_z.weight", TensorSlice(rows=(value_rows,))
-    yield f"{prefix}.in_proj_b.weight", TensorSlice(rows=(values,))
-    yield f"{prefix}.in_proj_a.weight", TensorSlice(rows=(values,))
-    yield f"{prefix}.conv1d.weight", TensorSlice(rows=channels)
-    yield f"{prefix}.A_log", TensorSlice(rows=(values,))
-    yield f"{prefix}.dt_bias", TensorSlice(rows=(values,))
-    yield f"{prefix}.out_proj.weight", TensorSlice(columns=value_rows)
+def _sharded_recurrent(config: RecurrentConfig, shard: Shard) -> RecurrentConfig:
+    changes: dict[str, Any] = {}
+    for field, what in config.divided.items():
+        count: int = getattr(config, field)
+        is_shared = field in config.shared and shard.size % count == 0
+        changes[field] = 1 if is_shared else _divide(count, shard, f"{count} {what}")
+    return replace(config, **changes)
+
+
+def _recurrent_slices(config: RecurrentConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:
+    for tensor in config.tensors:
+        rows, first = [], 0
+        for band in tensor.bands:
+            rows.append(_shifted(_scaled(_units(band, shard), band.size), first))
+            first += band.num_rows
+        if tensor.role == "output":
+            yield f"{prefix}.{tensor.name}", TensorSlice(columns=rows[0])
+        elif rows:
+            yield f"{prefix}.{tensor.name}", TensorSlice(rows=tuple(rows))
+
+
+def _units(band: Band, shard: Shard) -> range:
+    """The units of a rank. Ranks share one where there are fewer units than ranks."""
+    start = shard.rank * band.count // shard.size
+    return range(start, start + max(1, band.count // shard.size))
 
 
 def _gated_mlp_slices(prefix: str, inner: range) -> Iterator[tuple[str, TensorSlice]]:

@@ -6,11 +6,13 @@ what the layers allocate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cortex.neuron.kernels.layouts import MatrixLayout
-from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, NormConfig
+from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, NormConfig
+from cortex.neuron.layers.recurrent_configs import RecurrentConfig
 from cortex.neuron.models.architecture import Architecture
 
 _FLOAT32_BYTES = 4
@@ -71,11 +73,11 @@ def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]
         total = num_norms * _norm_bytes(layer.norm, architecture.config.hidden, storage)
         if isinstance(layer.mixer, AttentionConfig):
             total += _attention_bytes(layer.mixer, storage, f"{name}.self_attn")
-        else:
-            total += _gated_delta_bytes(layer.mixer, storage, f"{name}.linear_attn")
+        elif layer.mixer is not None:
+            total += _recurrent_bytes(layer.mixer, storage, f"{name}.{layer.mixer.block}")
         if isinstance(layer.feed_forward, MLPConfig):
             total += _mlp_bytes(layer.feed_forward, storage, f"{name}.mlp")
-        else:
+        elif layer.feed_forward is not None:
             total += _moe_bytes(layer.feed_forward, storage, f"{name}.mlp")
         totals.append(total)
     return totals
@@ -100,14 +102,12 @@ def kv_bytes_per_token(architecture: Architecture, item_bytes: int) -> int:
 
 
 def state_bytes(architecture: Architecture, item_bytes: int) -> int:
-    """The recurrent state of one sequence over all layers; 0 for a model that has none.
-
-    A layer keeps the latest inputs of its convolution in the model's dtype, and its memory in float32.
-    """
-    deltas = [layer.mixer for layer in architecture.layers if isinstance(layer.mixer, GatedDeltaConfig)]
+    """The recurrent state of one sequence over all layers; 0 for a model that has none."""
+    mixers = [layer.mixer for layer in architecture.layers if isinstance(layer.mixer, RecurrentConfig)]
     return sum(
-        delta.conv_taps * delta.channels * item_bytes + delta.value_size * delta.key_dim * _FLOAT32_BYTES
-        for delta in deltas
+        math.prod(part.shape) * (_FLOAT32_BYTES if part.is_float32 else item_bytes)
+        for mixer in mixers
+        for part in mixer.state
     )
 
 
@@ -121,12 +121,15 @@ def _attention_bytes(config: AttentionConfig, storage: WeightStorage, prefix: st
     return total
 
 
-def _gated_delta_bytes(config: GatedDeltaConfig, storage: WeightStorage, prefix: str) -> int:
-    inputs = config.input_rows(prefix)
-    total = storage.linear_bytes(config.hidden, inputs)
-    total += storage.linear_bytes(config.value_size, {f"{prefix}.out_proj": config.hidden})
-    total += storage.matrix_bytes(config.conv_taps, config.channels)
-    return total + 2 * config.value_heads * _FLOAT32_BYTES + config.value_dim * storage.item_bytes
+def _recurrent_bytes(config: RecurrentConfig, storage: WeightStorage, prefix: str) -> int:
+    total = storage.linear_bytes(config.hidden, config.input_rows(prefix))
+    for name, columns in config.output_columns(prefix).items():
+        total += storage.linear_bytes(columns, {name: config.hidden})
+    for tensor in config.tensors:
+        if tensor.role == "small":
+            item_bytes = _FLOAT32_BYTES if tensor.is_float32 else storage.item_bytes
+            total += tensor.num_rows * tensor.row_elements * item_bytes
+    return total
 
 
 def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, RopeConfig
+from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, RopeConfig
+from cortex.neuron.layers.recurrent_configs import RecurrentConfig
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.config import count_in, layer_type_in, read_rope
 from cortex.neuron.models.errors import UnsupportedModel
@@ -18,7 +19,7 @@ ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
 class Llama(Architecture):
-    def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:
+    def mixer(self, index: int) -> AttentionConfig | RecurrentConfig | None:
         return self.attention(index)
 
     def attention(self, index: int) -> AttentionConfig:
@@ -47,7 +48,7 @@ class Llama(Architecture):
         del index
         return None
 
-    def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
+    def feed_forward(self, index: int) -> MLPConfig | MoEConfig | None:
         """The feed-forward block of one layer."""
         del index
         inner = count_in(self.raw, "intermediate_size")

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import (
     AttentionConfig,
-    GatedDeltaConfig,
     MLPConfig,
     MoEConfig,
     NormConfig,
     QKNormConfig,
 )
+from cortex.neuron.layers.recurrent_configs import GatedDeltaConfig, RecurrentConfig
 from cortex.neuron.models.config import count_in, layer_type_in, optional_count_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama
@@ -26,7 +26,7 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 class Qwen3Next(Llama):
     defaults: ClassVar[Mapping[str, Any]] = {"partial_rotary_factor": 0.25, "norm_topk_prob": True}
 
-    def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:
+    def mixer(self, index: int) -> AttentionConfig | RecurrentConfig:
         return self.attention(index) if self._layer_type(index) == "full_attention" else self._gated_delta()
 
     def attention(self, index: int) -> AttentionConfig:

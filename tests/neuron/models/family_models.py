@@ -23,6 +23,13 @@ LOCAL, YARN = (
     {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32},
 )
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 16, "mamba_n_groups": 1}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.25,
+    "logits_scaling": 4.0,
+    "attention_multiplier": 0.05,
+}
 PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 32,
@@ -290,6 +297,43 @@ TABLE: dict[str, Family] = {
             "unbiased": {
                 **{"layer_types": ["full_attention", "conv"], "num_experts": 5, "use_expert_bias": False, **EXPERTS},
                 **{"num_dense_layers": 0, "norm_topk_prob": False},
+            },
+        },
+    ),
+    "granitemoehybrid": Family(
+        transformers.GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridForCausalLM,
+        {
+            "plain": {
+                **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], **MAMBA},
+                **{"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24},
+                **{"shared_intermediate_size": 40, "num_hidden_layers": 3, **MULTIPLIERS},
+            },
+            "dense": {
+                **{"layer_types": ["linear_attention", "full_attention"], **MAMBA, "mamba_n_groups": 2},
+                **{"num_local_experts": 0, "shared_intermediate_size": 56, "position_embedding_type": "rope"},
+                **{"mamba_conv_bias": False, "tie_word_embeddings": True, **MULTIPLIERS},
+            },
+            "attention only": {
+                **{"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope", "num_local_experts": 0},
+                **{"shared_intermediate_size": 40, **MAMBA, **MULTIPLIERS},
+            },
+        },
+    ),
+    "nemotron_h": Family(
+        transformers.NemotronHConfig,
+        transformers.NemotronHForCausalLM,
+        {
+            "mixture": {
+                **{"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]},
+                **{"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2},
+                **{"n_routed_experts": 6, "moe_shared_expert_intermediate_size": 40, **EXPERTS},
+                **{"routed_scaling_factor": 2.5, "head_dim": 12},
+            },
+            "dense": {
+                **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "head_dim": 16},
+                **{"mamba_num_heads": 4, "mamba_head_dim": 12, "ssm_state_size": 24, "n_groups": 4},
+                **{"use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 1e-4},
             },
         },
     ),

@@ -133,6 +133,11 @@ class AttentionConfig:
         return {name: count * self.head_dim for name, count in zip(names, heads, strict=True)}
 
 
+def halves(gated: bool) -> tuple[str, ...]:
+    """The matrices that a feed-forward block multiplies its input by."""
+    return ("gate", "up") if gated else ("up",)
+
+
 @dataclass(frozen=True, slots=True)
 class MLPConfig:
     hidden: int
@@ -142,10 +147,12 @@ class MLPConfig:
     output_bias: bool = False
     activation: Activation = "silu"
     """The activation of the gate."""
+    gated: bool = True
+    """Otherwise the block is down(relu(up(x))²)."""
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
-        return {f"{prefix}.gate_proj": self.inner, f"{prefix}.up_proj": self.inner}
+        return {f"{prefix}.{half}_proj": self.inner for half in halves(self.gated)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +170,8 @@ class MoEConfig:
     router: RouterRule = DEFAULT_RULE
     has_bias: bool = False
     """Whether the checkpoint has a bias of the choice of experts, `gate.e_score_correction_bias`."""
+    gated: bool = True
+    """Otherwise every expert is down(relu(up(x))²)."""
     shard: Shard = WHOLE
     """Whole experts are divided among the ranks; every rank routes over all of them."""
 

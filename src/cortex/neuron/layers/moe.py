@@ -12,7 +12,8 @@ from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
-from cortex.neuron.layers.configs import MoEConfig
+from cortex.neuron.kernels.relu_squared import relu_squared_
+from cortex.neuron.layers.configs import MoEConfig, halves
 from cortex.neuron.layers.linear import GatedLinear, Linear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Binding, Parameters
@@ -51,6 +52,7 @@ class MoE:
             config.renormalise,
             num_shared,
             config.held.start,
+            gated=config.gated,
             rule=config.router,
             bias=_bias(parameters, config, prefix),
         )
@@ -70,9 +72,13 @@ class SharedExpert:
 
     def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
         name = f"{prefix}.shared_expert"
-        self._gate_up = GatedLinear(
-            parameters, config.hidden, config.shared_inner, f"{name}.gate_proj", f"{name}.up_proj"
-        )
+        self._gate_up: GatedLinear | Linear
+        if config.gated:
+            gate, up = (f"{name}.{half}_proj" for half in halves(config.gated))
+            self._gate_up = GatedLinear(parameters, config.hidden, config.shared_inner, gate, up)
+        else:
+            self._gate_up = Linear(parameters, config.hidden, {f"{name}.up_proj": config.shared_inner})
+        self._is_gated = config.gated
         self._down = Linear(parameters, config.shared_inner, {f"{name}.down_proj": config.hidden})
         self._gate = None
         if config.router.gates_shared:
@@ -80,7 +86,8 @@ class SharedExpert:
 
     def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [tokens, hidden] → sigmoid(gate) · expert(norm(hidden)): [tokens, hidden]"""
-        out = self._down(self._gate_up(hidden, norm=norm))
+        inner = self._gate_up(hidden, norm=norm)
+        out = self._down(inner if self._is_gated else relu_squared_(inner))
         return out if self._gate is None else out * torch.sigmoid(F.linear(norm(hidden), self._gate))
 
 
@@ -89,27 +96,28 @@ def _quantised_experts(
 ) -> tuple[ExpertMatrix, ExpertMatrix] | None:
     """Gate and up of the routed experts, and down; None if they are dense or of several formats."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
-    halves = {f"{name}.{half}_proj.weight": config.inner for name in names for half in ("gate", "up")}
+    inputs = {f"{name}.{half}_proj.weight": config.inner for name in names for half in halves(config.gated)}
     downs = {f"{name}.down_proj.weight": config.hidden for name in names}
-    if not parameters.can_stack(halves) or not parameters.can_stack(downs):
+    if not parameters.can_stack(inputs) or not parameters.can_stack(downs):
         return None
-    return parameters.expert_matrix(halves, config.hidden), parameters.expert_matrix(downs, config.inner)
+    return parameters.expert_matrix(inputs, config.hidden), parameters.expert_matrix(downs, config.inner)
 
 
 def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tuple[DenseMatrix, DenseMatrix]:
     """Gate and up of the routed and shared experts, and down."""
     hidden, inner, routed = config.hidden, config.inner, len(config.held)
     num_experts = routed + config.num_shared
-    gate_up = parameters.empty(num_experts, 2 * inner, hidden)
+    parts = halves(config.gated)
+    gate_up = parameters.empty(num_experts, len(parts) * inner, hidden)
     down = parameters.empty(num_experts, hidden, inner)
     names = [f"{prefix}.experts.{expert}" for expert in range(routed)]
     parameters.bind(
-        f"{prefix}.experts.gate_up_proj",
+        f"{prefix}.experts.{'_'.join(parts)}_proj",
         gate_up[:routed],
         parts=[
             Binding(f"{name}.{half}_proj.weight", rows)
             for name, matrix in zip(names, gate_up, strict=False)
-            for half, rows in zip(("gate", "up"), matrix.chunk(2), strict=True)
+            for half, rows in zip(parts, matrix.chunk(len(parts)), strict=True)
         ],
     )
     parameters.bind(
@@ -118,7 +126,7 @@ def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tu
         parts=[Binding(f"{name}.down_proj.weight", matrix) for name, matrix in zip(names, down, strict=False)],
     )
     if config.shared_inner:
-        _bind_shared(parameters, gate_up[routed:], down[routed:], config.shared_inner, f"{prefix}.shared_expert")
+        _bind_shared(parameters, gate_up[routed:], down[routed:], config, f"{prefix}.shared_expert")
     return DenseMatrix(gate_up.flatten(0, 1)), DenseMatrix(down.flatten(0, 1))
 
 
@@ -129,16 +137,16 @@ def _bias(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | No
     return parameters.load(f"{prefix}.gate.e_score_correction_bias", config.experts, dtype=torch.float32)
 
 
-def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_inner: int, prefix: str) -> None:
+def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, config: MoEConfig, prefix: str) -> None:
     """Splits the shared expert into parts of the width of the stack. The last part is padded with zeros."""
-    hidden, inner = down.shape[1:]
+    hidden, inner, shared_inner, parts = config.hidden, config.inner, config.shared_inner, halves(config.gated)
     for number, (expert_gate_up, expert_down) in enumerate(zip(gate_up, down, strict=True)):
         start = number * inner
         width = min(inner, shared_inner - start)
         if width < inner:
             expert_gate_up.zero_()
             expert_down.zero_()
-        for name, rows in zip(("gate", "up"), expert_gate_up.chunk(2), strict=True):
+        for name, rows in zip(parts, expert_gate_up.chunk(len(parts)), strict=True):
             part = partial(_narrow, 0, start, width)
             parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], part, shape=(shared_inner, hidden))
         part = partial(_narrow, 1, start, width)

@@ -21,8 +21,10 @@ from cortex.neuron.models.families.phi3 import Phi3
 from cortex.neuron.models.families.qwen import Qwen2, Qwen3
 from cortex.neuron.models.mixtures.ernie4_5_moe import Ernie45Moe
 from cortex.neuron.models.mixtures.glm4_moe import Glm4Moe
+from cortex.neuron.models.mixtures.granite_hybrid import GraniteMoeHybrid
 from cortex.neuron.models.mixtures.lfm2_moe import Lfm2Moe
 from cortex.neuron.models.mixtures.minimax_m2 import MiniMaxM2
+from cortex.neuron.models.mixtures.nemotron_h import NemotronH
 from cortex.neuron.models.mixtures.qwen3_moe import Mellum, Qwen3Moe
 from cortex.neuron.models.mixtures.qwen3_next import Qwen3Next, Qwen35Multimodal
 from cortex.neuron.weights.safetensors.published import is_readable
@@ -37,6 +39,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "glm4": Glm4,
     "glm4_moe": Glm4Moe,
     "granite": Granite,
+    "granitemoehybrid": GraniteMoeHybrid,
     "hunyuan_v1_dense": HunyuanDense,
     "lfm2": Lfm2,
     "lfm2_moe": Lfm2Moe,
@@ -46,6 +49,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "ministral3": Ministral3,
     "mistral": Mistral,
     "mistral3": mistral3,
+    "nemotron_h": NemotronH,
     "olmo2": Olmo2,
     "olmo3": Olmo3,
     "phi3": Phi3,

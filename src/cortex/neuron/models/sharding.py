@@ -64,6 +64,7 @@ def feed_forward_slices(
     held = shard.part(block.experts)
     experts = f"{prefix}.mlp.experts"
     yield f"{experts}.gate_up_proj", TensorSlice(rows=(held,))
+    yield f"{experts}.up_proj", TensorSlice(rows=(held,))
     yield f"{experts}.down_proj", TensorSlice(rows=(held,))
     for number in range(block.experts):  # the experts of a rank have ids from 0
         for part in ("gate", "up", "down"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cortex.neuron.kernels.layouts import MatrixLayout
-from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, NormConfig
+from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, NormConfig, halves
 from cortex.neuron.layers.recurrent_configs import RecurrentConfig
 from cortex.neuron.models.architecture import Architecture
 
@@ -133,9 +133,10 @@ def _recurrent_bytes(config: RecurrentConfig, storage: WeightStorage, prefix: st
 
 
 def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
-    total = storage.linear_bytes(config.hidden, config.input_rows(prefix))
+    inputs = config.input_rows(prefix)
+    total = storage.linear_bytes(config.hidden, inputs)
     total += storage.linear_bytes(config.inner, {f"{prefix}.down_proj": config.hidden})
-    return total + (2 * config.inner * config.bias + config.hidden * config.output_bias) * storage.item_bytes
+    return total + (sum(inputs.values()) * config.bias + config.hidden * config.output_bias) * storage.item_bytes
 
 
 def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
@@ -146,7 +147,7 @@ def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
         packed += bias
         return packed + storage.matrix_bytes(config.experts, config.hidden) + _shared_bytes(config, storage, prefix)
     num_experts = len(config.held) + config.num_shared
-    total = storage.matrix_bytes(num_experts * 2 * config.inner, config.hidden)
+    total = storage.matrix_bytes(num_experts * len(halves(config.gated)) * config.inner, config.hidden)
     total += storage.matrix_bytes(num_experts * config.hidden, config.inner)
     return total + storage.matrix_bytes(config.num_scores, config.hidden) + bias
 
@@ -156,8 +157,8 @@ def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int
     if not config.shared_inner:
         return 0
     name = f"{prefix}.shared_expert"
-    gate_up = {f"{name}.gate_proj": config.shared_inner, f"{name}.up_proj": config.shared_inner}
-    total = storage.linear_bytes(config.hidden, gate_up)
+    inputs = {f"{name}.{half}_proj": config.shared_inner for half in halves(config.gated)}
+    total = storage.linear_bytes(config.hidden, inputs)
     total += storage.linear_bytes(config.shared_inner, {f"{name}.down_proj": config.hidden})
     return total + storage.matrix_bytes(config.num_scores - config.experts, config.hidden)
 
@@ -165,10 +166,10 @@ def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int
 def _packed_expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int | None:
     """Routed experts that stay quantised: those whose matrices all have one layout."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
-    halves = {f"{name}.{half}_proj": config.inner for name in names for half in ("gate", "up")}
+    inputs = {f"{name}.{half}_proj": config.inner for name in names for half in halves(config.gated)}
     downs = {f"{name}.down_proj": config.hidden for name in names}
-    for stack in (halves, downs):
+    for stack in (inputs, downs):
         if len({storage.packing.get(f"{part}.weight") for part in stack}) > 1:
             return None
-    gate_up, down = storage.packed_bytes(config.hidden, halves), storage.packed_bytes(config.inner, downs)
+    gate_up, down = storage.packed_bytes(config.hidden, inputs), storage.packed_bytes(config.inner, downs)
     return None if gate_up is None or down is None else gate_up + down

@@ -15,7 +15,7 @@ from cortex.neuron.weights.errors import Malformed
 from cortex.neuron.weights.stored import StoredTensor
 
 _DELTA_PARTS: Final = {"in_proj_qkvz": joint_inputs, "in_proj_ba": joint_gates}
-_JOINT: Final = re.compile(r"\.(self_attn\.qkv_proj|mlp\.gate_up_proj|linear_attn\.in_proj_(qkvz|ba))\.(weight|bias)$")
+_JOINT: Final = re.compile(r"\.(self_attn\.qkv_proj|mlp\.(shared_expert\.)?gate_up_proj|linear_attn\.in_proj_(qkvz|ba))\.(weight|bias)$")
 """Tensors that hold the rows of several."""
 _OWN_NAMES: Final = {
     "language_model.model.": "model.language_model.",
@@ -23,7 +23,12 @@ _OWN_NAMES: Final = {
     ".self_attn.query_layernorm.": ".self_attn.q_norm.",
     ".self_attn.key_layernorm.": ".self_attn.k_norm.",
     ".block_sparse_moe.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+    ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
+    ".block_sparse_moe.router.layer.": ".mlp.gate.",
     ".block_sparse_moe.": ".mlp.",
+    ".shared_mlp.input_linear.": ".mlp.shared_expert.gate_up_proj.",
+    ".shared_mlp.output_linear.": ".mlp.shared_expert.down_proj.",
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
     ".mlp.moe_statics.": ".mlp.gate.",
     ".mlp.gate.moe_statics.": ".mlp.gate.",
@@ -39,6 +44,13 @@ _OWN_NAMES: Final = {
     ".feed_forward.w3.": ".mlp.up_proj.",
     ".feed_forward.expert_bias": ".mlp.gate.e_score_correction_bias",
     ".feed_forward.": ".mlp.",
+    "backbone.embeddings.": "model.embed_tokens.",
+    "backbone.norm_f.": "model.norm.",
+    "backbone.layers.": "model.layers.",
+    **{f".mixer.{part}": f".self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj")},
+    **{f".mixer.{part}": f".mamba.{part}" for part in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj")},
+    ".mixer.shared_experts.": ".mlp.shared_expert.",
+    ".mixer.": ".mlp.",
     ".w1.weight": ".gate_proj.weight",
     ".w2.weight": ".down_proj.weight",
     ".w3.weight": ".up_proj.weight",
@@ -60,6 +72,8 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
     Raises CheckpointError.
     """
     tensors = {_NAMES.sub(_own_name, name): tensor for name, tensor in stored.items()}
+    if config.get("model_type") == "granitemoehybrid" and not config.get("num_local_experts", 1):
+        tensors = {name.replace(".mlp.shared_expert.", ".mlp."): tensor for name, tensor in tensors.items()}
     if len(tensors) < len(stored):
         raise Malformed("the checkpoint has tensors under two names for the same; download it again")
     for name, tensor in tensors.items():

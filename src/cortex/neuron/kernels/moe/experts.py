@@ -33,6 +33,8 @@ class Experts:
     """The first routed expert that is held."""
     activation: str = "silu"
     """One of `ACTIVATIONS`."""
+    gated: bool = True
+    """Otherwise `gate_up` has only the rows of up, and an expert is down(relu(up)²)."""
     rule: RouterRule = DEFAULT_RULE
     bias: Tensor | None = None
     """[routed] float32: added to the weights for the choice of experts, not to the weights of the chosen ones"""

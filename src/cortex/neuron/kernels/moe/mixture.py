@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,7 @@ from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.routing import choose_reference, choose_rows, held_choice, held_lists, list_pairs
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.products.grouped import combine, expert_load
+from cortex.neuron.kernels.relu_squared import relu_squared_, relu_squared_reference_
 
 SMALL_BATCH_ROWS = 8
 """Up to this many rows most of the selected experts differ, and one GEMV per pair reads few bytes twice."""
@@ -25,7 +28,7 @@ def mixture(
     held. `residual` is by default `hidden` itself."""
     if not has_kernels(hidden):
         return mixture_reference(hidden, norm_weight, eps, experts, residual)
-    if len(hidden) <= SMALL_BATCH_ROWS:
+    if len(hidden) <= SMALL_BATCH_ROWS and experts.gated:
         return mixture_of_rows(hidden, norm_weight, eps, experts, residual)
     return mixture_grouped(hidden, norm_weight, eps, experts, residual)
 
@@ -50,7 +53,12 @@ def mixture_grouped(
     x = rms_norm(hidden, norm_weight, eps)
     lists = held_lists(list_pairs(F.linear(x, experts.router), experts), experts)
     inner = torch.empty(num_pairs, experts.inner, dtype=x.dtype, device=x.device)
-    experts.gate_up.grouped(x, lists, inner, pairs_per_row=experts.slots, activation=experts.activation, load=load)
+    if experts.gated:
+        experts.gate_up.grouped(x, lists, inner, pairs_per_row=experts.slots, activation=experts.activation, load=load)
+    else:
+        unweighted = replace(lists, weights=torch.ones_like(lists.weights))
+        experts.gate_up.grouped(x, unweighted, inner, pairs_per_row=experts.slots, activation=None, load=load)
+        relu_squared_(inner)
     # pairs of experts that are not held are not written
     allocate = torch.empty if experts.num_held == experts.num_routed else torch.zeros
     parts = allocate(num_pairs, size, dtype=x.dtype, device=x.device)
@@ -71,8 +79,9 @@ def mixture_reference(
     start = 0
     for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
         span = slice(start, start + count)
-        gate_up = _weights(experts.gate_up, expert, 2 * experts.inner, x.dtype)
-        inner = activate_reference(F.linear(gathered[span], gate_up), experts.activation)
+        gate_up = _weights(experts.gate_up, expert, (1 + experts.gated) * experts.inner, x.dtype)
+        inner = F.linear(gathered[span], gate_up)
+        inner = activate_reference(inner, experts.activation) if experts.gated else relu_squared_reference_(inner)
         torch.mm(inner, _weights(experts.down, expert, hidden.shape[1], x.dtype).t(), out=parts[span])
         start += count
     by_pair = parts.index_select(0, order.argsort()).view(*choice.weights.shape, -1)  # [tokens, slots, hidden]

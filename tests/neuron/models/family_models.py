@@ -304,11 +304,6 @@ TABLE: dict[str, Family] = {
         transformers.GraniteMoeHybridConfig,
         transformers.GraniteMoeHybridForCausalLM,
         {
-            "plain": {
-                **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], **MAMBA},
-                **{"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24},
-                **{"shared_intermediate_size": 40, "num_hidden_layers": 3, **MULTIPLIERS},
-            },
             "dense": {
                 **{"layer_types": ["linear_attention", "full_attention"], **MAMBA, "mamba_n_groups": 2},
                 **{"num_local_experts": 0, "shared_intermediate_size": 56, "position_embedding_type": "rope"},
@@ -318,22 +313,27 @@ TABLE: dict[str, Family] = {
                 **{"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope", "num_local_experts": 0},
                 **{"shared_intermediate_size": 40, **MAMBA, **MULTIPLIERS},
             },
+            "mixture": {
+                **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], **MAMBA},
+                **{"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24},
+                **{"shared_intermediate_size": 40, "num_hidden_layers": 3, **MULTIPLIERS},
+            },
         },
     ),
     "nemotron_h": Family(
         transformers.NemotronHConfig,
         transformers.NemotronHForCausalLM,
         {
+            "dense": {
+                **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "head_dim": 16},
+                **{"mamba_num_heads": 4, "mamba_head_dim": 12, "ssm_state_size": 24, "n_groups": 4},
+                **{"use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 1e-4},
+            },
             "mixture": {
                 **{"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]},
                 **{"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2},
                 **{"n_routed_experts": 6, "moe_shared_expert_intermediate_size": 40, **EXPERTS},
                 **{"routed_scaling_factor": 2.5, "head_dim": 12},
-            },
-            "dense": {
-                **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "head_dim": 16},
-                **{"mamba_num_heads": 4, "mamba_head_dim": 12, "ssm_state_size": 24, "n_groups": 4},
-                **{"use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 1e-4},
             },
         },
     ),

@@ -51,16 +51,25 @@ CHANGES: dict[str, dict[str, Any]] = {
 OWN_OPTIONS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "granitemoehybrid": {
+        **{"layer_types": ["mamba", "attention", "mamba", "mamba", "attention"], "shared_intermediate_size": 40},
+        **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "num_local_experts": 6},
+    },
     "lfm2": {"full_attn_idxs": [1, 3]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]} | EXPERTS,
     "mellum": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "nemotron_h": {
+        **{"hybrid_override_pattern": "ME*M-", "mamba_num_heads": 6, "mamba_head_dim": 10, "n_groups": 2},
+        **{"ssm_state_size": 12, "n_routed_experts": 6, "moe_intermediate_size": 24},
+        **{"moe_shared_expert_intermediate_size": 40, "mlp_bias": False},
+    },
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }
 WITH_TOWER = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
 
 
 def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
-    config = {"model_type": family, **SIZES, **OWN_OPTIONS.get(family, {}), **changes}
+    config = {"model_type": family, **SIZES, **changes, **OWN_OPTIONS.get(family, {})}
     # A config with a vision tower has the sizes of its text part one level down.
     tied = {"tie_word_embeddings": changes.get("tie_word_embeddings", False)}
     return {"model_type": family, "text_config": config, **tied} if family in WITH_TOWER else config

@@ -279,7 +279,11 @@ TABLE: dict[str, Family] = {
         transformers.Lfm2Config,
         transformers.Lfm2ForCausalLM,
         {
-            "plain": {"layer_types": ["conv", "full_attention", "conv", "conv"], **FOUR_LAYERS, "block_multiple_of": 16},
+            "plain": {
+                "layer_types": ["conv", "full_attention", "conv", "conv"],
+                **FOUR_LAYERS,
+                "block_multiple_of": 16,
+            },
             "wide": {
                 **{"full_attn_idxs": [1], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-4},
                 "tie_word_embeddings": False,

@@ -15,7 +15,9 @@ from cortex.neuron.weights.errors import Malformed
 from cortex.neuron.weights.stored import StoredTensor
 
 _DELTA_PARTS: Final = {"in_proj_qkvz": joint_inputs, "in_proj_ba": joint_gates}
-_JOINT: Final = re.compile(r"\.(self_attn\.qkv_proj|mlp\.(shared_expert\.)?gate_up_proj|linear_attn\.in_proj_(qkvz|ba))\.(weight|bias)$")
+_JOINT: Final = re.compile(
+    r"\.(self_attn\.qkv_proj|mlp\.(shared_expert\.)?gate_up_proj|linear_attn\.in_proj_(qkvz|ba))\.(weight|bias)$"
+)
 """Tensors that hold the rows of several."""
 _OWN_NAMES: Final = {
     "language_model.model.": "model.language_model.",
@@ -48,7 +50,10 @@ _OWN_NAMES: Final = {
     "backbone.norm_f.": "model.norm.",
     "backbone.layers.": "model.layers.",
     **{f".mixer.{part}": f".self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj")},
-    **{f".mixer.{part}": f".mamba.{part}" for part in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj")},
+    **{
+        f".mixer.{part}": f".mamba.{part}"
+        for part in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj")
+    },
     ".mixer.shared_experts.": ".mlp.shared_expert.",
     ".mixer.": ".mlp.",
     ".w1.weight": ".gate_proj.weight",

@@ -56,9 +56,7 @@ def test_output_and_state_of_a_step_match_the_reference(
     recent = torch.randn(slots, 3, *rules.conv_weight.shape, device=device, dtype=dtype)[:, 1]
     memory = torch.randn(slots, 3, rules.heads, rules.state_dim, rules.head_dim, device=device)[:, 1]
     exact = MambaState(recent.to(torch.float32, copy=True), memory.clone())
-    expected = mamba_reference(
-        projected.float(), replace(rules, conv_weight=rules.conv_weight.float()), batch, exact
-    )
+    expected = mamba_reference(projected.float(), replace(rules, conv_weight=rules.conv_weight.float()), batch, exact)
     out = mamba(projected, rules, replace(batch, batch_invariant=batch_invariant), MambaState(recent, memory))
     assert_close(out, expected)
     assert_close(memory, exact.memory)

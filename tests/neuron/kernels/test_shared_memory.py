@@ -5,8 +5,8 @@ import pytest
 from cortex.neuron.kernels.attention.decode import fitting_tile
 from cortex.neuron.kernels.attention.prefill import fitting_tiles
 from cortex.neuron.kernels.delta.chunks import carry_stages
-from cortex.neuron.kernels.mamba.chunks import chunk_stages
 from cortex.neuron.kernels.dense.product import small_batch_blocks
+from cortex.neuron.kernels.mamba.chunks import chunk_stages
 from cortex.neuron.kernels.shared_memory import MIN_STAGES, SMALLEST, SharedMemory, loop_over_columns
 
 HOPPER = SharedMemory(227 << 10, copies=2)

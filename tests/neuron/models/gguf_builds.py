@@ -34,6 +34,13 @@ WINDOWS: dict[str, Any] = {
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 32}
+NEMOTRON: dict[str, Any] = {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32}
+MULTIPLIERS: dict[str, Any] = {
+    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "logits_scaling": 4.0},
+    "attention_multiplier": 0.05,
+}
+
 BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, SIZES),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, SIZES),
@@ -84,11 +91,7 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "granite": (
         transformers.GraniteConfig,
         transformers.GraniteForCausalLM,
-        {
-            **SIZES,
-            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "logits_scaling": 4.0},
-            "attention_multiplier": 0.05,
-        },
+        SIZES | MULTIPLIERS,
     ),
     "hunyuan-dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM, UNPADDED),
     "mistral3": (
@@ -117,6 +120,44 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             },
         },
     ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        transformers.Lfm2ForCausalLM,
+        UNPADDED | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2moe": (
+        transformers.Lfm2MoeConfig,
+        transformers.Lfm2MoeForCausalLM,
+        {
+            **UNPADDED,
+            **{"layer_types": ["full_attention", "conv"], "num_dense_layers": 1, "num_experts": 5},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 256},
+        },
+    ),
+    "granitehybrid": (
+        transformers.GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridForCausalLM,
+        {
+            **UNPADDED,
+            **{"layer_types": ["linear_attention", "full_attention"], **MAMBA, **MULTIPLIERS},
+            **{"num_local_experts": 5, "intermediate_size": 256, "shared_intermediate_size": 512},
+        },
+    ),
+    "nemotron_h": (
+        transformers.NemotronHConfig,
+        transformers.NemotronHForCausalLM,
+        UNPADDED | NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    ),
+    "nemotron_h_moe": (
+        transformers.NemotronHConfig,
+        transformers.NemotronHForCausalLM,
+        {
+            **UNPADDED,
+            **{"layers_block_type": ["linear_attention", "moe", "full_attention"], **NEMOTRON},
+            **{"n_routed_experts": 5, "moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 512},
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, SIZES),
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM, UNPADDED | {"attention_out_bias": True}),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM, UNPADDED | {"num_hidden_layers": 4}),
@@ -138,6 +179,18 @@ VARIANTS: dict[str, tuple[str, tuple[Any, Any, dict[str, Any]]]] = {
             transformers.Exaone4Config,
             transformers.Exaone4ForCausalLM,
             SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        ),
+    ),
+    "granitehybrid without experts": (
+        "granitehybrid",
+        (
+            transformers.GraniteMoeHybridConfig,
+            transformers.GraniteMoeHybridForCausalLM,
+            {
+                **UNPADDED,
+                **{"layer_types": ["linear_attention", "full_attention"], **MAMBA, **MULTIPLIERS},
+                **{"num_local_experts": 0, "shared_intermediate_size": 512, "position_embedding_type": "rope"},
+            },
         ),
     ),
     "glm4 without biases": (

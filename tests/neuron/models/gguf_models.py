@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .gguf_builds import HYBRID
+from .gguf_recurrent import RECURRENT, add_recurrent_keys, converted_recurrent
 
 INTERLEAVED = ("granite", "llama", "mistral3", "smollm3")
 """Architectures whose converters put the two rows of a rotary pair side by side."""
@@ -77,15 +78,27 @@ def write_gguf(
 
     def tensors_of(source: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         layer = source.split(".")[2] if ".layers." in source else ""
+        if architecture in RECURRENT:
+            return list(converted_recurrent(source, tensor, config, layer))
         return override(source, tensor, layer) or list(converted(source, tensor, config, architecture, layer))
 
     turns = itertools.cycle(formats)
     with torch.no_grad():
-        biases = [(name, buffer) for name, buffer in reference.named_buffers() if name.endswith("correction_bias")]
+        biases = [
+            (name, buffer)
+            for name, buffer in reference.named_buffers()
+            if name.endswith(("correction_bias", "expert_bias"))
+        ]
         for source, parameter in (*reference.named_parameters(), *biases):
             if source == "lm_head.weight" and config.tie_word_embeddings:
                 continue
-            if "norm" in source or source.endswith("_bias") or parameter.dim() == 1 or "conv1d" in source:
+            if (
+                "norm" in source
+                or source.endswith("_bias")
+                or parameter.dim() == 1
+                or "conv1d" in source
+                or "conv.conv" in source
+            ):
                 for name, tensor in tensors_of(source, parameter.float()):
                     writer.add_tensor(name, tensor.numpy(), raw_dtype=gguf.GGMLQuantizationType.F32)
                 continue
@@ -200,6 +213,13 @@ def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
+    if architecture in RECURRENT:
+        ropes = getattr(config, "rope_parameters", None) or {"rope_theta": 10_000.0}
+        writer.add_rope_freq_base(ropes["rope_theta"])
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        add_recurrent_keys(writer, config, architecture)
+        return
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)

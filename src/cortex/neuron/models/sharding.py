@@ -1,9 +1,9 @@
 """How a model is divided among the ranks of a group (tensor parallelism): the sizes of a rank's layers, and the part of
 each tensor of the checkpoint that fills them.
 
-Attention and recurrent layers are divided by head or channel, feed-forward blocks by inner width, mixtures by expert, embedding
-and head by token. Norms and routers are on every rank. Ranks share a key-value head, or a group of heads, where there are fewer than ranks.
-Imports no torch: a node checks with it whether a model can be divided.
+Attention and recurrent layers are divided by head or channel, feed-forward blocks by inner width, mixtures by expert,
+embedding and head by token. Norms and routers are on every rank. Ranks share a key-value head, or a group of heads,
+where there are fewer than ranks. Imports no torch: a node checks with it whether a model can be divided.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What recurrent layers share: how a step's rows are processed, the causal convolution, and the layer that is only it."""
+"""What recurrent layers share: the rows of a step, the causal convolution, and the layer that is only that."""

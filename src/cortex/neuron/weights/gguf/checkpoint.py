@@ -15,6 +15,7 @@ from cortex.neuron.weights.gguf.config import INTERLEAVED, PLUS_ONE_NORMS, confi
 from cortex.neuron.weights.gguf.delta import delta_tensors
 from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor, HeaderBudget, parse_header
 from cortex.neuron.weights.gguf.names import ROPE_TABLES, expert_names, hub_name, is_expert_stack, layer_part
+from cortex.neuron.weights.gguf.recurrent import recurrent_tensor
 from cortex.neuron.weights.gguf.types import READABLE
 from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.stored import Adjustment, StoredTensor, TensorInfo
@@ -97,6 +98,8 @@ class GGUFCheckpoint:
                 self._skip(layer, tensor)
                 return
             found = delta_tensors(part, stored, heads) if heads is not None else None
+            if (recurrent := recurrent_tensor(self._architecture, part, stored)) is not None:
+                found = dict([recurrent])
             if found is not None:
                 for name, made in found.items():
                     self._add(f"model.layers.{layer}.{name}", made)

@@ -21,10 +21,15 @@ _FAMILIES: Final = {
     "glm4": ("glm4", "Glm4ForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
+    "granitehybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
     "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
+    "lfm2": ("lfm2", "Lfm2ForCausalLM"),
+    "lfm2moe": ("lfm2_moe", "Lfm2MoeForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
     "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "mistral3": ("mistral", "MistralForCausalLM"),
+    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
+    "nemotron_h_moe": ("nemotron_h", "NemotronHForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
@@ -36,11 +41,13 @@ _FAMILIES: Final = {
     "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
 }
-INTERLEAVED: Final = frozenset({"granite", "llama", "mistral3", "smollm3"})
+INTERLEAVED: Final = frozenset({"granite", "granitehybrid", "llama", "mistral3", "smollm3"})
 """Architectures whose converters interleave the rotary halves of queries and keys."""
 _MIXTURES: Final = frozenset({"ernie4_5-moe", "glm4moe", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"})
 _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""
+_RECURRENT: Final = frozenset({"granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
+"""Architectures with other recurrent layers: what differs from layer to layer is in their options."""
 _PARTIAL: Final = frozenset({"glm4", "glm4moe", "minimax-m2", "phi3"}) | _HYBRIDS
 """Architectures that rotate a part of each head."""
 PLUS_ONE_NORMS: Final = frozenset({"gemma3"}) | _HYBRIDS
@@ -75,17 +82,18 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         raise Unsupported(f"{file.path} rotates {rotary_dim} of {head_dim} dimensions, which is not supported in GGUF")
     rope_theta = keys.number("rope.freq_base", 10000.0)
     is_mixture = architecture in _MIXTURES
-    if not is_mixture and file.metadata.get(f"{architecture}.expert_count"):
+    if not is_mixture and architecture not in _RECURRENT and file.metadata.get(f"{architecture}.expert_count"):
         raise Unsupported(f"{file.path} is a {architecture} mixture of experts, which is not supported in GGUF")
 
+    num_layers = _num_layers(file, keys)
     config: dict[str, Any] = {
         "model_type": model_type,
         "architectures": [class_name],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
-        "num_hidden_layers": _num_layers(file, keys),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
+        "num_key_value_heads": _num_kv_heads(keys, architecture, num_layers, num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": keys.count("context_length"),
@@ -99,7 +107,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     }
     if is_mixture:
         config |= _mixture(keys)
-    else:
+    elif architecture not in _RECURRENT or architecture == "lfm2":
         config["intermediate_size"] = keys.count("feed_forward_length")
     if architecture in _PARTIAL:
         config["partial_rotary_factor"] = rotary_dim / head_dim
@@ -130,6 +138,12 @@ def _num_layers(file: GGUFFile, keys: Keys) -> int:
     if extra >= num_layers:
         raise Malformed(f"{file.path} has {num_layers} layers, {extra} of them for prediction; convert the model again")
     return num_layers - extra
+
+
+def _num_kv_heads(keys: Keys, architecture: str, num_layers: int, num_heads: int) -> int:
+    if architecture in _RECURRENT:
+        return keys.count_of_layers("attention.head_count_kv", num_layers, num_heads)
+    return keys.count("attention.head_count_kv", num_heads)
 
 
 def _mixture(keys: Keys) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from cortex.neuron.weights.gguf.keys import Keys
+from cortex.neuron.weights.gguf.recurrent_options import granitehybrid, lfm2, lfm2moe, nemotron_h
 
 _GEMMA3_27B_LAYERS: Final = 62
 """The one Gemma 3 whose attention scale does not follow from the width of its heads, and files do not name it."""
@@ -134,8 +135,13 @@ OPTIONS: Final[Mapping[str, Callable[[Keys, Mapping[str, Any]], dict[str, Any]]]
     "gemma3": _gemma3,
     "glm4moe": _glm4moe,
     "granite": _granite,
+    "granitehybrid": granitehybrid,
+    "lfm2": lfm2,
+    "lfm2moe": lfm2moe,
     "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,
+    "nemotron_h": nemotron_h,
+    "nemotron_h_moe": nemotron_h,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "seed_oss": _seed_oss,

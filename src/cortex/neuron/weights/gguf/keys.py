@@ -35,6 +35,23 @@ class Keys:
             raise self._wrong(name, value)
         return value
 
+    def layer_counts(self, name: str, num_layers: int, default: int | None = None) -> list[int]:
+        """A count for each layer, also zero: a list in the file, or one number for all."""
+        value = self._get(name, default)
+        counts = value if isinstance(value, list) else [value] * num_layers
+        if len(counts) < num_layers or not all(type(count) is int and 0 <= count < 1 << 31 for count in counts):
+            raise self._wrong(name, value)
+        return counts[:num_layers]
+
+    def count_of_layers(self, name: str, num_layers: int, default: int) -> int:
+        """The count of those layers that have one, which is the same for all of them; `default` if no layer has."""
+        counts = set(self.layer_counts(name, num_layers, default)) - {0}
+        if len(counts) > 1:
+            raise Unsupported(
+                f"{self._file.path}: {self._architecture}.{name} differs from layer to layer, which is not supported"
+            )
+        return counts.pop() if counts else default
+
     def has(self, name: str) -> bool:
         """Whether the file has the key with a value other than zero."""
         return bool(self._file.metadata.get(f"{self._architecture}.{name}", 0) != 0)

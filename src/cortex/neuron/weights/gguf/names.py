@@ -57,6 +57,9 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
+    "granitehybrid": _SHARED,
+    "nemotron_h": {"attn_norm": "norm"},
+    "nemotron_h_moe": {**_SHARED, "attn_norm": "norm"},
     "glm4moe": {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
     "olmo2": _AFTER_BLOCKS,
     "phi3": _FUSED,
@@ -66,6 +69,8 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
 }
 """Architecture → tensors of a layer that have another meaning than in Llama, or that Llama lacks."""
+_LAST_NORM_IS_CALLED_FIRST: Final = frozenset({"lfm2", "lfm2moe"})
+"""Architectures whose files call the last norm that of the embedding."""
 _LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 _IN_LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _GLOBAL: Final = re.compile(r"(\w+)\.(weight|bias)")
@@ -97,6 +102,8 @@ def hub_name(name: str, architecture: str = "llama") -> str:
             return f"model.layers.{int(layer)}.{own}.{kind}"
     elif match := _GLOBAL.fullmatch(name):
         part, kind = match.groups()
+        if part == "token_embd_norm" and architecture in _LAST_NORM_IS_CALLED_FIRST:
+            part = "output_norm"
         if part in _WHOLE_MODEL:
             return f"{_WHOLE_MODEL[part]}.{kind}"
     raise Unsupported(

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from cortex.neuron.layers.configs import AttentionConfig, RopeConfig
 from cortex.neuron.layers.rope import inverse_frequencies
-from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.architecture import Architecture, LayerConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.registry import read_architecture
 
@@ -19,7 +19,7 @@ from .family_models import CASES, SIZES, TABLE
 
 def described(architecture: Architecture) -> tuple[Any, ...]:
     """All of it, with the frequencies of each rotation in place of the settings that they are computed from."""
-    layers = []
+    layers: list[tuple[LayerConfig, tuple[list[float], float] | None]] = []
     for layer in architecture.layers:
         if not isinstance(layer.mixer, AttentionConfig):
             layers.append((layer, None))

@@ -60,9 +60,8 @@ def mamba_reference(projected: Tensor, rules: MambaRules, batch: Batch, state: M
         here = slice(row.offset, row.offset + row.count)
         v, k, q = split_heads(conv_chunk_reference(x[here], *conv, row, rules.conv_bias), rules)
         memory = state.memory[row.row] if row.start else torch.zeros_like(state.memory[row.row])
-        weighted = v * size[here, :, None]
-        by_head = (part.transpose(0, 1) for part in (q, k, weighted))
-        read, state.memory[row.row] = mamba_chunked(*by_head, log_decay[here].t(), memory)
+        q, k, weighted = (part.transpose(0, 1) for part in (q, k, v * size[here, :, None]))
+        read, state.memory[row.row] = mamba_chunked(q, k, weighted, log_decay[here].t(), memory)
         parts.append(read.transpose(0, 1) + rules.skip[:, None] * v)
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.flatten(1) * F.silu(gate.float())

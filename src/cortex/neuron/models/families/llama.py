@@ -19,7 +19,7 @@ ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
 class Llama(Architecture):
-    def mixer(self, index: int) -> AttentionConfig | RecurrentConfig | None:
+    def mixer(self, index: int) -> AttentionConfig | RecurrentConfig:
         return self.attention(index)
 
     def attention(self, index: int) -> AttentionConfig:
@@ -48,7 +48,7 @@ class Llama(Architecture):
         del index
         return None
 
-    def feed_forward(self, index: int) -> MLPConfig | MoEConfig | None:
+    def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         """The feed-forward block of one layer."""
         del index
         inner = count_in(self.raw, "intermediate_size")

@@ -4,16 +4,14 @@ block without a gate, or a mixture of experts without gates."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from cortex.neuron.kernels.moe.rule import RouterRule
-from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, RopeConfig
+from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig
 from cortex.neuron.layers.recurrent_configs import MambaConfig, RecurrentConfig
-from cortex.neuron.models.architecture import BlockNorms
+from cortex.neuron.models.architecture import Architecture, BlockNorms
 from cortex.neuron.models.config import count_in, number_in, optional_count_in
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.families.llama import Llama
 from cortex.neuron.models.mixtures.routed import routed
 from cortex.neuron.models.mixtures.time_steps import check_time_steps
 
@@ -30,7 +28,7 @@ _OWN_NAMES = {
 """Options that some configs have under other names, or this program has."""
 
 
-class NemotronH(Llama):
+class NemotronH(Architecture):
     mixer_norms = BlockNorms(before="norm")
     feed_forward_norms = BlockNorms(before="norm")
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -70,16 +68,9 @@ class NemotronH(Llama):
     def mixer(self, index: int) -> AttentionConfig | RecurrentConfig | None:
         match self._types[index]:
             case "full_attention":
-                return self.attention(index)
+                return self._attention()
             case "linear_attention":
                 return self._mamba()
-        return None
-
-    def attention(self, index: int) -> AttentionConfig:
-        return replace(super().attention(index), bias=False, output_bias=False)
-
-    def rope(self, index: int) -> RopeConfig | None:
-        del index
         return None
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig | None:
@@ -93,6 +84,11 @@ class NemotronH(Llama):
     @property
     def num_unread_layers(self) -> int:
         return optional_count_in(self.raw, "num_nextn_predict_layers")
+
+    def _attention(self) -> AttentionConfig:
+        config = self.config
+        scale = config.head_dim**-0.5
+        return AttentionConfig(config.hidden, config.heads, config.kv_heads, config.head_dim, scale, rope=None)
 
     def _mixture(self) -> MoEConfig:
         return routed(

@@ -22,7 +22,7 @@ from cortex.neuron.layers.configs import (
     NormConfig,
     Shard,
 )
-from cortex.neuron.layers.recurrent_configs import RecurrentConfig
+from cortex.neuron.layers.recurrent.configs import RecurrentConfig
 from cortex.neuron.models.config import DecoderConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.sharding import (

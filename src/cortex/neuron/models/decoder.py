@@ -12,16 +12,16 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.attention import Attention
 from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, NormConfig
 from cortex.neuron.layers.embedding import Embedding, Head
-from cortex.neuron.layers.gated_delta import GatedDelta
-from cortex.neuron.layers.mamba import Mamba
 from cortex.neuron.layers.mlp import MLP
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
-from cortex.neuron.layers.recurrent import RecurrentLayer
-from cortex.neuron.layers.recurrent_configs import GatedDeltaConfig, MambaConfig, RecurrentConfig, ShortConvConfig
+from cortex.neuron.layers.recurrent.configs import GatedDeltaConfig, MambaConfig, RecurrentConfig, ShortConvConfig
+from cortex.neuron.layers.recurrent.gated_delta import GatedDelta
+from cortex.neuron.layers.recurrent.layer import RecurrentLayer
+from cortex.neuron.layers.recurrent.mamba import Mamba
+from cortex.neuron.layers.recurrent.short_conv import ShortConv
 from cortex.neuron.layers.rope import RopeTables
-from cortex.neuron.layers.short_conv import ShortConv
 from cortex.neuron.models.architecture import Architecture, LayerConfig
 
 RECURRENT_LAYERS: Mapping[type[RecurrentConfig], Callable[[Parameters, Any, str], RecurrentLayer]] = {

@@ -13,20 +13,20 @@ from cortex.neuron.models.families.gemma3 import Gemma3, Gemma3Multimodal
 from cortex.neuron.models.families.glm4 import Glm4
 from cortex.neuron.models.families.granite import Granite
 from cortex.neuron.models.families.hunyuan import HunyuanDense
-from cortex.neuron.models.families.lfm2 import Lfm2
 from cortex.neuron.models.families.llama import Llama, SeedOss, SmolLM3
 from cortex.neuron.models.families.mistral import Ministral3, Mistral, mistral3
 from cortex.neuron.models.families.olmo import Exaone4, Olmo2, Olmo3
 from cortex.neuron.models.families.phi3 import Phi3
 from cortex.neuron.models.families.qwen import Qwen2, Qwen3
+from cortex.neuron.models.hybrids.granite_hybrid import GraniteMoeHybrid
+from cortex.neuron.models.hybrids.lfm2 import Lfm2
+from cortex.neuron.models.hybrids.lfm2_moe import Lfm2Moe
+from cortex.neuron.models.hybrids.nemotron_h import NemotronH
+from cortex.neuron.models.hybrids.qwen3_next import Qwen3Next, Qwen35Multimodal
 from cortex.neuron.models.mixtures.ernie4_5_moe import Ernie45Moe
 from cortex.neuron.models.mixtures.glm4_moe import Glm4Moe
-from cortex.neuron.models.mixtures.granite_hybrid import GraniteMoeHybrid
-from cortex.neuron.models.mixtures.lfm2_moe import Lfm2Moe
 from cortex.neuron.models.mixtures.minimax_m2 import MiniMaxM2
-from cortex.neuron.models.mixtures.nemotron_h import NemotronH
 from cortex.neuron.models.mixtures.qwen3_moe import Mellum, Qwen3Moe
-from cortex.neuron.models.mixtures.qwen3_next import Qwen3Next, Qwen35Multimodal
 from cortex.neuron.weights.safetensors.published import is_readable
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {

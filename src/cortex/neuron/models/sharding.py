@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, Shard
-from cortex.neuron.layers.recurrent_configs import Band, RecurrentConfig
+from cortex.neuron.layers.recurrent.configs import Band, RecurrentConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.weights.sharded import TensorSlice
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, NormConfig, halves
-from cortex.neuron.layers.recurrent_configs import RecurrentConfig
+from cortex.neuron.layers.recurrent.configs import RecurrentConfig
 from cortex.neuron.models.architecture import Architecture
 
 _FLOAT32_BYTES = 4

@@ -12,7 +12,7 @@ from torch import Tensor
 from cortex.neuron.engine.kv_pages import Window
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.layers.attention import Attention, LayerCache
-from cortex.neuron.layers.recurrent import RecurrentLayer
+from cortex.neuron.layers.recurrent.layer import RecurrentLayer
 from cortex.neuron.models.decoder import Decoder
 
 

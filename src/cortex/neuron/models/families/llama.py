@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, RopeConfig
-from cortex.neuron.layers.recurrent_configs import RecurrentConfig
+from cortex.neuron.layers.recurrent.configs import RecurrentConfig
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.config import count_in, layer_type_in, read_rope
 from cortex.neuron.models.errors import UnsupportedModel

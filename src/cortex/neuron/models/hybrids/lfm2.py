@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, QKNormConfig
-from cortex.neuron.layers.recurrent_configs import RecurrentConfig, ShortConvConfig
+from cortex.neuron.layers.recurrent.configs import RecurrentConfig, ShortConvConfig
 from cortex.neuron.models.config import count_in, layer_type_in, number_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama

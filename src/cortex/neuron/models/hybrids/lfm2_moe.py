@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from cortex.neuron.kernels.moe.rule import RouterRule
 from cortex.neuron.layers.configs import MLPConfig, MoEConfig
 from cortex.neuron.models.config import count_in, number_in, optional_count_in
-from cortex.neuron.models.families.lfm2 import Lfm2
+from cortex.neuron.models.hybrids.lfm2 import Lfm2
 from cortex.neuron.models.mixtures.routed import routed
 
 

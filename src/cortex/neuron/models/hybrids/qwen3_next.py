@@ -13,7 +13,7 @@ from cortex.neuron.layers.configs import (
     NormConfig,
     QKNormConfig,
 )
-from cortex.neuron.layers.recurrent_configs import GatedDeltaConfig, RecurrentConfig
+from cortex.neuron.layers.recurrent.configs import GatedDeltaConfig, RecurrentConfig
 from cortex.neuron.models.config import count_in, layer_type_in, optional_count_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from cortex.neuron.kernels.moe.rule import RouterRule
 from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, RopeConfig
-from cortex.neuron.layers.recurrent_configs import MambaConfig, RecurrentConfig
+from cortex.neuron.layers.recurrent.configs import MambaConfig, RecurrentConfig
 from cortex.neuron.models.config import count_in, layer_type_in, optional_count_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.granite import Granite
+from cortex.neuron.models.hybrids.time_steps import check_time_steps
 from cortex.neuron.models.mixtures.routed import routed
-from cortex.neuron.models.mixtures.time_steps import check_time_steps
 
 ATTENTION, MAMBA = ("full_attention", "attention"), ("linear_attention", "mamba")
 """The types of layers: as the reference library writes them, and as published configs have them."""

@@ -10,8 +10,8 @@ from cortex.neuron.kernels.mamba.norm import group_norm
 from cortex.neuron.kernels.mamba.rules import MambaRules, MambaState
 from cortex.neuron.kernels.mamba.scan import mamba
 from cortex.neuron.layers.parameters import Parameters
-from cortex.neuron.layers.recurrent import RecurrentLayer, load_conv_weight
-from cortex.neuron.layers.recurrent_configs import MambaConfig
+from cortex.neuron.layers.recurrent.configs import MambaConfig
+from cortex.neuron.layers.recurrent.layer import RecurrentLayer, load_conv_weight
 
 
 class Mamba(RecurrentLayer):

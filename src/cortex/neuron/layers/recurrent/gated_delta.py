@@ -9,8 +9,8 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.delta.gated_delta import gated_delta
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.layers.parameters import Parameters
-from cortex.neuron.layers.recurrent import RecurrentLayer, load_conv_weight
-from cortex.neuron.layers.recurrent_configs import GatedDeltaConfig
+from cortex.neuron.layers.recurrent.configs import GatedDeltaConfig
+from cortex.neuron.layers.recurrent.layer import RecurrentLayer, load_conv_weight
 
 
 class GatedDelta(RecurrentLayer):

@@ -10,7 +10,7 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.linear import Linear, RowParallelLinear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
-from cortex.neuron.layers.recurrent_configs import RecurrentConfig
+from cortex.neuron.layers.recurrent.configs import RecurrentConfig
 
 
 class RecurrentLayer(ABC):

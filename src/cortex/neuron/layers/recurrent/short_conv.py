@@ -7,8 +7,8 @@ from torch import Tensor
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.recurrent.short_conv import short_conv
 from cortex.neuron.layers.parameters import Parameters
-from cortex.neuron.layers.recurrent import RecurrentLayer, load_conv_weight
-from cortex.neuron.layers.recurrent_configs import ShortConvConfig
+from cortex.neuron.layers.recurrent.configs import ShortConvConfig
+from cortex.neuron.layers.recurrent.layer import RecurrentLayer, load_conv_weight
 
 
 class ShortConv(RecurrentLayer):

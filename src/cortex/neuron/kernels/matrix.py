@@ -143,8 +143,9 @@ class ExpertMatrix(StoredMatrix):
     expert are its gate's above its up's (expand), or those of its down projection (contract)."""
 
     @abstractmethod
-    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor) -> None:
-        """activation(norm(x) Gᵀ) · norm(x) Uᵀ, each pair on its own. x: [rows, inputs]; out: [pairs, inner]"""
+    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str | None, out: Tensor) -> None:
+        """activation(norm(x) Gᵀ) · norm(x) Uᵀ, each pair on its own. Without an activation an expert has no gate, and
+        the result is norm(x) Uᵀ. x: [rows, inputs]; out: [pairs, inner]"""
 
     @abstractmethod
     def contract_rows(self, inner: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def test_small_and_large_batches_match_the_reference(
 def test_experts_without_gates_match_the_definition(
     tokens: int, device: torch.device, dtype: torch.dtype, assert_close: AssertClose
 ) -> None:
-    """The shared expert too. Small batches take the path of large ones."""
+    """The shared expert too, in small and in large batches."""
     gated = random_experts((24, 16, 6, 1), device, dtype, top_k=3, renormalise=True)
     up = DenseMatrix(gated.gate_up.values().unflatten(0, (7, 2, 16))[:, 1].flatten(0, 1).contiguous())
     experts = dataclasses.replace(gated, gate_up=up, gated=False)

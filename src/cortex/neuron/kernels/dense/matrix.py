@@ -68,7 +68,7 @@ class DenseMatrix(ExpertMatrix):
                 y = y.add_(bias)
         return y if residual is None else y.add_(residual)
 
-    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor) -> None:
+    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str | None, out: Tensor) -> None:
         expand_rows(x, self.weight, choice, norm, activation, out)
 
     def contract_rows(self, inner: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:

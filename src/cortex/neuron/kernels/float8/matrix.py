@@ -70,8 +70,9 @@ class Float8Matrix(ExpertMatrix):
         one_row_float8_product(x.contiguous(), self.codes, out, prologue, epilogue)
         return out
 
-    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor) -> None:
-        pairs = ExpertPairs(choice.experts, None, choice.experts.shape[1])
+    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str | None, out: Tensor) -> None:
+        weights = torch.ones_like(choice.weights) if activation is None else None
+        pairs = ExpertPairs(choice.experts, weights, choice.experts.shape[1])
         one_row_float8_product(x, self.codes, out, norm, Epilogue(activation=activation), pairs)
 
     def contract_rows(self, inner: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:

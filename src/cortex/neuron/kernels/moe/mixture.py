@@ -28,7 +28,7 @@ def mixture(
     held. `residual` is by default `hidden` itself."""
     if not has_kernels(hidden):
         return mixture_reference(hidden, norm_weight, eps, experts, residual)
-    if len(hidden) <= SMALL_BATCH_ROWS and experts.gated:
+    if len(hidden) <= SMALL_BATCH_ROWS:
         return mixture_of_rows(hidden, norm_weight, eps, experts, residual)
     return mixture_grouped(hidden, norm_weight, eps, experts, residual)
 
@@ -40,7 +40,10 @@ def mixture_of_rows(
     residual = hidden if residual is None else residual
     choice = held_choice(choose_rows(hidden, norm_weight, eps, experts), experts)
     inner = torch.empty(len(hidden) * experts.slots, experts.inner, dtype=hidden.dtype, device=hidden.device)
-    experts.gate_up.expand_rows(hidden, choice, Prologue(norm_weight, eps), experts.activation, inner)
+    activation = experts.activation if experts.gated else None
+    experts.gate_up.expand_rows(hidden, choice, Prologue(norm_weight, eps), activation, inner)
+    if not experts.gated:
+        relu_squared_(inner)
     return experts.down.contract_rows(inner, choice, residual)
 
 

@@ -77,8 +77,9 @@ class PackedMatrix(ExpertMatrix):
             large_batch_product(x, self.codes, out, epilogue)
         return out
 
-    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor) -> None:
-        pairs = ExpertPairs(choice.experts, None, choice.experts.shape[1])
+    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str | None, out: Tensor) -> None:
+        weights = torch.ones_like(choice.weights) if activation is None else None
+        pairs = ExpertPairs(choice.experts, weights, choice.experts.shape[1])
         one_row_product(x, self.codes, out, norm, Epilogue(activation=activation), pairs)
 
     def contract_rows(self, inner: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:

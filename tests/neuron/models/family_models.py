@@ -339,6 +339,11 @@ TABLE: dict[str, Family] = {
                 **{"n_routed_experts": 6, "moe_shared_expert_intermediate_size": 40, **EXPERTS},
                 **{"routed_scaling_factor": 2.5, "head_dim": 12},
             },
+            "latent": {
+                **{"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "moe_latent_size": 32},
+                **{"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 1},
+                **{"n_routed_experts": 6, "moe_shared_expert_intermediate_size": 40, **EXPERTS, "head_dim": 12},
+            },
         },
     ),
 }

@@ -193,6 +193,19 @@ VARIANTS: dict[str, tuple[str, tuple[Any, Any, dict[str, Any]]]] = {
             },
         ),
     ),
+    "nemotron with latent experts": (
+        "nemotron_h_moe",
+        (
+            transformers.NemotronHConfig,
+            transformers.NemotronHForCausalLM,
+            {
+                **UNPADDED,
+                **{"layers_block_type": ["linear_attention", "moe", "full_attention"], **NEMOTRON},
+                **{"n_routed_experts": 5, "moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 512},
+                "moe_latent_size": 64,
+            },
+        ),
+    ),
     "glm4 without biases": (
         "glm4",
         (transformers.Glm4Config, transformers.Glm4ForCausalLM, UNPADDED | {"attention_bias": False}),

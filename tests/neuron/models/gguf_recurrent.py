@@ -40,6 +40,8 @@ _NAMES = {
     "mixer.gate": "ffn_gate_inp",
     "mixer.up_proj": "ffn_up",
     "mixer.down_proj": "ffn_down",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
     "mixer.shared_experts.up_proj": "ffn_up_shexp",
     "mixer.shared_experts.down_proj": "ffn_down_shexp",
 }
@@ -126,4 +128,6 @@ def add_recurrent_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) 
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_group_count(config.n_group)
+        if config.moe_latent_size is not None:
+            writer.add_moe_latent_size(config.moe_latent_size)
     writer.add_feed_forward_length([width * (each == kind) for each in config.layer_types])

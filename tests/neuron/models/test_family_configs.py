@@ -83,7 +83,7 @@ def test_option_that_a_config_leaves_out_means_what_the_reference_library_takes_
         ("granitemoehybrid", {"mamba_n_heads": 7}, "7 Mamba heads of 13 values in 1 groups do not divide 96"),
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, "layers of the type 'X'"),
         ("nemotron_h", {"hybrid_override_pattern": "M", "use_bias": True}, "use_bias is True"),
-        ("nemotron_h", {"hybrid_override_pattern": "E", "moe_latent_size": 32}, "moe_latent_size is 32"),
+        ("nemotron_h", {"hybrid_override_pattern": "E", "n_group": 2}, "n_group is 2"),
         ("nemotron_h", {"hybrid_override_pattern": "-", "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'"),
         ("nemotron_h", {}, "neither 'layers_block_type' nor 'hybrid_override_pattern'"),
     ],

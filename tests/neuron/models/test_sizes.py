@@ -61,7 +61,7 @@ OWN_OPTIONS: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         **{"hybrid_override_pattern": "ME*M-", "mamba_num_heads": 6, "mamba_head_dim": 10, "n_groups": 2},
         **{"ssm_state_size": 12, "n_routed_experts": 6, "moe_intermediate_size": 24},
-        **{"moe_shared_expert_intermediate_size": 40, "mlp_bias": False},
+        **{"moe_shared_expert_intermediate_size": 40, "moe_latent_size": 16, "mlp_bias": False},
     },
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }

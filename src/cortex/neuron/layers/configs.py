@@ -172,6 +172,8 @@ class MoEConfig:
     """Whether the checkpoint has a bias of the choice of experts, `gate.e_score_correction_bias`."""
     gated: bool = True
     """Otherwise every expert is down(relu(up(x))²)."""
+    latent: int = 0
+    """The width in which the routed experts compute, between two projections; 0: that of the residual stream."""
     shard: Shard = WHOLE
     """Whole experts are divided among the ranks; every rank routes over all of them."""
 
@@ -181,9 +183,14 @@ class MoEConfig:
         return self.shard.part(self.experts)
 
     @property
+    def width(self) -> int:
+        """The size of the inputs and outputs of a routed expert."""
+        return self.latent or self.hidden
+
+    @property
     def num_shared(self) -> int:
-        """The number of experts of width `inner` that hold the shared expert."""
-        return -(-self.shared_inner // self.inner)
+        """The number of experts of width `inner` that can hold the shared expert; 0 if its inputs are others."""
+        return 0 if self.latent else -(-self.shared_inner // self.inner)
 
     @property
     def num_scores(self) -> int:

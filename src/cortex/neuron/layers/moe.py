@@ -38,8 +38,14 @@ class MoE:
             gate_up, down = _dense_experts(parameters, config, prefix)
         else:
             gate_up, down = quantised
-            if config.shared_inner:
-                self.shared = SharedExpert(parameters, config, prefix)
+        if config.shared_inner and not num_shared:
+            self.shared = SharedExpert(parameters, config, prefix)
+        self._latent: tuple[Linear, Linear] | None = None
+        if config.latent:
+            self._latent = (
+                Linear(parameters, config.hidden, {f"{prefix}.fc1_latent_proj": config.latent}),
+                Linear(parameters, config.latent, {f"{prefix}.fc2_latent_proj": config.hidden}),
+            )
         router = parameters.empty(config.num_scores if num_shared else config.experts, config.hidden)
         parameters.bind(f"{prefix}.gate.weight", router[: config.experts])
         if num_shared and config.router.gates_shared:
@@ -64,7 +70,12 @@ class MoE:
             residual = torch.zeros_like(x)
         if self.shared is not None:
             residual = residual + self.shared(x, norm)
-        return self._group.all_reduce(mixture(x, norm.weight, norm.eps, self.experts, residual))
+        if self._latent is None:
+            return self._group.all_reduce(mixture(x, norm.weight, norm.eps, self.experts, residual))
+        into, back = self._latent
+        inputs = into(x, norm=norm)
+        mixed = mixture(x, norm.weight, norm.eps, self.experts, torch.zeros_like(inputs), inputs)
+        return self._group.all_reduce(back(mixed, residual=residual))
 
 
 class SharedExpert:
@@ -97,19 +108,19 @@ def _quantised_experts(
     """Gate and up of the routed experts, and down; None if they are dense or of several formats."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
     inputs = {f"{name}.{half}_proj.weight": config.inner for name in names for half in halves(config.gated)}
-    downs = {f"{name}.down_proj.weight": config.hidden for name in names}
+    downs = {f"{name}.down_proj.weight": config.width for name in names}
     if not parameters.can_stack(inputs) or not parameters.can_stack(downs):
         return None
-    return parameters.expert_matrix(inputs, config.hidden), parameters.expert_matrix(downs, config.inner)
+    return parameters.expert_matrix(inputs, config.width), parameters.expert_matrix(downs, config.inner)
 
 
 def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tuple[DenseMatrix, DenseMatrix]:
     """Gate and up of the routed and shared experts, and down."""
-    hidden, inner, routed = config.hidden, config.inner, len(config.held)
+    width, inner, routed = config.width, config.inner, len(config.held)
     num_experts = routed + config.num_shared
     parts = halves(config.gated)
-    gate_up = parameters.empty(num_experts, len(parts) * inner, hidden)
-    down = parameters.empty(num_experts, hidden, inner)
+    gate_up = parameters.empty(num_experts, len(parts) * inner, width)
+    down = parameters.empty(num_experts, width, inner)
     names = [f"{prefix}.experts.{expert}" for expert in range(routed)]
     parameters.bind(
         f"{prefix}.experts.{'_'.join(parts)}_proj",
@@ -125,7 +136,7 @@ def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tu
         down[:routed],
         parts=[Binding(f"{name}.down_proj.weight", matrix) for name, matrix in zip(names, down, strict=False)],
     )
-    if config.shared_inner:
+    if config.num_shared:
         _bind_shared(parameters, gate_up[routed:], down[routed:], config, f"{prefix}.shared_expert")
     return DenseMatrix(gate_up.flatten(0, 1)), DenseMatrix(down.flatten(0, 1))
 

@@ -141,15 +141,21 @@ def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
 
 def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
     """The experts are one stack, in which the shared expert takes as many places as it needs."""
-    bias = config.experts * _FLOAT32_BYTES * config.has_bias
+    extra = config.experts * _FLOAT32_BYTES * config.has_bias
+    if config.latent:
+        extra += storage.linear_bytes(config.hidden, {f"{prefix}.fc1_latent_proj": config.latent})
+        extra += storage.linear_bytes(config.latent, {f"{prefix}.fc2_latent_proj": config.hidden})
     packed = _packed_expert_bytes(config, storage, prefix)
     if packed is not None:
-        packed += bias
+        packed += extra
         return packed + storage.matrix_bytes(config.experts, config.hidden) + _shared_bytes(config, storage, prefix)
     num_experts = len(config.held) + config.num_shared
-    total = storage.matrix_bytes(num_experts * len(halves(config.gated)) * config.inner, config.hidden)
-    total += storage.matrix_bytes(num_experts * config.hidden, config.inner)
-    return total + storage.matrix_bytes(config.num_scores, config.hidden) + bias
+    total = storage.matrix_bytes(num_experts * len(halves(config.gated)) * config.inner, config.width)
+    total += storage.matrix_bytes(num_experts * config.width, config.inner) + extra
+    if not config.num_shared:
+        total += _shared_bytes(config, storage, prefix)
+        return total + storage.matrix_bytes(config.experts, config.hidden)
+    return total + storage.matrix_bytes(config.num_scores, config.hidden)
 
 
 def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
@@ -167,9 +173,9 @@ def _packed_expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str)
     """Routed experts that stay quantised: those whose matrices all have one layout."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
     inputs = {f"{name}.{half}_proj": config.inner for name in names for half in halves(config.gated)}
-    downs = {f"{name}.down_proj": config.hidden for name in names}
+    downs = {f"{name}.down_proj": config.width for name in names}
     for stack in (inputs, downs):
         if len({storage.packing.get(f"{part}.weight") for part in stack}) > 1:
             return None
-    gate_up, down = storage.packed_bytes(config.hidden, inputs), storage.packed_bytes(config.inner, downs)
+    gate_up, down = storage.packed_bytes(config.width, inputs), storage.packed_bytes(config.inner, downs)
     return None if gate_up is None or down is None else gate_up + down

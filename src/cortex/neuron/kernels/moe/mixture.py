@@ -22,15 +22,21 @@ SMALL_BATCH_ROWS = 8
 
 
 def mixture(
-    hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts, residual: Tensor | None = None
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    experts: Experts,
+    residual: Tensor | None = None,
+    inputs: Tensor | None = None,
 ) -> Tensor:
     """hidden: [tokens, hidden] → residual + Σ weight · expert(norm(hidden)) over those of each token's experts that are
-    held. `residual` is by default `hidden` itself."""
+    held. `residual` is by default `hidden` itself. `inputs`: what the experts take in place of norm(hidden), [tokens,
+    width]; then a residual of that width is needed."""
     if not has_kernels(hidden):
-        return mixture_reference(hidden, norm_weight, eps, experts, residual)
-    if len(hidden) <= SMALL_BATCH_ROWS:
+        return mixture_reference(hidden, norm_weight, eps, experts, residual, inputs)
+    if len(hidden) <= SMALL_BATCH_ROWS and inputs is None:
         return mixture_of_rows(hidden, norm_weight, eps, experts, residual)
-    return mixture_grouped(hidden, norm_weight, eps, experts, residual)
+    return mixture_grouped(hidden, norm_weight, eps, experts, residual, inputs)
 
 
 def mixture_of_rows(
@@ -48,13 +54,19 @@ def mixture_of_rows(
 
 
 def mixture_grouped(
-    hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts, residual: Tensor | None = None
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    experts: Experts,
+    residual: Tensor | None = None,
+    inputs: Tensor | None = None,
 ) -> Tensor:
     """The pairs of each expert together."""
-    tokens, size = hidden.shape
+    tokens = len(hidden)
     num_pairs, load = tokens * experts.slots, expert_load(tokens * experts.top_k, experts.num_routed)
     x = rms_norm(hidden, norm_weight, eps)
     lists = held_lists(list_pairs(F.linear(x, experts.router), experts), experts)
+    x = x if inputs is None else inputs
     inner = torch.empty(num_pairs, experts.inner, dtype=x.dtype, device=x.device)
     if experts.gated:
         experts.gate_up.grouped(x, lists, inner, pairs_per_row=experts.slots, activation=experts.activation, load=load)
@@ -64,18 +76,24 @@ def mixture_grouped(
         relu_squared_(inner)
     # pairs of experts that are not held are not written
     allocate = torch.empty if experts.num_held == experts.num_routed else torch.zeros
-    parts = allocate(num_pairs, size, dtype=x.dtype, device=x.device)
+    parts = allocate(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
     experts.down.grouped(inner, lists, parts, pairs_per_row=1, activation=None, load=load)
     return combine(parts, hidden if residual is None else residual)
 
 
 def mixture_reference(
-    hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts, residual: Tensor | None = None
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    experts: Experts,
+    residual: Tensor | None = None,
+    inputs: Tensor | None = None,
 ) -> Tensor:
     """Sorts pairs by expert, so that each expert runs once on contiguous memory."""
     x = rms_norm_reference(hidden, norm_weight, eps)
     choice = held_choice(choose_reference(F.linear(x, experts.router), experts), experts)
     by_expert, order = choice.experts.flatten().sort(stable=True)
+    x = x if inputs is None else inputs
     gathered = x.index_select(0, order // experts.slots)  # [pairs, hidden]
     parts = torch.empty_like(gathered)
     used, counts = by_expert.unique_consecutive(return_counts=True)
@@ -85,7 +103,7 @@ def mixture_reference(
         gate_up = _weights(experts.gate_up, expert, (1 + experts.gated) * experts.inner, x.dtype)
         inner = F.linear(gathered[span], gate_up)
         inner = activate_reference(inner, experts.activation) if experts.gated else relu_squared_reference_(inner)
-        torch.mm(inner, _weights(experts.down, expert, hidden.shape[1], x.dtype).t(), out=parts[span])
+        torch.mm(inner, _weights(experts.down, expert, x.shape[1], x.dtype).t(), out=parts[span])
         start += count
     by_pair = parts.index_select(0, order.argsort()).view(*choice.weights.shape, -1)  # [tokens, slots, hidden]
     weights = choice.weights.to(parts.dtype)[:, None]

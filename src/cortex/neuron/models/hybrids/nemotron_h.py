@@ -19,6 +19,7 @@ _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "mo
 """The letters of `hybrid_override_pattern`."""
 _OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 _OWN_NAMES = {
+    "attention_head_dim": "head_dim",
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
     "mamba_dt_limit": "time_step_limit",
@@ -55,7 +56,6 @@ class NemotronH(Architecture):
         "mlp_hidden_act": ("relu2",),
         "mamba_hidden_act": ("silu",),
         "sliding_window": (None,),
-        "moe_latent_size": (None,),
         "n_group": (1, None),
         "topk_group": (1, None),
     }
@@ -101,6 +101,7 @@ class NemotronH(Architecture):
             router=RouterRule("sigmoid", number_in(self.raw, "routed_scaling_factor", 1.0), gates_shared=False),
             has_bias=True,
             gated=False,
+            latent=optional_count_in(self.raw, "moe_latent_size"),
         )
 
     def _mamba(self) -> MambaConfig:

@@ -59,7 +59,12 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "granitehybrid": _SHARED,
     "nemotron_h": {"attn_norm": "norm"},
-    "nemotron_h_moe": {**_SHARED, "attn_norm": "norm"},
+    "nemotron_h_moe": {
+        **_SHARED,
+        "attn_norm": "norm",
+        "ffn_latent_down": "mlp.fc1_latent_proj",
+        "ffn_latent_up": "mlp.fc2_latent_proj",
+    },
     "glm4moe": {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
     "olmo2": _AFTER_BLOCKS,
     "phi3": _FUSED,

@@ -250,7 +250,7 @@ def mamba_2(heads: int, dim: int, groups: int, state_dim: int) -> None:
         out = empty(decodes + 128, rules.inner, kind=torch.float32)
         mamba_step(projected, rules, batch, state, out)
     mamba_chunks(projected[decodes:], rules, batch, state, out[decodes:])
-    group_norm(out, empty(rules.inner), rules.inner // groups, 1e-6)
+    group_norm(out, empty(rules.inner), rules.inner // groups, 1e-6, KIND)
 
 
 def short_convolution(channels: int) -> None:

@@ -9,12 +9,12 @@ from torch import Tensor
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
 
 
-def group_norm(x: Tensor, weight: Tensor, size: int, eps: float) -> Tensor:
-    """x: [tokens, values] float32, contiguous → the same in the dtype of `weight` ([values]); `size` divides values"""
+def group_norm(x: Tensor, weight: Tensor, size: int, eps: float, dtype: torch.dtype) -> Tensor:
+    """x: [tokens, values] float32, contiguous → the same in `dtype`. weight: [values]; `size` divides values"""
     if not has_kernels(x):
-        return group_norm_reference(x, weight, size, eps)
+        return group_norm_reference(x, weight, size, eps, dtype)
     tokens, values = x.shape
-    out = torch.empty((tokens, values), dtype=weight.dtype, device=x.device)
+    out = torch.empty((tokens, values), dtype=dtype, device=x.device)
     _group_norm_kernel[(tokens, values // size)](
         x,
         weight,
@@ -29,9 +29,9 @@ def group_norm(x: Tensor, weight: Tensor, size: int, eps: float) -> Tensor:
     return out
 
 
-def group_norm_reference(x: Tensor, weight: Tensor, size: int, eps: float) -> Tensor:
+def group_norm_reference(x: Tensor, weight: Tensor, size: int, eps: float, dtype: torch.dtype) -> Tensor:
     normed = F.rms_norm(x.unflatten(-1, (-1, size)), (size,), eps=eps).flatten(1)
-    return (normed * weight.float()).to(weight.dtype)
+    return (normed * weight.float()).to(dtype)
 
 
 @jit

@@ -40,8 +40,8 @@ class Mamba(RecurrentLayer):
     def mix(self, projected: Tensor, batch: Batch) -> Tensor:
         mixed = mamba(projected, self.rules, batch, MambaState(*self.state))
         if self._norm_size <= self.rules.inner:
-            return group_norm(mixed, self.norm_weight, self._norm_size, self._eps)
-        return self._divided_norm(mixed)
+            return group_norm(mixed, self.norm_weight, self._norm_size, self._eps, projected.dtype)
+        return self._divided_norm(mixed).to(projected.dtype)
 
     def _divided_norm(self, mixed: Tensor) -> Tensor:
         """The norm of a group of values that this rank has a part of."""
@@ -52,4 +52,4 @@ class Mamba(RecurrentLayer):
         sums = self._group.all_reduce(sums)
         own = sums[:, shard.rank * inner // self._norm_size, None]
         scale = torch.rsqrt(own / self._norm_size + self._eps)
-        return (mixed * scale * self.norm_weight.float()).to(self.norm_weight.dtype)
+        return mixed * scale * self.norm_weight.float()

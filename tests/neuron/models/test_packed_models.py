@@ -99,9 +99,8 @@ def write_float8(path: Path, architecture: str, size: int) -> None:
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": published}))
 
 
-def write_mxfp4(path: Path) -> Any:
-    """gpt-oss as it is published. → the library's model of the values that the files stand for"""
-    reference = reference_of("gpt-oss")
+def write_mxfp4(path: Path, reference: Any) -> None:
+    """gpt-oss as it is published. The model then has the values that the files stand for."""
     reference.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -113,7 +112,6 @@ def write_mxfp4(path: Path) -> Any:
     config = json.loads((path / "config.json").read_text())
     published = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": published}))
-    return reference
 
 
 def four_bit_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -182,7 +180,8 @@ def test_experts_that_are_rounded_to_fp8_at_load_stay_so(architecture: str, tmp_
 
 @torch.inference_mode()
 def test_experts_of_a_published_mxfp4_checkpoint_stay_in_four_bits(tmp_path: Path) -> None:
-    reference = write_mxfp4(tmp_path)
+    reference = reference_of("gpt-oss")
+    write_mxfp4(tmp_path, reference)
     packed = assert_packed_computes_as_dense(tmp_path, tmp_path / "dense")
     assert expert_layouts(packed) == {FP4}
     tokens = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=torch.Generator().manual_seed(2))

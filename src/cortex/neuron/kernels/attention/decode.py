@@ -265,10 +265,10 @@ def _decode_kernel(
     highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
     mixed = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
-    if SINKS:  # the first split has the sink
-        sink = tl.load(sinks + kv_head * GROUP + head, mask=(head < GROUP) & (split == 0), other=-float("inf"))
-        highest = sink * _LOG2_E
-        total = tl.where(highest == -float("inf"), 0.0, 1.0)
+    if SINKS:  # noqa: SIM102 - the first is decided at compile time, the second at run time
+        if split == 0:
+            highest = tl.load(sinks + kv_head * GROUP + head, mask=head < GROUP, other=-float("inf")) * _LOG2_E
+            total = tl.where(head < GROUP, 1.0, 0.0)
     begin = start
     if HOLD:
         if start < end:

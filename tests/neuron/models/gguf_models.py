@@ -140,8 +140,8 @@ def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer
     elif architecture == "gpt-oss" and ".experts." in source:
         kind = "bias" if source.endswith("_bias") else "weight"
         by_row = tensor if kind == "bias" else tensor.transpose(1, 2)
-        parts = {"down": by_row} if ".down_proj" in source else {"gate": by_row[:, ::2], "up": by_row[:, 1::2]}
-        for part, rows in parts.items():
+        by_part = {"down": by_row} if ".down_proj" in source else {"gate": by_row[:, ::2], "up": by_row[:, 1::2]}
+        for part, rows in by_part.items():
             yield f"blk.{layer}.ffn_{part}_exps.{kind}", rows.contiguous()
     elif ".experts.gate_up_proj" in source:
         gate, up = tensor.chunk(2, dim=1)

@@ -1,5 +1,6 @@
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -36,21 +37,19 @@ def random_experts(
 
 def with_biases(experts: Experts) -> Experts:
     """The same experts with biases and a clamped activation, as gpt-oss has them."""
-    counts = {
-        "router_bias": len(experts.router),
-        "gate_up_bias": experts.gate_up.outputs,
-        "down_bias": experts.down.outputs,
-    }
+    counts = (len(experts.router), experts.gate_up.outputs, experts.down.outputs)
     like = experts.router
-    biases = {name: torch.randn(count, device=like.device, dtype=like.dtype) for name, count in counts.items()}
-    return dataclasses.replace(experts, activation="clamped_swiglu", **biases)
+    router, gate_up, down = (torch.randn(count, device=like.device, dtype=like.dtype) for count in counts)
+    return dataclasses.replace(
+        experts, activation="clamped_swiglu", router_bias=router, gate_up_bias=gate_up, down_bias=down
+    )
 
 
 def exact(experts: Experts) -> Experts:
     """The same experts in float32."""
     gate_up, down = (DenseMatrix(matrix.values().float()) for matrix in (experts.gate_up, experts.down))
     names = ("router", "router_bias", "gate_up_bias", "down_bias")
-    wide = {name: value.float() for name in names if (value := getattr(experts, name)) is not None}
+    wide: dict[str, Any] = {name: value.float() for name in names if (value := getattr(experts, name)) is not None}
     return dataclasses.replace(experts, gate_up=gate_up, down=down, **wide)
 
 

@@ -36,8 +36,9 @@ def parser(syntax: ToolSyntax | None, *, thinks: bool = False, opened: bool = Fa
     if syntax is ToolSyntax.HARMONY:
         return HarmonyParser([tool.name for tool in TOOLS], lambda: f"call_{next(numbers)}", 0)
     splitter = ReasoningSplitter(THINK, starts_in_reasoning=opened) if thinks or opened else None
-    scanner = syntax and CallScanner(call_syntax(syntax, TOOLS), lambda: f"call_{next(numbers)}", 0)
-    return OutputParser(splitter, scanner or None, 0)
+    if syntax is None:
+        return OutputParser(splitter, None, 0)
+    return OutputParser(splitter, CallScanner(call_syntax(syntax, TOOLS), lambda: f"call_{next(numbers)}", 0), 0)
 
 
 def parse(pieces: list[str], syntax: ToolSyntax | None, *, is_cut: bool = False, **how: bool) -> Parts:

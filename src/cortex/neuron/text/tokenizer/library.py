@@ -255,10 +255,9 @@ def _eos_ids(path: Path, backend: Backend, named: Mapping[str, str]) -> tuple[in
 def _with_harmony_ends(backend: Backend, ids: Iterable[Any]) -> tuple[int, ...]:
     """In harmony a response ends after its answer or a call, and not after each message, whatever a file says."""
     ends = [backend.token_to_id(text) for text in ("<|return|>", "<|call|>")]
-    known = [i for i in ids if isinstance(i, int)]
     if None not in (*ends, backend.token_to_id("<|channel|>")):
-        known = [i for i in (*known, *ends) if i != backend.token_to_id("<|end|>")]
-    return tuple(dict.fromkeys(known))
+        ids = [i for i in (*ids, *ends) if i != backend.token_to_id("<|end|>")]
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
 
 
 def _byte_level_spelling(token: str) -> bytes:

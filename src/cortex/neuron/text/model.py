@@ -190,9 +190,9 @@ class TextModel:
 
     def _opened_message(self, rendered: Rendered) -> str:
         """What the prompt has after its last beginning of a message, in harmony."""
-        start = self.tokenizer.whole_id(harmony.START)
-        ids = rendered.ids
-        place = next((place for place in range(len(ids) - 1, -1, -1) if ids[place] == start), None)
+        start, ids = self.tokenizer.whole_id(harmony.START), rendered.ids
+        places = range(len(ids) - 1, -1, -1) if start is not None else ()
+        place = next((place for place in places if ids[place] == start), None)
         return "assistant" if place is None else self.decode(ids[place + 1 :])
 
     def _splitter(self, rendered: Rendered) -> ReasoningSplitter:

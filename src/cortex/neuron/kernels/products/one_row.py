@@ -85,12 +85,16 @@ def added_to_row(
 ):
     """What is added to the products of a block. Loaded early, its latency is hidden. With an ACTIVATION half of the
     block are the gate's rows, and there is no residual."""
-    rows: tl.constexpr = BLOCK_OUT // 2 if ACTIVATION else BLOCK_OUT
-    line = tl.arange(0, BLOCK_OUT)
-    row = block * rows + line % rows
+    row = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    source = row
+    if ACTIVATION:
+        rows: tl.constexpr = BLOCK_OUT // 2
+        line = tl.arange(0, BLOCK_OUT)
+        row = block * rows + line % rows
+        source = row + line // rows * outputs
     added = tl.zeros((BLOCK_OUT,), tl.float32)
     if BIAS:
-        added += tl.load(bias + line // rows * outputs + row, mask=row < outputs, other=0.0).to(tl.float32)
+        added += tl.load(bias + source, mask=row < outputs, other=0.0).to(tl.float32)
     if RESIDUAL:
         added += tl.load(residual + row, mask=row < outputs, other=0.0).to(tl.float32)
     return added

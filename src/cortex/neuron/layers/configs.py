@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """The functions of a gate in a feed-forward block."""
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
@@ -118,6 +118,8 @@ class AttentionConfig:
     window: int | None = None
     """Positions a token attends to, including its own; None: all."""
     query_growth: QueryGrowth | None = None
+    sinks: bool = False
+    """Each head has a score that takes part in the softmax and stands for no value."""
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
@@ -174,6 +176,10 @@ class MoEConfig:
     """Otherwise every expert is down(relu(up(x))²)."""
     latent: int = 0
     """The width in which the routed experts compute, between two projections; 0: that of the residual stream."""
+    biased: bool = False
+    """Biases on the router's scores, and on gate, up and down of each expert."""
+    activation: Activation = "silu"
+    """The activation of the routed experts' gates."""
     shard: Shard = WHOLE
     """Whole experts are divided among the ranks; every rank routes over all of them."""
 

@@ -25,6 +25,7 @@ from cortex.neuron.models.hybrids.nemotron_h import NemotronH
 from cortex.neuron.models.hybrids.qwen3_next import Qwen3Next, Qwen35Multimodal
 from cortex.neuron.models.mixtures.ernie4_5_moe import Ernie45Moe
 from cortex.neuron.models.mixtures.glm4_moe import Glm4Moe
+from cortex.neuron.models.mixtures.gpt_oss import GptOss
 from cortex.neuron.models.mixtures.minimax_m2 import MiniMaxM2
 from cortex.neuron.models.mixtures.qwen3_moe import Mellum, Qwen3Moe
 from cortex.neuron.weights.safetensors.published import is_readable
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "gemma3_text": Gemma3,
     "glm4": Glm4,
     "glm4_moe": Glm4Moe,
+    "gpt_oss": GptOss,
     "granite": Granite,
     "granitemoehybrid": GraniteMoeHybrid,
     "hunyuan_v1_dense": HunyuanDense,
@@ -94,5 +96,5 @@ def _reject_quantised(config: Mapping[str, Any]) -> None:
         if not is_readable(method):
             raise UnsupportedModel(
                 f"the weights are quantised ({method or 'method not named'}), which is not supported in safetensors; "
-                "use FP8, AWQ, GPTQ or compressed-tensors, the model's unquantised repository, or a GGUF file"
+                "use FP8, MXFP4, AWQ, GPTQ or compressed-tensors, the model's unquantised repository, or a GGUF file"
             )

@@ -46,11 +46,11 @@ def mixture_of_rows(
     residual = hidden if residual is None else residual
     choice = held_choice(choose_rows(hidden, norm_weight, eps, experts), experts)
     inner = torch.empty(len(hidden) * experts.slots, experts.inner, dtype=hidden.dtype, device=hidden.device)
-    activation = experts.activation if experts.gated else None
-    experts.gate_up.expand_rows(hidden, choice, Prologue(norm_weight, eps), activation, inner)
+    activation, norm = experts.activation if experts.gated else None, Prologue(norm_weight, eps)
+    experts.gate_up.expand_rows(hidden, choice, norm, activation, inner, experts.gate_up_bias)
     if not experts.gated:
         relu_squared_(inner)
-    return experts.down.contract_rows(inner, choice, residual)
+    return experts.down.contract_rows(inner, choice, residual, experts.down_bias)
 
 
 def mixture_grouped(
@@ -65,19 +65,24 @@ def mixture_grouped(
     tokens = len(hidden)
     num_pairs, load = tokens * experts.slots, expert_load(tokens * experts.top_k, experts.num_routed)
     x = rms_norm(hidden, norm_weight, eps)
-    lists = held_lists(list_pairs(F.linear(x, experts.router), experts), experts)
+    lists = held_lists(list_pairs(F.linear(x, experts.router, experts.router_bias), experts), experts)
     x = x if inputs is None else inputs
     inner = torch.empty(num_pairs, experts.inner, dtype=x.dtype, device=x.device)
-    if experts.gated:
-        experts.gate_up.grouped(x, lists, inner, pairs_per_row=experts.slots, activation=experts.activation, load=load)
-    else:
-        unweighted = replace(lists, weights=torch.ones_like(lists.weights))
-        experts.gate_up.grouped(x, unweighted, inner, pairs_per_row=experts.slots, activation=None, load=load)
+    experts.gate_up.grouped(
+        x,
+        lists if experts.gated else replace(lists, weights=torch.ones_like(lists.weights)),
+        inner,
+        pairs_per_row=experts.slots,
+        activation=experts.activation if experts.gated else None,
+        load=load,
+        bias=experts.gate_up_bias,
+    )
+    if not experts.gated:
         relu_squared_(inner)
     # pairs of experts that are not held are not written
     allocate = torch.empty if experts.num_held == experts.num_routed else torch.zeros
     parts = allocate(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
-    experts.down.grouped(inner, lists, parts, pairs_per_row=1, activation=None, load=load)
+    experts.down.grouped(inner, lists, parts, pairs_per_row=1, activation=None, load=load, bias=experts.down_bias)
     return combine(parts, hidden if residual is None else residual)
 
 
@@ -91,7 +96,7 @@ def mixture_reference(
 ) -> Tensor:
     """Sorts pairs by expert, so that each expert runs once on contiguous memory."""
     x = rms_norm_reference(hidden, norm_weight, eps)
-    choice = held_choice(choose_reference(F.linear(x, experts.router), experts), experts)
+    choice = held_choice(choose_reference(F.linear(x, experts.router, experts.router_bias), experts), experts)
     by_expert, order = choice.experts.flatten().sort(stable=True)
     x = x if inputs is None else inputs
     gathered = x.index_select(0, order // experts.slots)  # [pairs, hidden]
@@ -100,10 +105,13 @@ def mixture_reference(
     start = 0
     for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
         span = slice(start, start + count)
-        gate_up = _weights(experts.gate_up, expert, (1 + experts.gated) * experts.inner, x.dtype)
-        inner = F.linear(gathered[span], gate_up)
+        rows = (1 + experts.gated) * experts.inner
+        gate_up = _weights(experts.gate_up, expert, rows, x.dtype)
+        inner = F.linear(gathered[span], gate_up, _biases(experts.gate_up_bias, expert, rows))
         inner = activate_reference(inner, experts.activation) if experts.gated else relu_squared_reference_(inner)
         torch.mm(inner, _weights(experts.down, expert, x.shape[1], x.dtype).t(), out=parts[span])
+        if (down_bias := _biases(experts.down_bias, expert, x.shape[1])) is not None:
+            parts[span] += down_bias
         start += count
     by_pair = parts.index_select(0, order.argsort()).view(*choice.weights.shape, -1)  # [tokens, slots, hidden]
     weights = choice.weights.to(parts.dtype)[:, None]
@@ -113,3 +121,7 @@ def mixture_reference(
 def _weights(matrix: ExpertMatrix, expert: int, num_rows: int, dtype: torch.dtype) -> Tensor:
     """The rows of one expert. → [num_rows, inputs]"""
     return matrix.values(slice(expert * num_rows, (expert + 1) * num_rows)).to(dtype)
+
+
+def _biases(bias: Tensor | None, expert: int, num_rows: int) -> Tensor | None:
+    return None if bias is None else bias[expert * num_rows : (expert + 1) * num_rows]

@@ -22,6 +22,11 @@ LOCAL, YARN = (
     {"rope_type": "default", "rope_theta": 500.0},
     {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32},
 )
+LATENT = {
+    **{"num_key_value_heads": 4, "head_dim": 8, "kv_lora_rank": 32},
+    **{"q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 14},
+}
+STRETCHED = {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}}
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
 PIXTRAL = {
     "model_type": "pixtral",
@@ -235,6 +240,39 @@ TABLE: dict[str, Family] = {
             },
         },
     ),
+    "glm4_moe_lite": Family(
+        transformers.Glm4MoeLiteConfig,
+        transformers.Glm4MoeLiteForCausalLM,
+        {
+            "plain": {"n_routed_experts": 6, "num_hidden_layers": 3, **LATENT, **EXPERTS},
+            "listed": {
+                **{"n_routed_experts": 6, "n_shared_experts": 2, "norm_topk_prob": False, **LATENT, **EXPERTS},
+                **{"mlp_layer_types": ["sparse", "dense"], "rope_interleave": False, "attention_bias": True},
+            },
+        },
+    ),
+    "deepseek_v2": Family(
+        transformers.DeepseekV2Config,
+        transformers.DeepseekV2ForCausalLM,
+        {
+            "plain": {"n_routed_experts": 6, "first_k_dense_replace": 1, **LATENT, **EXPERTS, "q_lora_rank": None},
+            "groups": {
+                **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+                **{"routed_scaling_factor": 1.6, **LATENT, **EXPERTS, **STRETCHED},
+            },
+        },
+    ),
+    "deepseek_v3": Family(
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {
+            "groups": {
+                **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, **LATENT},
+                **{"num_hidden_layers": 3, "num_nextn_predict_layers": 0, **EXPERTS, **STRETCHED},
+            },
+        },
+    ),
+    "youtu": Family(transformers.YoutuConfig, transformers.YoutuForCausalLM, {"plain": LATENT}),
     "ernie4_5_moe": Family(
         transformers.Ernie4_5_MoeConfig,
         transformers.Ernie4_5_MoeForCausalLM,

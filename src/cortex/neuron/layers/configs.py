@@ -120,6 +120,11 @@ class AttentionConfig:
     """Positions a token attends to, including its own; None: all."""
     query_growth: QueryGrowth | None = None
 
+    @property
+    def kv_elements(self) -> int:
+        """Elements of a token in the KV cache."""
+        return 2 * self.kv_heads * self.head_dim
+
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -132,6 +137,63 @@ class AttentionConfig:
         heads = (self.heads, self.kv_heads) if self.qk_norm.spans_heads else (1, 1)
         names = (f"{prefix}.q_norm", f"{prefix}.k_norm")
         return {name: count * self.head_dim for name, count in zip(names, heads, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionConfig:
+    """Attention whose keys and values are made of one latent per token, which the heads share (MLA). The KV cache holds
+    the latent and one rotated key, in the place of a key head; the values are made of the latent alone."""
+
+    hidden: int
+    heads: int
+    latent: int
+    """Elements of a latent."""
+    plain_dims: int
+    """Dimensions of a query or key that are not rotated."""
+    rope_dims: int
+    """Dimensions that are rotated. They come after the others, and all heads share those of the key."""
+    value_dim: int
+    scale: float
+    """The factor of the scores before the softmax."""
+    rope: RopeConfig
+    norm: NormConfig
+    """Of latents, and of the low-rank queries."""
+    q_rank: int = 0
+    """Elements that queries are made of; 0: they are projected directly."""
+    bias: bool = False
+    """Biases on what projects to low-rank queries and to latents."""
+    output_bias: bool = False
+    interleaved: bool = True
+    """Whether pairs of adjacent dimensions are rotated; otherwise those half of `rope_dims` apart."""
+    window: None = None
+    """Without a window."""
+
+    @property
+    def query_dim(self) -> int:
+        return self.plain_dims + self.rope_dims
+
+    @property
+    def kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a token in the KV cache."""
+        return self.latent + self.rope_dims
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of a token in the KV cache: a value is a part of the key."""
+        return self.head_dim
+
+    def input_rows(self, prefix: str) -> dict[str, int]:
+        """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
+        queries = {"q_a_proj": self.q_rank} if self.q_rank else {"q_proj": self.heads * self.query_dim}
+        return {f"{prefix}.{name}": rows for name, rows in (queries | {"kv_a_proj_with_mqa": self.head_dim}).items()}
+
+
+KV_MIXERS = (AttentionConfig, LatentAttentionConfig)
+"""The mixers that keep KV."""
 
 
 @dataclass(frozen=True, slots=True)

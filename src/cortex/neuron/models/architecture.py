@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import (
+    KV_MIXERS,
     WHOLE,
-    AttentionConfig,
     GatedDeltaConfig,
     MLPConfig,
     MoEConfig,
@@ -26,6 +26,7 @@ from cortex.neuron.layers.configs import (
 from cortex.neuron.models.config import DecoderConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.sharding import (
+    MixerConfig,
     Slices,
     feed_forward_slices,
     mixer_slices,
@@ -52,7 +53,7 @@ class BlockNorms:
 class LayerConfig:
     """A mixer over the tokens of a sequence, then a feed-forward block for each token."""
 
-    mixer: AttentionConfig | GatedDeltaConfig
+    mixer: MixerConfig
     feed_forward: MLPConfig | MoEConfig
     norm: NormConfig
     """It applies to all norms of the layer over the residual stream."""
@@ -115,7 +116,7 @@ class Architecture(ABC):
         self.layers = tuple(self._layer(index) for index in range(self.config.num_layers))
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
-        found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, AttentionConfig)} or {None}
+        found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)} or {None}
         self.windows = tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
         """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
         layers of a window are one KV group, which shares page ids."""
@@ -196,7 +197,7 @@ class Architecture(ABC):
         return EndsConfig(self.norm)
 
     @abstractmethod
-    def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:
+    def mixer(self, index: int) -> MixerConfig:
         """The first half of a layer."""
 
     @abstractmethod

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.attention import Attention
-from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, NormConfig
+from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig, MLPConfig, NormConfig
 from cortex.neuron.layers.embedding import Embedding, Head
 from cortex.neuron.layers.gated_delta import GatedDelta
+from cortex.neuron.layers.latent_attention import LatentAttention
 from cortex.neuron.layers.mlp import MLP
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.norm import RMSNorm
@@ -19,7 +20,7 @@ from cortex.neuron.models.architecture import Architecture, LayerConfig
 
 
 class DecoderLayer:
-    """A mixer (attention or a gated delta net) and a feed-forward block, each added to its input."""
+    """A mixer (attention, plain or latent, or a gated delta net) and a feed-forward block, each added to its input."""
 
     def __init__(self, model: Decoder, layer: LayerConfig, prefix: str) -> None:
         parameters, mixer, feed_forward = model.parameters, layer.mixer, layer.feed_forward
@@ -28,9 +29,11 @@ class DecoderLayer:
             return None if name is None else model.new_norm(layer.norm, f"{prefix}.{name}.weight")
 
         self.mixer_norm, self.after_mixer = norm(layer.mixer_norms.before), norm(layer.mixer_norms.after)
-        self.mixer: Attention | GatedDelta
+        self.mixer: Attention | LatentAttention | GatedDelta
         if isinstance(mixer, AttentionConfig):
             self.mixer = Attention(parameters, mixer, model.ropes, f"{prefix}.self_attn")
+        elif isinstance(mixer, LatentAttentionConfig):
+            self.mixer = LatentAttention(parameters, mixer, model.ropes, f"{prefix}.self_attn")
         else:
             self.mixer = GatedDelta(parameters, mixer, f"{prefix}.linear_attn")
         self.mlp_norm, self.after_mlp = norm(layer.feed_forward_norms.before), norm(layer.feed_forward_norms.after)
@@ -83,9 +86,9 @@ class Decoder:
         return RMSNorm(self.parameters, self.config.hidden, norm, source)
 
     @property
-    def attentions(self) -> list[Attention]:
+    def attentions(self) -> list[Attention | LatentAttention]:
         """The layers' attentions, which keep KV, in order."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, (Attention, LatentAttention))]
 
     @property
     def gated_deltas(self) -> list[GatedDelta]:

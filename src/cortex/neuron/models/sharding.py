@@ -2,7 +2,8 @@
 each tensor of the checkpoint that fills them.
 
 Attention and gated delta nets are divided by head, feed-forward blocks by inner width, mixtures by expert, embedding
-and head by token. Norms and routers are on every rank, and so is what makes latents: each rank keeps all of them. Ranks share a key-value head where there are fewer than ranks.
+and head by token. Norms and routers are on every rank. Ranks share a key-value head where there are fewer than ranks;
+the latents of latent attention are on every rank.
 Imports no torch: a node checks with it whether a model can be divided.
 """
 

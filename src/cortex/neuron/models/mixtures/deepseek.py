@@ -61,7 +61,8 @@ class DeepseekV3(LatentLlama):
         size = experts // groups
         if experts % groups or kept > groups or kept * size < top_k or (groups > kept and self.has_bias and size < 2):
             raise UnsupportedModel(
-                f"the model's config asks for {top_k} of {experts} experts in {kept} of {groups} groups; is it complete?"
+                f"the model's config asks for {top_k} of {experts} experts in {kept} of {groups} groups; "
+                "is it complete?"
             )
         scale = number_in(self.raw, "routed_scaling_factor", 1.0)
         scoring: Literal["sigmoid", "softmax"] = "sigmoid" if self.has_bias else "softmax"

@@ -147,6 +147,10 @@ def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer
     elif architecture in INTERLEAVED and (".q_proj." in source or ".k_proj." in source):
         heads = config.num_attention_heads if ".q_proj." in source else config.num_key_value_heads
         yield name_of(source), tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    elif ".kv_b_proj." in source:
+        heads = tensor.unflatten(0, (config.num_attention_heads, -1))
+        yield f"blk.{layer}.attn_k_b.weight", heads[:, : config.qk_nope_head_dim].transpose(1, 2)
+        yield f"blk.{layer}.attn_v_b.weight", heads[:, config.qk_nope_head_dim :]
     elif "shared_expert_gate" in source:
         yield name_of(source), tensor.squeeze(0)
     else:
@@ -200,9 +204,10 @@ def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    if architecture != "deepseek2":
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     if architecture == "cohere2":
         writer.add_layer_norm_eps(config.layer_norm_eps)
     else:
@@ -249,6 +254,8 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     elif architecture in ("ernie4_5-moe", "glm4moe", "minimax-m2"):
         _add_experts(writer, config, architecture)
+    elif architecture == "deepseek2":
+        _add_latents(writer, config)
     elif architecture == "glm4":
         writer.add_rope_dimension_count(config.head_dim // 2)
     elif architecture == "granite":
@@ -268,6 +275,31 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         for name in ("long", "short"):
             factors = np.array(scaling[f"{name}_factor"], dtype=np.float32)
             writer.add_tensor(f"rope_factors_{name}.weight", factors, raw_dtype=gguf.GGMLQuantizationType.F32)
+
+
+def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Latents are written as the one key-value head of all queries."""
+    writer.add_head_count_kv(1)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    if "mscale_all_dim" in config.rope_parameters:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    is_glm = config.model_type == "glm4_moe_lite"  # its files do not name the function of the router
+    writer.add_leading_dense_block_count(1 if is_glm else config.first_k_dense_replace)
 
 
 def _add_experts(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:

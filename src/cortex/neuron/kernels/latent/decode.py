@@ -65,7 +65,7 @@ def decode_latent_attention(
         PAGE=pages.shape[1],
         TILE=tile,
         SPLIT=splits > 1,
-        num_warps=8 if heads_block > 32 else 4,
+        num_warps=8,
         num_stages=2,
         **launch_options(query.device),
     )

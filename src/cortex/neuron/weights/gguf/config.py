@@ -14,6 +14,7 @@ from cortex.neuron.weights.gguf.rope import rope_scaling
 
 _FAMILIES: Final = {
     "cohere2": ("cohere2", "Cohere2ForCausalLM"),
+    "deepseek2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
     "ernie4_5-moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
@@ -38,10 +39,10 @@ _FAMILIES: Final = {
 }
 INTERLEAVED: Final = frozenset({"granite", "llama", "mistral3", "smollm3"})
 """Architectures whose converters interleave the rotary halves of queries and keys."""
-_MIXTURES: Final = frozenset({"ernie4_5-moe", "glm4moe", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"})
+_MIXTURES: Final = frozenset({"deepseek2", "ernie4_5-moe", "glm4moe", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"})
 _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""
-_PARTIAL: Final = frozenset({"glm4", "glm4moe", "minimax-m2", "phi3"}) | _HYBRIDS
+_PARTIAL: Final = frozenset({"deepseek2", "glm4", "glm4moe", "minimax-m2", "phi3"}) | _HYBRIDS
 """Architectures that rotate a part of each head."""
 PLUS_ONE_NORMS: Final = frozenset({"gemma3"}) | _HYBRIDS
 """Architectures whose converters add one to the weights of norms."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from cortex.neuron.weights.gguf.keys import Keys
+from cortex.neuron.weights.gguf.keys import FLOAT32_DIGITS, Keys
 
 _GEMMA3_27B_LAYERS: Final = 62
 """The one Gemma 3 whose attention scale does not follow from the width of its heads, and files do not name it."""
@@ -18,6 +18,50 @@ def _cohere2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
         **keys.windows(config["num_hidden_layers"], 4),
         "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "logit_scale": keys.number("logit_scale"),
+    }
+
+
+def _deepseek2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek V3, Kimi K2 and GLM-4.7-Flash or, with a softmax router, DeepSeek V2. Files name the sizes of latents as
+    those of a head, older ones those of a head itself."""
+    num_dense, rope_dims = _num_dense(keys), keys.count("rope.dimension_count")
+    groups = keys.count("expert_group_count", 1)
+    kept = keys.count("expert_group_used_count", 1) if groups > 1 else 1
+    query_dim = keys.count("attention.key_length_mla", config["head_dim"])
+    if query_dim <= rope_dims:
+        raise keys.malformed(f"rotates {rope_dims} of {query_dim} dimensions of a head")
+    has_bias = keys.has_tensor(f"blk.{num_dense}.exp_probs_b.bias")
+    is_sigmoid = keys.count("expert_gating_func", SIGMOID if has_bias else SOFTMAX) == SIGMOID
+    _check_scoring(keys, SIGMOID if is_sigmoid else SOFTMAX)
+    scaling = dict(config["rope_scaling"] or {})
+    if "mscale" in scaling:  # files have a tenth of it
+        scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(scaling["mscale"] * 10, FLOAT32_DIGITS))
+    options = {
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": rope_dims,
+        "partial_rotary_factor": 1.0,
+        "rope_scaling": scaling or None,
+        "q_lora_rank": keys.count("attention.q_lora_rank") if keys.has("attention.q_lora_rank") else None,
+        "kv_lora_rank": keys.count("attention.kv_lora_rank"),
+        "qk_nope_head_dim": query_dim - rope_dims,
+        "qk_rope_head_dim": rope_dims,
+        "v_head_dim": keys.count("attention.value_length_mla", keys.count("attention.value_length")),
+        "n_routed_experts": config["num_experts"],
+        "n_shared_experts": keys.count("expert_shared_count") if keys.has("expert_shared_count") else 0,
+        "n_group": groups,
+        "topk_group": kept,
+        "first_k_dense_replace": num_dense,
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.flag("expert_weights_norm", default=False),
+    }
+    if is_sigmoid:
+        return options
+    method = "group_limited_greedy" if groups > kept else "greedy"
+    return {
+        **options,
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "topk_method": method,
     }
 
 
@@ -129,6 +173,7 @@ def _by_type(config: Mapping[str, Any], windowed_theta: float) -> dict[str, Any]
 
 OPTIONS: Final[Mapping[str, Callable[[Keys, Mapping[str, Any]], dict[str, Any]]]] = {
     "cohere2": _cohere2,
+    "deepseek2": _deepseek2,
     "ernie4_5-moe": _ernie4_5_moe,
     "exaone4": _exaone4,
     "gemma3": _gemma3,

@@ -95,7 +95,7 @@ class Architecture(ABC):
     """Values of options that the family's configs leave out."""
     implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Options of the family's configs → their values that are implemented. The constructor rejects others."""
-    notes: ClassVar[tuple[str, ...]] = ()
+    notes: tuple[str, ...] = ()
     """What a user should know about every model of this family."""
 
     shard: Shard = WHOLE

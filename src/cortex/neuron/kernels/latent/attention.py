@@ -71,4 +71,5 @@ def absorbed_reference(q: Tensor, latents: Tensor, rules: LatentRules, batch: Ba
 
 def _halves_apart(x: Tensor) -> Tensor:
     """x: [..., dims] → the even dimensions, then the odd ones"""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    pairs: Tensor = x.unflatten(-1, (-1, 2))
+    return pairs.transpose(-1, -2).flatten(-2)

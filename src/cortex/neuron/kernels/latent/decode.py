@@ -30,9 +30,7 @@ MAX_HEADS = 64
 TILES = (64, 32, 16)
 
 
-def decode_latent_attention(
-    query: Tensor, rules: LatentRules, batch: Batch, pages: Tensor, mixed: Tensor
-) -> None:
+def decode_latent_attention(query: Tensor, rules: LatentRules, batch: Batch, pages: Tensor, mixed: Tensor) -> None:
     """Writes the first `batch.num_decodes` rows of `mixed` ([tokens, heads, latent]). query: [tokens, heads, latent +
     rope dims]; both are contiguous."""
     rows, (_, heads, _) = batch.num_decodes, query.shape

@@ -12,9 +12,7 @@ from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, laun
 from cortex.neuron.kernels.latent.rules import LatentRules
 
 
-def store_latents(
-    q: Tensor, latents: Tensor, rules: LatentRules, batch: Batch, pages: Tensor, query: Tensor
-) -> None:
+def store_latents(q: Tensor, latents: Tensor, rules: LatentRules, batch: Batch, pages: Tensor, query: Tensor) -> None:
     """Writes the slots of the batch in `pages`, and the rotated dimensions of `query` ([tokens, heads, latent + rope
     dims], contiguous). q and latents: see `latent_attention`."""
     tokens, heads, query_dim = q.shape

@@ -20,9 +20,7 @@ TILES = ((64, 32, 8), (32, 16, 4), (16, 16, 4))
 """Queries (of all heads) and positions per tile, and warps: the fastest on Hopper first."""
 
 
-def prefill_latent_attention(
-    query: Tensor, rules: LatentRules, batch: Batch, pages: Tensor, mixed: Tensor
-) -> None:
+def prefill_latent_attention(query: Tensor, rules: LatentRules, batch: Batch, pages: Tensor, mixed: Tensor) -> None:
     """query: the tokens of the prefill rows [tokens, heads, latent + rope dims]; mixed: [tokens, heads, latent]; both
     are contiguous. Their latents are in the pages."""
     assert batch.prefill_tiles is not None

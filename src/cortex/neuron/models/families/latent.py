@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from cortex.neuron.layers.configs import LatentAttentionConfig, NormConfig, RopeConfig
+from cortex.neuron.layers.configs import LatentAttentionConfig, NormConfig, RopeConfig, Shard
+from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.config import count_in, optional_count_in, read_rope, rope_settings
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama
@@ -18,6 +19,12 @@ _LATENT_NORM = NormConfig(1e-6)
 
 class LatentLlama(Llama):
     """Llama's shape with latent attention."""
+
+    def sharded(self, shard: Shard) -> Architecture:
+        part = super().sharded(shard)
+        if not shard.is_whole:
+            part.notes = (*self.notes, "every device keeps the whole KV cache: attention heads share its latents")
+        return part
 
     def mixer(self, index: int) -> MixerConfig:
         del index

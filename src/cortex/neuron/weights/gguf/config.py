@@ -39,7 +39,9 @@ _FAMILIES: Final = {
 }
 INTERLEAVED: Final = frozenset({"granite", "llama", "mistral3", "smollm3"})
 """Architectures whose converters interleave the rotary halves of queries and keys."""
-_MIXTURES: Final = frozenset({"deepseek2", "ernie4_5-moe", "glm4moe", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"})
+_MIXTURES: Final = frozenset(
+    {"deepseek2", "ernie4_5-moe", "glm4moe", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"}
+)
 _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""
 _PARTIAL: Final = frozenset({"deepseek2", "glm4", "glm4moe", "minimax-m2", "phi3"}) | _HYBRIDS

@@ -38,6 +38,13 @@ PIXTRAL = {
     "image_size": 28,
     "patch_size": 14,
 }
+GLIMMER = {
+    "model_type": "muse_glimmer_vision",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 SIGLIP = {
     "model_type": "siglip_vision_model",
     "hidden_size": 16,
@@ -273,6 +280,37 @@ TABLE: dict[str, Family] = {
         },
     ),
     "youtu": Family(transformers.YoutuConfig, transformers.YoutuForCausalLM, {"plain": LATENT}),
+    "muse_glimmer": Family(
+        transformers.MuseGlimmerConfig,
+        transformers.MuseGlimmerForConditionalGeneration,
+        {
+            "plain": {"sliding_window": 9, "num_hidden_layers": 5},
+            "listed": {
+                **{"layer_types": WINDOWS, "sliding_window": 9, "layer_rope_theta": [10_000.0, 0, 10_000.0, 0]},
+                **{"qk_scale_factor": 2.5, "output_multiplier": 0.5, "final_logit_softcapping": 3.0},
+                **{"attention_bias": True, **FOUR_LAYERS},
+            },
+        },
+        GLIMMER,
+    ),
+    "laguna": Family(
+        transformers.LagunaConfig,
+        transformers.LagunaForCausalLM,
+        {
+            "plain": {"num_experts": 6, "shared_expert_intermediate_size": 40, **EXPERTS},
+            "heads": {
+                **{"num_experts": 6, "shared_expert_intermediate_size": 24, "moe_routed_scaling_factor": 2.5},
+                **{"num_attention_heads_per_layer": [4, 2, 8, 4], "layer_types": WINDOWS, "sliding_window": 9},
+                **{"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "gating": "per-element"},
+                "rope_parameters": {
+                    "full_attention": YARN | {"partial_rotary_factor": 0.5},
+                    "sliding_attention": LOCAL,
+                },
+                **EXPERTS,
+                **FOUR_LAYERS,
+            },
+        },
+    ),
     "ernie4_5_moe": Family(
         transformers.Ernie4_5_MoeConfig,
         transformers.Ernie4_5_MoeForCausalLM,

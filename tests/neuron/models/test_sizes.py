@@ -61,13 +61,14 @@ OWN_OPTIONS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 24,
     },
+    "laguna": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "mellum": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }
 LATENT = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32}
 WITH_LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu")
 OWN_OPTIONS |= {family: LATENT | OWN_OPTIONS.get(family, {}) for family in WITH_LATENTS}
-WITH_TOWER = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
+WITH_TOWER = ("gemma3", "mistral3", "muse_glimmer", "qwen3_5", "qwen3_5_moe")
 
 
 def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:

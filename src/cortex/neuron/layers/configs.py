@@ -74,6 +74,8 @@ class NormConfig:
     """Whether the mean is subtracted first, which makes it a layer norm (without a bias)."""
     scale: float = 1.0
     """A factor of the result, which the weight in memory includes."""
+    weightless: bool = False
+    """Whether the checkpoint has no weight."""
 
     @property
     def is_float32(self) -> bool:
@@ -101,6 +103,17 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
+class GateConfig:
+    """What the output of attention is multiplied by, projected from the layer's input."""
+
+    name: str | None = None
+    """The projection in the checkpoint; None: the q projection also produces the gate, head by head."""
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    is_per_head: bool = False
+    """Whether all elements of a head have one gate."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
     hidden: int
     heads: int
@@ -114,11 +127,21 @@ class AttentionConfig:
     """Biases on q, k and v."""
     output_bias: bool = False
     qk_norm: QKNormConfig | None = None
-    gated: bool = False
-    """The q projection also produces a gate. The output is multiplied by its sigmoid."""
+    gate: GateConfig | None = None
     window: int | None = None
     """Positions a token attends to, including its own; None: all."""
     query_growth: QueryGrowth | None = None
+
+    @property
+    def gated(self) -> bool:
+        """Whether the q projection also produces a gate."""
+        return self.gate is not None and self.gate.name is None
+
+    def gate_rows(self, prefix: str) -> dict[str, int]:
+        """The projection of a gate of its own (without `.weight`) → its number of rows; empty: there is none."""
+        if self.gate is None or self.gate.name is None:
+            return {}
+        return {f"{prefix}.{self.gate.name}": self.heads * (1 if self.gate.is_per_head else self.head_dim)}
 
     @property
     def kv_elements(self) -> int:

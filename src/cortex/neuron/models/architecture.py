@@ -43,6 +43,8 @@ class BlockNorms:
 
     before: str | None = None
     after: str | None = None
+    after_eps: float | None = None
+    """Of the norm after the block; None: that of the layer's norms."""
 
     @property
     def names(self) -> list[str]:
@@ -77,6 +79,8 @@ class EndsConfig:
     norm: NormConfig
     """Its scale is that of the logits."""
     embedding_scale: float = 1.0
+    embedding_eps: float | None = None
+    """Of a norm of embeddings without a weight; None: there is none."""
     logit_cap: float | None = None
     """Logits x become cap · tanh(x / cap)."""
 

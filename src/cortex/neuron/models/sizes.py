@@ -92,7 +92,7 @@ def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]
 
 
 def _norm_bytes(norm: NormConfig, size: int, storage: WeightStorage) -> int:
-    return size * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
+    return 0 if norm.weightless else size * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
 
 
 def kv_bytes_by_window(architecture: Architecture, item_bytes: int) -> dict[int | None, int]:
@@ -125,6 +125,8 @@ def _attention_bytes(config: AttentionConfig, storage: WeightStorage, prefix: st
     inputs, mixed = config.input_rows(prefix), config.heads * config.head_dim
     total = storage.linear_bytes(config.hidden, inputs)
     total += storage.linear_bytes(mixed, {f"{prefix}.o_proj": config.hidden})
+    if gate := config.gate_rows(prefix):
+        total += storage.linear_bytes(config.hidden, gate)
     total += (sum(inputs.values()) * config.bias + config.hidden * config.output_bias) * storage.item_bytes
     if config.qk_norm is not None:
         total += _norm_bytes(config.qk_norm.norm, sum(config.norm_sizes(prefix).values()), storage)

@@ -20,6 +20,10 @@ _LATENT_NORM = NormConfig(1e-6)
 class LatentLlama(Llama):
     """Llama's shape with latent attention."""
 
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        """The number and width of key-value heads, which some configs have, mean nothing here."""
+        super().__init__({name: raw[name] for name in raw if name not in ("num_key_value_heads", "head_dim")})
+
     def sharded(self, shard: Shard) -> Architecture:
         part = super().sharded(shard)
         if not shard.is_whole:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import (
     AttentionConfig,
+    GateConfig,
     GatedDeltaConfig,
     MLPConfig,
     MoEConfig,
@@ -31,7 +32,7 @@ class Qwen3Next(Llama):
         return self.attention(index) if self._layer_type(index) == "full_attention" else self._gated_delta()
 
     def attention(self, index: int) -> AttentionConfig:
-        return replace(super().attention(index), qk_norm=QKNormConfig(self.norm), gated=True)
+        return replace(super().attention(index), qk_norm=QKNormConfig(self.norm), gate=GateConfig())
 
     @property
     def norm(self) -> NormConfig:

@@ -34,6 +34,7 @@ WINDOWS: dict[str, Any] = {
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
+TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 LATENT: dict[str, Any] = {
     **UNPADDED,
     **{"num_key_value_heads": 4, "head_dim": 64, "q_lora_rank": 256, "kv_lora_rank": 256},
@@ -103,6 +104,28 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "hunyuan-dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM, UNPADDED),
+    "laguna": (
+        transformers.LagunaConfig,
+        transformers.LagunaForCausalLM,
+        {
+            **UNPADDED,
+            **{"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_hidden_layers": 4},
+            **{"shared_expert_intermediate_size": 512, "moe_routed_scaling_factor": 2.5, "sliding_window": 9},
+            "num_attention_heads_per_layer": [4, 8, 8, 8],
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "rope_parameters": {
+                "full_attention": {**YARN, "partial_rotary_factor": 0.5},
+                "sliding_attention": {**PLAIN, "rope_theta": 500.0},
+            },
+        },
+    ),
+    "muse-glimmer": (
+        lambda attn_implementation, **text: transformers.MuseGlimmerConfig(
+            text_config=text, vision_config=TOWER, attn_implementation=attn_implementation
+        ),
+        transformers.MuseGlimmerForConditionalGeneration,
+        UNPADDED | {"num_hidden_layers": 5, "sliding_window": 9},
+    ),
     "mistral3": (
         transformers.Ministral3Config,
         transformers.Ministral3ForCausalLM,

@@ -23,7 +23,7 @@ def described(architecture: Architecture) -> tuple[Any, ...]:
         assert isinstance(layer.mixer, KV_MIXERS)
         rope = layer.mixer.rope
         frequencies = None if rope is None else _frequencies(rope)
-        layers.append((replace(layer, mixer=replace(layer.mixer, rope=None)), frequencies))
+        layers.append((replace(layer, mixer=replace(layer.mixer, rope=RopeConfig(0))), frequencies))
     return architecture.config, architecture.ends, layers
 
 

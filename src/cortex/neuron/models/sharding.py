@@ -93,8 +93,8 @@ def _attention_slices(config: AttentionConfig, shard: Shard, prefix: str) -> Ite
     if config.qk_norm is not None and config.qk_norm.spans_heads:
         yield f"{prefix}.q_norm.weight", TensorSlice(rows=(_scaled(heads, config.head_dim),))
         yield f"{prefix}.k_norm.weight", TensorSlice(rows=(kv_rows,))
-    for name, rows in config.gate_rows(prefix).items():
-        yield f"{name}.weight", TensorSlice(rows=(shard.part(rows),))
+    for name, num_rows in config.gate_rows(prefix).items():
+        yield f"{name}.weight", TensorSlice(rows=(shard.part(num_rows),))
     yield f"{prefix}.o_proj.weight", TensorSlice(columns=_scaled(heads, config.head_dim))
 
 

@@ -42,11 +42,14 @@ class MuseGlimmer(Llama):
         )
 
     def attention(self, index: int) -> AttentionConfig:
-        plain = super().attention(index)
+        """Files of other programs have the scale of queries as the weight of a norm."""
+        plain, is_weighted = super().attention(index), bool(self.raw.get("qk_norm_weights"))
         return replace(
             plain,
             scale=plain.scale * number_in(self.raw, "qk_scale_factor", 3.87),
-            qk_norm=QKNormConfig(NormConfig(self.config.norm_eps, weightless=True)),
+            qk_norm=QKNormConfig(
+                NormConfig(self.config.norm_eps, zero_centred=is_weighted, weightless=not is_weighted)
+            ),
             gate=GateConfig("gate_proj"),
         )
 

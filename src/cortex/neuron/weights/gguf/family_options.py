@@ -116,6 +116,23 @@ def _granite(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _laguna(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    _check_scoring(keys, SIGMOID)
+    num_layers, width = config["num_hidden_layers"], config["head_dim"]
+    heads, num_dense = keys.counts("attention.head_count", num_layers), _num_dense(keys)
+    ropes = _by_type(config, keys.number("rope.freq_base_swa", config["rope_theta"]))
+    ropes["full_attention"]["partial_rotary_factor"] = config["partial_rotary_factor"]
+    ropes["sliding_attention"]["partial_rotary_factor"] = keys.count("rope.dimension_count_swa", width) / width
+    return {
+        **keys.windows(num_layers, 4, is_first=True),
+        "num_attention_heads_per_layer": heads,
+        "gating": "per-head" if keys.num_rows("blk.0.attn_gate.weight") == heads[0] else "per-element",
+        "mlp_layer_types": ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)],
+        "moe_routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "rope_parameters": ropes,
+    }
+
+
 def _minimax_m2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     _check_scoring(keys, SIGMOID)
     return {"num_local_experts": config["num_experts"], "intermediate_size": config["moe_intermediate_size"]}
@@ -128,6 +145,19 @@ def _mistral3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     growth = {"llama_4_scaling_beta": keys.number("attention.temperature_scale")}
     scaling = {**(config["rope_scaling"] or {}), **growth}
     return {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], "rope_scaling": scaling}
+
+
+def _muse_glimmer(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without a window do not rotate. The scale of queries is the weight of a norm, which only files have."""
+    windows = keys.windows(config["num_hidden_layers"], 4)
+    return {
+        **windows,
+        "layer_rope_theta": [config["rope_theta"] * (kind == "sliding_attention") for kind in windows["layer_types"]],
+        "output_multiplier": keys.number("logit_scale"),
+        "final_logit_softcapping": keys.number("final_logit_softcapping"),
+        "qk_norm_weights": True,
+        "qk_scale_factor": 1.0,
+    }
 
 
 def _olmo2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,8 +209,10 @@ OPTIONS: Final[Mapping[str, Callable[[Keys, Mapping[str, Any]], dict[str, Any]]]
     "gemma3": _gemma3,
     "glm4moe": _glm4moe,
     "granite": _granite,
+    "laguna": _laguna,
     "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,
+    "muse-glimmer": _muse_glimmer,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "seed_oss": _seed_oss,

@@ -68,6 +68,12 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
+    "laguna": {**_SHARED, "attn_gate": "self_attn.g_proj"},
+    "muse-glimmer": {
+        **_AFTER_BLOCKS,
+        "ffn_norm": "pre_feedforward_layernorm",
+        "attn_gate": "self_attn.gate_proj",
+    },
     "glm4moe": {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
     "olmo2": _AFTER_BLOCKS,
     "phi3": _FUSED,

@@ -12,7 +12,9 @@ from cortex.neuron.text import defaults, files
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
 from cortex.neuron.text.grammar.trial import GrammarTrial
+from cortex.neuron.text.output.addressed import AddressedSplitter
 from cortex.neuron.text.output.detect import (
+    ADDRESSED,
     ReasoningMarkers,
     ToolSyntax,
     reasoning_markers,
@@ -171,8 +173,10 @@ class TextModel:
         """A watch for one choice of a response that may begin with reasoning."""
         return ReasoningWatch(Detokenizer(self.tokenizer, self._hidden_without_calls), self._splitter(rendered))
 
-    def _splitter(self, rendered: Rendered) -> ReasoningSplitter:
+    def _splitter(self, rendered: Rendered) -> ReasoningSplitter | AddressedSplitter:
         assert self._reasoning_markers is not None, "the model has no reasoning markers"
+        if self._reasoning_markers is ADDRESSED:
+            return AddressedSplitter(starts_in_reasoning=rendered.starts_in_reasoning)
         return ReasoningSplitter(self._reasoning_markers, starts_in_reasoning=rendered.starts_in_reasoning)
 
     def _leading_reasoning(self, request: GenerateRequest) -> LeadingReasoning:
@@ -286,7 +290,7 @@ def _notes(sources: TemplateSources, tools_template: ChatTemplate, *, has_vision
 
 def _reasoning_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
     markers = reasoning_markers(template)
-    return () if markers is None else tuple(tokenizer.encode(f"\n{markers.close}\n\n"))
+    return () if markers is None else tuple(tokenizer.encode(f"\n{markers.close}{markers.follow}"))
 
 
 def _capabilities(template: ChatTemplate, notes: tuple[str, ...]) -> Capabilities:

@@ -69,13 +69,11 @@ def test_messages_become_the_same_events_for_any_split(text: str, expected: list
 
 def test_reasoning_that_the_prompt_opened_ends_with_its_message() -> None:
     splitter = AddressedSplitter(starts_in_reasoning=True)
-    assert splitter.is_thinking
-    pieces = splitter.push("hm<|eom|>")
-    assert not splitter.is_thinking
-    assert not splitter.is_over
-    pieces += splitter.push("assistant to=user<|message|>Hi")
-    assert splitter.is_over
-    assert [tuple(piece) for piece in pieces] == [(True, "hm"), (False, "Hi")]
+    seen = []
+    for text in ("hm", "<|eom|>", "assistant to=user<|message|>Hi"):
+        pieces = splitter.push(text)
+        seen.append(([tuple(piece) for piece in pieces], splitter.is_thinking, splitter.is_over))
+    assert seen == [([(True, "hm")], True, False), ([], False, False), ([(False, "Hi")], False, True)]
 
 
 def test_template_with_addressed_messages_is_recognised() -> None:

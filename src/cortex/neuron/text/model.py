@@ -183,7 +183,7 @@ class TextModel:
 
     def reasoning_watch(self, rendered: Rendered) -> ReasoningWatch:
         """A watch for one choice of a response that may begin with reasoning."""
-        reading: ReasoningSplitter | HarmonyParser
+        reading: ReasoningSplitter | AddressedSplitter | HarmonyParser
         if self._is_harmony:
             reading = HarmonyParser((), new_call_id, 0, self._opened_message(rendered))
         else:

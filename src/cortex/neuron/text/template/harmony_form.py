@@ -49,6 +49,6 @@ def reject_built_in_tools(template_args: Mapping[str, Any]) -> None:
     """Raises InvalidValue for tools that the model was trained with: nothing here runs them."""
     if tools := template_args.get("builtin_tools"):
         raise InvalidValue(
-            f"the built-in tools {shorten(str(tools))} do not run here; remove builtin_tools and send tools of your own",
+            f"the built-in tools {shorten(str(tools))} do not run here; remove builtin_tools, or send your own tools",
             param="chat_template_kwargs",
         )

@@ -56,6 +56,7 @@ class Attention:
             k_scale=weights[1],
             eps=norm.norm.eps if norm is not None else 0.0,
             window=config.window,
+            sinks=parameters.load(f"{prefix}.sinks", config.heads, dtype=torch.float32) if config.sinks else None,
         )
         self._has_softplus = config.gate is not None and config.gate.activation == "softplus"
         self._growth = None

@@ -23,6 +23,7 @@ from cortex.neuron.models.families.qwen import Qwen2, Qwen3
 from cortex.neuron.models.mixtures.deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite
 from cortex.neuron.models.mixtures.ernie4_5_moe import Ernie45Moe
 from cortex.neuron.models.mixtures.glm4_moe import Glm4Moe
+from cortex.neuron.models.mixtures.gpt_oss import GptOss
 from cortex.neuron.models.mixtures.laguna import Laguna
 from cortex.neuron.models.mixtures.minimax_m2 import MiniMaxM2
 from cortex.neuron.models.mixtures.qwen3_moe import Mellum, Qwen3Moe
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "gemma3_text": Gemma3,
     "glm4": Glm4,
     "glm4_moe": Glm4Moe,
+    "gpt_oss": GptOss,
     "glm4_moe_lite": Glm4MoeLite,
     "granite": Granite,
     "hunyuan_v1_dense": HunyuanDense,
@@ -98,5 +100,5 @@ def _reject_quantised(config: Mapping[str, Any]) -> None:
         if not is_readable(method):
             raise UnsupportedModel(
                 f"the weights are quantised ({method or 'method not named'}), which is not supported in safetensors; "
-                "use FP8, AWQ, GPTQ or compressed-tensors, the model's unquantised repository, or a GGUF file"
+                "use FP8, MXFP4, AWQ, GPTQ or compressed-tensors, the model's unquantised repository, or a GGUF file"
             )

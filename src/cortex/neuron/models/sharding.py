@@ -76,8 +76,11 @@ def feed_forward_slices(
     experts = f"{prefix}.mlp.experts"
     yield f"{experts}.gate_up_proj", TensorSlice(rows=(held,))
     yield f"{experts}.down_proj", TensorSlice(rows=(held,))
+    yield f"{experts}.gate_up_proj.bias", TensorSlice(rows=(_scaled(held, 2 * block.inner),))
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        yield f"{experts}.{part}.bias", TensorSlice(rows=(held,))
     for number in range(block.experts):  # the experts of a rank have ids from 0
-        for part in ("gate", "up", "down"):
+        for part in ("gate", "up", "gate_up", "down"):
             name = f"{experts}.{number}.{part}_proj.weight"
             source = f"{experts}.{held.start + number}.{part}_proj.weight"
             yield name, TensorSlice(source=source) if number < len(held) else None
@@ -96,6 +99,7 @@ def _attention_slices(config: AttentionConfig, shard: Shard, prefix: str) -> Ite
     for name, num_rows in config.gate_rows(prefix).items():
         yield f"{name}.weight", TensorSlice(rows=(shard.part(num_rows),))
     yield f"{prefix}.o_proj.weight", TensorSlice(columns=_scaled(heads, config.head_dim))
+    yield f"{prefix}.sinks", TensorSlice(rows=(heads,))
 
 
 def _latent_slices(config: LatentAttentionConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:

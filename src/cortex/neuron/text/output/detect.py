@@ -5,6 +5,7 @@ The first row of this table that applies decides:
 
 | the template contains | tool calls are parsed as |
 |---|---|
+| `<|channel|>` and `<|message|>` | harmony (`output/harmony.py`): `<|channel|>commentary to=functions.f<|message|>{` |
 | `<atem:function_calls>` | Muse XML: `<atem:function_calls><atem:invoke name="f"><atem:parameter name="p">…` |
 | `<minimax:tool_call>` | MiniMax XML: `<minimax:tool_call><invoke name="f"><parameter name="p">…` |
 | `<seed:tool_call>` | Seed XML: `<seed:tool_call><function=f><parameter=p>…` |
@@ -38,6 +39,7 @@ from cortex.neuron.text.template.chat_template import ChatTemplate
 
 
 class ToolSyntax(StrEnum):
+    HARMONY = "harmony"
     MUSE_XML = "muse_xml"
     MINIMAX_XML = "minimax_xml"
     SEED_XML = "seed_xml"
@@ -91,6 +93,7 @@ _SPELLS_PARAMETERS: Final = re.compile(r"""\\?["']parameters\\?["']\s*:""")
 
 
 _MARKERS: Final = (
+    (("<|channel|>", "<|message|>"), ToolSyntax.HARMONY),
     (("<atem:function_calls>",), ToolSyntax.MUSE_XML),
     (("<minimax:tool_call>",), ToolSyntax.MINIMAX_XML),
     (("<seed:tool_call>",), ToolSyntax.SEED_XML),

@@ -21,6 +21,7 @@ _FAMILIES: Final = {
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
     "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     "laguna": ("laguna", "LagunaForCausalLM"),
@@ -42,7 +43,7 @@ _FAMILIES: Final = {
 INTERLEAVED: Final = frozenset({"granite", "llama", "mistral3", "muse-glimmer", "smollm3"})
 """Architectures whose converters interleave the rotary halves of queries and keys."""
 _MIXTURES: Final = frozenset(
-    {"deepseek2", "ernie4_5-moe", "glm4moe", "laguna", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"}
+    {"deepseek2", "ernie4_5-moe", "glm4moe", "gpt-oss", "laguna", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"}
 )
 _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""

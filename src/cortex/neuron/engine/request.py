@@ -10,6 +10,7 @@ from typing import Literal
 
 from cortex.neuron.engine.errors import RequestError
 
+Speculation = Literal["off", "lookup"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -83,6 +84,10 @@ class EngineRequest:
     """Prompt positions (turn ends) where a model with recurrent layers should save its state for later turns."""
     prompt_logprobs: int | None = None
     """None: not of the prompt. 0: of each prompt token after the first. N: also of the N top tokens at its position."""
+    prediction: tuple[int, ...] = ()
+    """The expected output. Where it is right, several tokens are checked in one step."""
+    speculates: bool = True
+    """Whether draft tokens may be checked for it, as far as the model does so. The output is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +173,8 @@ class LoadSpec:
     """The dtype in which keys and values are kept; `auto`: the one that the model computes in."""
     deterministic: bool = False
     """Whether the tokens of a request are independent of the batch (batch-invariant arithmetic), which is slower."""
+    speculation: Speculation = "lookup"
+    """Where draft tokens come from, which a step checks in addition to drawing one; `off`: there are none."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""

@@ -20,6 +20,7 @@ from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduler import Scheduler
 from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.speculation.speculation import Speculation
 from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 
@@ -46,9 +47,17 @@ class StepLoop:
     """Owns the sequences of one engine from submission to their last output. Belongs to the engine thread."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, constraints: Constraints, counters: Counters, *, overlaps: bool
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        constraints: Constraints,
+        counters: Counters,
+        speculation: Speculation,
+        *,
+        overlaps: bool,
     ) -> None:
         """`overlaps`: a step is launched before the host reads the previous one, as a GPU needs to stay busy."""
+        self._speculation = speculation
         self._scheduler = scheduler
         self._runner = runner
         self._constraints = constraints
@@ -78,6 +87,7 @@ class StepLoop:
         constraint = self._constraints.compile(request.grammar) if request.grammar is not None else None
         sequence = self._scheduler.submit(request)
         sequence.constraint = constraint
+        self._speculation.begin(sequence)
         self._sequences[request.id] = sequence
 
     def cancel(self, request_id: str) -> None:
@@ -97,8 +107,11 @@ class StepLoop:
 
         Raises StepBlamed if one request is known to be at fault, and anything else that a step may raise."""
         self._failed = ()
-        if self._suspects or any(sequence.constraint is not None for sequence in self._scheduler.running):
-            self._collect_all()  # the next step depends on the tokens of the last
+        if self._must_read_first():
+            self._collect_all()
+        if not self._in_flight and not self._suspects:
+            decoding, is_mixed = self._decoding()
+            self._speculation.assign(decoding, is_mixed=is_mixed)
         plan = self._plan()
         if plan is not None:
             self._launch(plan)
@@ -106,6 +119,23 @@ class StepLoop:
             self._collect(self._in_flight.popleft())
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _must_read_first(self) -> bool:
+        """Whether the next step depends on the tokens of those in flight."""
+        if not self._in_flight:
+            return False
+        if self._suspects or any(sequence.constraint is not None for sequence in self._scheduler.running):
+            return True
+        has_drafts = any(row.drafted for step in self._in_flight for _, row in step.rows)
+        decoding, is_mixed = self._decoding()
+        return has_drafts or self._speculation.is_likely(decoding, is_mixed=is_mixed)
+
+    def _decoding(self) -> tuple[list[Sequence], bool]:
+        """The sequences that the next step decodes, and whether it may also compute prompts."""
+        running = self._scheduler.running
+        decoding = [sequence for sequence in running if sequence.is_decoding and sequence.wants_more]
+        is_mixed = bool(self._scheduler.waiting) or any(not sequence.is_decoding for sequence in running)
+        return decoding, is_mixed
 
     def prepare(self) -> bool:
         """Builds one more graph or plan for later steps; false if nothing is left to build."""
@@ -167,11 +197,10 @@ class StepLoop:
     def _launch(self, plan: StepPlan) -> None:
         by_row = {sequence.row: sequence for sequence in self._scheduler.running}
         rows = tuple((by_row[row.row], row) for row in plan.rows)
-        drawing = [sequence for sequence, row in rows if row.outputs.draws]
-        # The plan has already counted this draw.
-        draws = [Draw(sequence.row, sequence.num_drawn - 1) for sequence in drawing]
+        drawing = [(sequence, row) for sequence, row in rows if row.outputs.draws]
+        draws = [draw for sequence, row in drawing for draw in draws_of(sequence, row)]
         try:
-            mask = self._constraints.mask([sequence.constraint for sequence in drawing])
+            mask = self._constraints.mask([(sequence.constraint, row.drafted) for sequence, row in drawing])
             launched = self._runner.launch(plan, draws, mask)
         except Exception as error:
             self._scheduler.retract(plan)
@@ -183,7 +212,7 @@ class StepLoop:
             self._suspects.popleft()
         self._in_flight.append(_InFlight(launched, rows))
         self._counters.steps += 1
-        self._counters.prompt_tokens += sum(row.count for row in plan.rows if row.inputs.tokens is not None)
+        self._counters.prompt_tokens += sum(row.count for row in plan.rows if not row.decodes)
 
     def _collect_all(self) -> None:
         while self._in_flight:
@@ -201,6 +230,7 @@ class StepLoop:
                 self._finish(sequence, StepOutput(sequence.request.id, finish="error", error=message))
                 continue
             tokens, finish = until_end(sequence, result.tokens)
+            self._speculation.read(sequence, row, tokens)
             self._scheduler.row_read(sequence, row, tokens)
             if tokens:
                 self._report(sequence, tokens, finish, result.logprobs[: len(tokens)])
@@ -266,6 +296,13 @@ class StepLoop:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every row and page is accounted for."""
         self._scheduler.check_integrity()
+
+
+def draws_of(sequence: Sequence, row: RowPlan) -> list[Draw]:
+    """The draws of a planned row, which its sequence has already counted."""
+    first = sequence.num_drawn - row.outputs.draws
+    drafted: list[int | None] = [*row.drafted, None]
+    return [Draw(sequence.row, first + index, token) for index, token in enumerate(drafted)]
 
 
 def until_end(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:

@@ -5,7 +5,7 @@ Plain dataclasses: they import on a bare GPU host, and cross the worker's channe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cortex.neuron.engine.errors import RequestError
@@ -114,6 +114,12 @@ class StepOutput:
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """They begin with the second token of the prompt; set on the first output of a request that asks for them."""
+    num_drafted: int = 0
+    """Draft tokens that the step checked."""
+    num_accepted: int = 0
+    """Those of `tokens` that were draft tokens."""
+    num_predicted: int = 0
+    """Those of `tokens` that the request's prediction has at the same place, drafted or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,3 +234,7 @@ class EngineStats:
     cached_tokens: int = 0
     completion_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: dict[str, int] = field(default_factory=dict)
+    """Draft tokens that were checked, by where they came from."""
+    accepted_tokens: dict[str, int] = field(default_factory=dict)
+    """Those of them that were drawn."""

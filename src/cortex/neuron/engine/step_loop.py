@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from cortex.neuron.engine.errors import RequestError, StepBlamed
 from cortex.neuron.engine.execution.results import Launched
@@ -20,7 +21,7 @@ from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduler import Scheduler
 from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.speculation.speculation import Speculation
+from cortex.neuron.engine.speculation.speculation import CheckedDraft, Speculation
 from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 
@@ -41,6 +42,15 @@ class Counters:
     cached_tokens: int = 0
     completion_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: dict[str, int] = field(default_factory=dict)
+    """By the kind of the draft, as `accepted_tokens`. Never changed in place: copies of the counters share them."""
+    accepted_tokens: dict[str, int] = field(default_factory=dict)
+
+    def count(self, checked: CheckedDraft) -> None:
+        kind = checked.kind
+        drafted, accepted = self.drafted_tokens, self.accepted_tokens
+        self.drafted_tokens = drafted | {kind: drafted.get(kind, 0) + checked.num_drafted}
+        self.accepted_tokens = accepted | {kind: accepted.get(kind, 0) + checked.num_accepted}
 
 
 class StepLoop:
@@ -65,6 +75,8 @@ class StepLoop:
         self._overlaps = overlaps
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
+        self._read_at: float | None = None
+        """When the latest step was read, if the device has been busy since."""
         self._outputs: list[StepOutput] = []
         self._failed: tuple[Sequence, ...] = ()
         """The sequences of the step that raised last."""
@@ -115,6 +127,8 @@ class StepLoop:
         plan = self._plan()
         if plan is not None:
             self._launch(plan)
+        elif not self._in_flight:
+            self._read_at = None
         if self._in_flight and (not self._overlaps or plan is None or len(self._in_flight) > 1):
             self._collect(self._in_flight.popleft())
         outputs, self._outputs = self._outputs, []
@@ -218,8 +232,19 @@ class StepLoop:
         while self._in_flight:
             self._collect(self._in_flight.popleft())
 
+    def _time(self, step: _InFlight) -> None:
+        """Reports how long a step of decode rows took: the time since the step before it was read."""
+        now = time.perf_counter()
+        if self._read_at is not None and all(row.decodes for _, row in step.rows):
+            num_tokens = sum(row.count for _, row in step.rows)
+            has_drafts = any(row.drafted for _, row in step.rows)
+            self._speculation.rule.record(num_tokens, now - self._read_at, checks_drafts=has_drafts)
+        self._read_at = now
+
     def _collect(self, step: _InFlight) -> None:
-        for (sequence, row), result in zip(step.rows, step.launched.read(), strict=True):
+        results = step.launched.read()
+        self._time(step)
+        for (sequence, row), result in zip(step.rows, results, strict=True):
             if sequence.finished:
                 continue  # ended after this step was launched
             scores = result.prompt_logprobs
@@ -230,10 +255,12 @@ class StepLoop:
                 self._finish(sequence, StepOutput(sequence.request.id, finish="error", error=message))
                 continue
             tokens, finish = until_end(sequence, result.tokens)
-            self._speculation.read(sequence, row, tokens)
             self._scheduler.row_read(sequence, row, tokens)
+            checked = self._speculation.read(sequence, row, tokens)
+            if checked.num_drafted:
+                self._counters.count(checked)
             if tokens:
-                self._report(sequence, tokens, finish, result.logprobs[: len(tokens)])
+                self._report(sequence, tokens, finish, result.logprobs[: len(tokens)], checked)
 
     def _report(
         self,
@@ -241,6 +268,7 @@ class StepLoop:
         tokens: tuple[int, ...],
         finish: FinishReason | None,
         logprobs: tuple[TokenLogprobs, ...],
+        checked: CheckedDraft,
     ) -> None:
         """Adds the output for the tokens that one row drew."""
         request = sequence.request
@@ -263,6 +291,9 @@ class StepLoop:
             cached,
             finish,
             prompt_logprobs=prompt_logprobs,
+            num_drafted=checked.num_drafted,
+            num_accepted=checked.num_accepted,
+            num_predicted=checked.num_predicted,
         )
         if finish is None:
             self._outputs.append(output)

@@ -103,7 +103,7 @@ def some_requests(seed: int) -> list[EngineRequest]:
     for number, sampling in enumerate([*options, greedy, sampled, greedy]):
         text = tuple(draw.randrange(256) for _ in range(draw.randint(1, 12)))
         prompt = text * draw.randint(1, 4)
-        request = EngineRequest(str(number), prompt, draw.randint(1, 40), SamplingParams(**sampling))
+        request = EngineRequest(str(number), prompt, draw.randint(1, 24), SamplingParams(**sampling))
         if number >= len(options):
             request = replace(request, grammar=GRAMMAR, stop_token_ids=(END,))
         elif number % 2:
@@ -142,18 +142,19 @@ def with_predictions(requests: Sequence[EngineRequest], said: dict[str, Response
     return changed
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_responses_are_those_without_drafts(folder: Path, family: str, late: bool) -> None:
-    seed = 2 * list(FAMILIES).index(family) + late
+def test_responses_are_those_without_drafts(folder: Path, family: str) -> None:
+    seed = list(FAMILIES).index(family)
     requests = some_requests(seed)
     plain = make_engine(folder, family, seed=None)
     expected = responses(plain, requests)
-    assert plain.stats().completion_tokens == sum(len(tokens) for tokens, _, _ in expected.values())
-    engine = make_engine(folder, family, seed=seed, late=late)
-    for attempt in range(2):  # the second one from the prefix cache
-        assert responses(engine, with_predictions(requests, expected, seed + attempt)) == expected
-    assert responses(engine, requests) == expected  # drafts from the text alone
-    assert engine.stats().steps < 2 * plain.stats().steps
     plain.close()
+    engine = make_engine(folder, family, seed=seed, late=seed % 2 == 1)
+    assert responses(engine, with_predictions(requests, expected, seed)) == expected
+    assert responses(engine, requests) == expected  # drafts from the text alone, prompts from the cache
+    stats = engine.stats()
     engine.close()
+    assert set(stats.drafted_tokens) == {"lookup", "prediction", "grammar"}
+    assert all(stats.accepted_tokens.values())
+    assert stats.accepted_tokens["prediction"] < stats.drafted_tokens["prediction"], "no draft was wrong"
+    assert stats.completion_tokens == 2 * sum(len(tokens) for tokens, _, _ in expected.values())

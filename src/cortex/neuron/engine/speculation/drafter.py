@@ -13,7 +13,6 @@ from typing import Final, Literal
 from cortex.neuron.engine.speculation.lookup import Lookup
 
 DraftKind = Literal["lookup", "prediction", "grammar"]
-KINDS: Final[tuple[DraftKind, ...]] = ("lookup", "prediction", "grammar")
 
 _MATCH_LENGTHS: Final = (1, 4, 8, 16, 32)
 """Matches are as likely to go on as other matches of a length between the same two of these."""
@@ -42,14 +41,6 @@ class Draft:
 NO_DRAFT = Draft((), (), "lookup")
 
 
-@dataclass(slots=True)
-class DraftCounts:
-    """The draft tokens that were checked for one sequence, and those of them that were accepted."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-
 class Drafter:
     """Belongs to the engine thread. `text` is the sequence's tokens: it grows, and is only read."""
 
@@ -60,9 +51,7 @@ class Drafter:
         self._lookup: Lookup | None = None
         """Made when it is first needed: the index of a long prompt takes some milliseconds."""
         self._prediction = Lookup(list(prediction), text, is_prediction=True) if prediction else None
-        self._num_predicted = len(prediction)
         self._odds = {kind: list(odds) for kind, odds in _FIRST_ODDS.items()}
-        self.counts: dict[DraftKind, DraftCounts] = {kind: DraftCounts() for kind in KINDS}
 
     def draft(self, count: int) -> Draft:
         """Up to `count` tokens that are expected after the text."""
@@ -83,27 +72,21 @@ class Drafter:
         return Draft(tokens, self._chances("grammar", 0, len(tokens)), "grammar")
 
     def checked(self, kind: DraftKind, num_drafted: int, num_accepted: int) -> None:
-        """Records that draft tokens were checked."""
-        counts = self.counts[kind]
-        counts.drafted += num_drafted
-        counts.accepted += num_accepted
+        """Learns from draft tokens that were checked. What became of others follows from the text."""
         if kind == "grammar":
             for index in range(min(num_accepted + 1, num_drafted)):
                 self._learn("grammar", 0, held=index < num_accepted)
 
-    @property
-    def prediction_tokens(self) -> tuple[int, int] | None:
-        """How many tokens of the prediction appeared in the response, and how many did not; None: there was none."""
+    def follow_prediction(self) -> int:
+        """Follows the new tokens of the text through the prediction; returns how many of them it has."""
         if self._prediction is None:
-            return None
-        while self._prediction.num_pending:
-            self._prediction.advance()
-        accepted = min(self._prediction.num_followed, self._num_predicted)
-        return accepted, self._num_predicted - accepted
+            return 0
+        before = self._prediction.num_followed
+        self._follow_in("prediction", self._prediction)
+        return self._prediction.num_followed - before
 
     def _follow(self) -> None:
-        if self._prediction is not None:
-            self._follow_in("prediction", self._prediction)
+        self.follow_prediction()
         if self._lookup is None:
             self._lookup = Lookup(self._text, self._text)
         if (late := self._lookup.num_pending - _MAX_FOLLOWED) > 0:

@@ -81,6 +81,8 @@ class Lookup:
         """The corpus continues here as the text is expected to; None: the text is nowhere in the corpus."""
         self.length = 0
         """How many of the latest tokens are the same in both, up to MAX_MATCH."""
+        self._left: int | None = None
+        """Where the text left a prediction, and is expected to return to it."""
         self.num_followed = 0
         """Tokens of the text that were the expected ones."""
         self._grams = [_NGrams(order, corpus if is_prediction else corpus[:-1]) for order in _ORDERS]
@@ -94,12 +96,14 @@ class Lookup:
         return len(self._text) - self._seen
 
     def skip(self, count: int) -> None:
-        """Follows `count` tokens without a look at what was expected."""
-        for _ in range(count):
+        """Follows `count` tokens, at least one, without a look at what was expected."""
+        for _ in range(count - 1):
             self._seen += 1
             self._add()
+        self._seen += 1
         self.place, self.length = None, 0
         self._search()
+        self._add()
 
     def advance(self) -> bool | None:
         """Follows the text by one token. Returns whether it was the expected one; None: nothing was expected."""
@@ -110,6 +114,8 @@ class Lookup:
             self.num_followed += 1
             self.length = min(self.length + 1, MAX_MATCH)
         else:
+            if self.length or not self._left:
+                self._left = self.place
             self.length = 0
         # A prediction of which one token was replaced continues after it.
         self.place = self.place + 1 if self.place is not None and (held or self._is_prediction) else None
@@ -132,7 +138,7 @@ class Lookup:
 
     def _search(self) -> None:
         """Moves to the longest match, if it is longer than the current one."""
-        near = self.place if self._is_prediction else None
+        near = (self._left or 0) if self._is_prediction else None
         for grams in self._grams:
             for place in grams.ends(self._text, self._seen, near):
                 length = self._match_length(place)

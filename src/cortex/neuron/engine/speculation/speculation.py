@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter
+from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftKind
 from cortex.neuron.engine.speculation.widths import StepCosts, choose_widths
 from cortex.neuron.engine.step_plan import RowPlan
 
@@ -15,6 +16,20 @@ MAX_ROWS: Final = 32
 """Larger batches get no drafts: reading the weights takes a small part of their steps."""
 MAX_WIDTH: Final = 31
 """Most draft tokens of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedDraft:
+    """What became of the draft of one row."""
+
+    kind: DraftKind
+    num_drafted: int
+    num_accepted: int
+    num_predicted: int
+    """Tokens that the row added and that the prediction has, drafted or not."""
+
+
+NOTHING_CHECKED = CheckedDraft("lookup", 0, 0, 0)
 
 
 class WidthRule(Protocol):
@@ -95,15 +110,14 @@ class Speculation:
         widths = self.rule.widths(drafts, num_tokens, is_mixed=is_mixed)
         return [draft.first(width) for draft, width in zip(drafts, widths, strict=True)]
 
-    def read(self, sequence: Sequence, row: RowPlan, tokens: Ordered[int]) -> int:
-        """Records which draft tokens of a row were accepted, and returns their number. `tokens`: those that the row
-        added."""
-        drafted = row.drafted
-        if not drafted or sequence.drafter is None:
-            return 0
+    def read(self, sequence: Sequence, row: RowPlan, tokens: Ordered[int]) -> CheckedDraft:
+        """Records what became of the drafts of a row. `tokens`: those that the row added to the sequence."""
+        drafter, drafted, kind = sequence.drafter, row.drafted, sequence.draft.kind
+        if drafter is None:
+            return NOTHING_CHECKED
         num_accepted = sum(guess == token for guess, token in zip(drafted, tokens, strict=False))
-        sequence.drafter.checked(sequence.draft.kind, len(drafted), num_accepted)
-        return num_accepted
+        drafter.checked(kind, len(drafted), num_accepted)
+        return CheckedDraft(kind, len(drafted), num_accepted, drafter.follow_prediction())
 
 
 def _draft(sequence: Sequence, count: int) -> Draft:

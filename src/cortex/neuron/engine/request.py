@@ -10,7 +10,6 @@ from typing import Literal
 
 from cortex.neuron.engine.errors import RequestError
 
-Speculation = Literal["off", "lookup"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -179,7 +178,7 @@ class LoadSpec:
     """The dtype in which keys and values are kept; `auto`: the one that the model computes in."""
     deterministic: bool = False
     """Whether the tokens of a request are independent of the batch (batch-invariant arithmetic), which is slower."""
-    speculation: Speculation = "lookup"
+    speculation: Literal["off", "lookup"] = "lookup"
     """Where draft tokens come from, which a step checks in addition to drawing one; `off`: there are none."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None

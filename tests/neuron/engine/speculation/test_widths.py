@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from cortex.neuron.engine.speculation.widths import MIN_GAIN, StepCosts, choose_widths
 
-ODDS = st.lists(st.lists(st.floats(0, 1), max_size=4).map(lambda odds: sorted(odds, reverse=True)), min_size=1, max_size=3)
+ODDS = st.lists(
+    st.lists(st.floats(0, 1), max_size=4).map(lambda odds: sorted(odds, reverse=True)), min_size=1, max_size=3
+)
 
 
 def rate(odds: list[list[float]], widths: tuple[int, ...], growth: float) -> float:
@@ -19,9 +21,7 @@ def rate(odds: list[list[float]], widths: tuple[int, ...], growth: float) -> flo
 @given(odds=ODDS, growth=st.floats(0, 2), spare=st.integers(0, 12))
 def test_no_other_widths_give_more_tokens_per_second(odds: list[list[float]], growth: float, spare: int) -> None:
     num_tokens = len(odds)
-    chosen = choose_widths(
-        odds, num_tokens, num_tokens + spare, 1.0, lambda tokens: 1 + growth * (tokens - num_tokens)
-    )
+    chosen = choose_widths(odds, num_tokens, num_tokens + spare, 1.0, lambda tokens: 1 + growth * (tokens - num_tokens))
     assert sum(chosen) <= spare
     possible = [widths for widths in product(*(range(len(row) + 1) for row in odds)) if sum(widths) <= spare]
     best = max(rate(odds, widths, growth) for widths in possible)

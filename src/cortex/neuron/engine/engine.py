@@ -22,6 +22,7 @@ from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats,
 from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sleep import ModelSleep
+from cortex.neuron.engine.speculation.drafter import Drafter
 from cortex.neuron.engine.speculation.speculation import FastestWidths, Speculation, WidthRule
 from cortex.neuron.engine.step_loop import Counters, StepLoop
 from cortex.neuron.models.decoder import Decoder
@@ -45,11 +46,13 @@ class Engine:
         *,
         overlaps: bool | None = None,
         moves_weights: bool | None = None,
-        width_rule: WidthRule | None = None,
+        width_rule: Callable[[Runner], WidthRule] | None = None,
+        new_drafter: type[Drafter] = Drafter,
     ) -> None:
-        """`overlaps`: see `StepLoop`; `moves_weights`: see `ModelSleep`. By default, a GPU does both. `width_rule`:
-        how many draft tokens are checked; None: as many as make the model fastest."""
-        self._width_rule = width_rule
+        """`overlaps`: see `StepLoop`; `moves_weights`: see `ModelSleep`. By default, a GPU does both. `width_rule`: how
+        many draft tokens are checked; None: as many as make the model fastest. `new_drafter`: where they come from."""
+        self._width_rule = width_rule or self._fastest_widths
+        self._new_drafter = new_drafter
         device = loaded.model.parameters.device
         is_gpu = device.type == "cuda"
         memory = loaded.memory
@@ -116,14 +119,12 @@ class Engine:
             checkpoints = RecurrentCheckpoints(limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)
         scheduler = Scheduler(KVPages(memory.num_pages, memory.page_tokens), limits, checkpoints)
         runner = self._new_runner()
-        speculation = self._new_speculation(runner)
+        speculation = Speculation(self._width_rule(runner), self._new_drafter, is_on=self._checks_drafts)
         shared = (self._constraints, self._counters, speculation)
         return StepLoop(scheduler, runner, *shared, overlaps=self._overlaps)
 
-    def _new_speculation(self, runner: Runner) -> Speculation:
-        growth = STEP_GROWTH[self._device.type]
-        rule = self._width_rule or FastestWidths(SIZES, growth, lambda: runner.max_draft_tokens)
-        return Speculation(rule, is_on=self._checks_drafts)
+    def _fastest_widths(self, runner: Runner) -> WidthRule:
+        return FastestWidths(SIZES, STEP_GROWTH[self._device.type], lambda: runner.max_draft_tokens)
 
     def _new_runner(self) -> Runner:
         size = block_tokens(self._device) if self._spec.deterministic else None

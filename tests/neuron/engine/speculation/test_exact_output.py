@@ -76,12 +76,10 @@ def fill(parameters: Parameters) -> None:
 def make_engine(folder: Path, family: str, *, seed: int | None, late: bool = False, **options: Any) -> Engine:
     """`seed`: of the widths; None: no drafts."""
     spec = LoadSpec(str(folder), dtype="float32", context_tokens=128, deterministic=True, max_num_seqs=4, **options)
-    rule = None
     if seed is None:
         spec = replace(spec, speculation="off")
-    else:
-        rule = AnyWidths(random.Random(seed))
-    return Engine(build_model(FAMILIES[family], spec, CPU, fill), spec, overlaps=late, width_rule=rule)
+    rule = AnyWidths(random.Random(seed))
+    return Engine(build_model(FAMILIES[family], spec, CPU, fill), spec, overlaps=late, width_rule=lambda _: rule)
 
 
 def some_requests(seed: int) -> list[EngineRequest]:

@@ -2,9 +2,9 @@
 
 There is a graph for each of some batch sizes; a step takes the smallest that fits and pads. A graph reads from fixed
 addresses: its input buffer, the page table, the rows' latest tokens. Steps that check draft tokens have graphs of their
-own, in which each token is a row: a graph serves any division of its tokens among sequences. Graphs are captured one at a time: the smallest
-when the model is loaded, the others while the engine is idle, or after enough steps that lacked one. The ranks of a
-divided model capture the same graphs together, with the messages between them.
+own, in which each token is a row: a graph serves any division of its tokens among sequences. Graphs are captured one
+at a time: the smallest when the model is loaded, the others while the engine is idle, or after enough steps that lacked
+one. The ranks of a divided model capture the same graphs together, with the messages between them.
 
 On a CPU a graph is a list of operations in C. It computes the rows that there are, so one for the largest batch serves
 all.

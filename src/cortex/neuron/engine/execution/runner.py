@@ -135,10 +135,11 @@ class Runner:
     @property
     def max_draft_tokens(self) -> int:
         """Most tokens of a step that checks drafts, if it is to be fast; 0: no such step is."""
-        if self._draft_graphs is not None:
-            return self._draft_graphs.max_rows
-        is_small = self.device.type == "cpu" and self._block_tokens is None
-        return MAX_NATIVE_ROWS if is_small else 0
+        if self._block_tokens is not None:
+            return 0
+        if self.device.type == "cpu":
+            return MAX_NATIVE_ROWS  # without a graph, other steps have none either
+        return 0 if self._draft_graphs is None else self._draft_graphs.max_rows
 
     def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None = None) -> Launched:
         """Starts a step. `draws`: the plan's drawing rows in order; `mask`: the tokens that they may draw.

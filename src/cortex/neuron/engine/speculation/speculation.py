@@ -75,9 +75,10 @@ class FastestWidths:
 class Speculation:
     """The draft tokens of one model's sequences. Belongs to the engine thread."""
 
-    def __init__(self, rule: WidthRule, *, is_on: bool = True) -> None:
+    def __init__(self, rule: WidthRule, new_drafter: type[Drafter] = Drafter, *, is_on: bool = True) -> None:
         """`is_on`: false: predictions are followed, because usage reports them, but nothing is drafted."""
         self.rule = rule
+        self._new_drafter = new_drafter
         self._is_on = is_on
 
     def begin(self, sequence: Sequence) -> None:
@@ -85,7 +86,7 @@ class Speculation:
         request = sequence.request
         drafts = self._is_on and request.speculates
         if drafts or request.prediction:
-            sequence.drafter = Drafter(sequence.tokens, request.prediction, is_on=drafts)
+            sequence.drafter = self._new_drafter(sequence.tokens, request.prediction, is_on=drafts)
 
     def is_likely(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> bool:
         """Whether the next step would check drafts, as far as is known before the last one is read."""

@@ -90,8 +90,9 @@ class StepLoop:
         vocab = self._runner.model.config.vocab
         if request.id in self._sequences:
             raise RequestError(f"request id {request.id!r} is already running")
-        if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
-            raise RequestError(f"the prompt has token ids outside the model's vocabulary of {vocab}")
+        for name, tokens in (("prompt", request.prompt), ("prediction", request.prediction)):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+                raise RequestError(f"the {name} has token ids outside the model's vocabulary of {vocab}")
         request.sampling.check()
         allowed = request.sampling.allowed_token_ids
         if allowed and not any(0 <= token < vocab for token in allowed):

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from cortex.neuron.engine.speculation.lookup import Lookup
+from cortex.neuron.engine.speculation.suffix_match import SuffixMatch
 
 DraftKind = Literal["lookup", "prediction", "grammar"]
 
@@ -48,22 +48,22 @@ class Drafter:
         """`is_on`: whether it is asked for drafts; if not, it only says how much of the prediction appeared."""
         self.is_on = is_on
         self._text = text
-        self._lookup: Lookup | None = None
+        self._lookup: SuffixMatch | None = None
         """Made when it is first needed: the index of a long prompt takes some milliseconds."""
-        self._prediction = Lookup(list(prediction), text, is_prediction=True) if prediction else None
+        self._prediction = SuffixMatch(list(prediction), text, is_prediction=True) if prediction else None
         self._odds = {kind: list(odds) for kind, odds in _FIRST_ODDS.items()}
 
     def draft(self, count: int) -> Draft:
         """Up to `count` tokens that are expected after the text."""
         self._follow()
-        sources: tuple[tuple[DraftKind, Lookup | None], ...] = (
+        sources: tuple[tuple[DraftKind, SuffixMatch | None], ...] = (
             ("prediction", self._prediction),
             ("lookup", self._lookup),
         )
         drafts = [self._draft_of(kind, lookup, count) for kind, lookup in sources if lookup is not None]
         return max(drafts, key=lambda draft: sum(draft.odds), default=NO_DRAFT)
 
-    def _draft_of(self, kind: DraftKind, lookup: Lookup, count: int) -> Draft:
+    def _draft_of(self, kind: DraftKind, lookup: SuffixMatch, count: int) -> Draft:
         tokens = lookup.draft(count if kind == "prediction" else min(count, lookup.length))
         return Draft(tokens, self._chances(kind, lookup.length, len(tokens)), kind)
 
@@ -88,12 +88,12 @@ class Drafter:
     def _follow(self) -> None:
         self.follow_prediction()
         if self._lookup is None:
-            self._lookup = Lookup(self._text, self._text)
+            self._lookup = SuffixMatch(self._text, self._text)
         if (late := self._lookup.num_pending - _MAX_FOLLOWED) > 0:
             self._lookup.skip(late)
         self._follow_in("lookup", self._lookup)
 
-    def _follow_in(self, kind: DraftKind, lookup: Lookup) -> None:
+    def _follow_in(self, kind: DraftKind, lookup: SuffixMatch) -> None:
         while lookup.num_pending:
             length = lookup.length
             held = lookup.advance()

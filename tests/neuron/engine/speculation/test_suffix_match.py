@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cortex.neuron.engine.speculation.lookup import MAX_MATCH, Lookup
+from cortex.neuron.engine.speculation.suffix_match import MAX_MATCH, SuffixMatch
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -24,7 +24,7 @@ def longest_suffix(text: list[int]) -> int:
 @given(prompt=TOKENS, output=TOKENS)
 def test_place_follows_an_earlier_occurrence_of_the_latest_tokens(prompt: list[int], output: list[int]) -> None:
     text = list(prompt)
-    lookup = Lookup(text, text)
+    lookup = SuffixMatch(text, text)
     for token in [None, *output]:
         if token is not None:
             expected = lookup.draft(1)
@@ -43,7 +43,7 @@ def test_finds_the_longest_match_among_few(copied: int) -> None:
     draw = random.Random(copied)
     prompt = [draw.randrange(50_000) for _ in range(2_000)]
     text = prompt + prompt[700 : 700 + copied]
-    lookup = Lookup(text, text)
+    lookup = SuffixMatch(text, text)
     assert lookup.place == 700 + copied
     assert lookup.length == min(copied, MAX_MATCH)
     assert lookup.draft(4) == tuple(prompt[700 + copied : 704 + copied])
@@ -51,7 +51,7 @@ def test_finds_the_longest_match_among_few(copied: int) -> None:
 
 def test_skipped_tokens_are_found_later() -> None:
     text = [1, 2, 3, 4, 5]
-    lookup = Lookup(text, text)
+    lookup = SuffixMatch(text, text)
     text += [9, 8, 7, 1, 2, 3]
     lookup.skip(lookup.num_pending)
     assert lookup.draft(2) == (4, 5)
@@ -63,13 +63,13 @@ def test_skipped_tokens_are_found_later() -> None:
 
 def test_text_that_repeats_itself_goes_on_repeating() -> None:
     text = [5, 6, 7, 5, 6, 7]
-    assert Lookup(text, text).draft(7) == (5, 6, 7, 5, 6, 7, 5)
+    assert SuffixMatch(text, text).draft(7) == (5, 6, 7, 5, 6, 7, 5)
 
 
 class TestPrediction:
-    def follow(self, prediction: list[int], output: list[int]) -> Lookup:
+    def follow(self, prediction: list[int], output: list[int]) -> SuffixMatch:
         text = [1, 2, 3]
-        lookup = Lookup(prediction, text, is_prediction=True)
+        lookup = SuffixMatch(prediction, text, is_prediction=True)
         for token in output:
             text.append(token)
             lookup.advance()

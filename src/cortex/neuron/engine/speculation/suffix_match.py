@@ -67,7 +67,7 @@ class _NGrams:
             yield from known[max(0, middle - _MAX_CANDIDATES) : middle][::-1].tolist()
 
 
-class Lookup:
+class SuffixMatch:
     """The place of a growing text in a corpus. Belongs to the engine thread."""
 
     def __init__(self, corpus: list[int], text: list[int], *, is_prediction: bool = False) -> None:

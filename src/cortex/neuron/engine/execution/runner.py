@@ -105,7 +105,7 @@ class Runner:
             shared = (context_tokens, capture)
             tables = (self._page_tables, self._last_tokens)
             self._graphs = StepGraphs(model, *tables, sizes, *shared, is_batch_invariant=is_batch_invariant)
-            if checks_drafts and not is_batch_invariant and not model.architecture.is_recurrent:
+            if checks_drafts and not is_batch_invariant:
                 most = max_captured_rows(DRAFT_SIZES[-1], row_elements, group.max_captured_bytes)
                 draft_sizes = GraphSizes(most, DRAFT_SIZES)
                 if capture is native_capture:

@@ -40,6 +40,9 @@ def attention(
     whole_prompts = bool(batch.prefills) and not batch.batch_invariant and cudnn.takes(q, k.shape[1], rules, batch)
     out = torch.empty((decodes if whole_prompts else len(q), *q.shape[1:]), dtype=q.dtype, device=q.device)
     if decodes:
+        if batch.shares_rows:  # a token reads the keys and values of those before it in the same step
+            new = q[:decodes], k[:decodes], v[:decodes]
+            rotate_and_store(*new, rules, batch.positions[:decodes], batch.slots[:decodes], key_pages, value_pages)
         decode_attention(q, k, v, rules, batch, key_pages, value_pages, out)
     if decodes == len(q):
         return out

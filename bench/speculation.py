@@ -90,15 +90,15 @@ def scripted(parameters: Parameters) -> None:
     device = parameters.device
 
     def rows(first: int, count: int, inputs: int, vocab: int) -> torch.Tensor:
-        """Of the embedding, each from its own seed in blocks."""
-        wanted = []
-        for token in range(first, first + count):
-            wanted.append(token % vocab)
-        blocks = {}
-        for block in sorted({token // ROW_BLOCK for token in wanted}):
+        """Of the embedding: a block of them has a seed."""
+        parts = []
+        while count:
+            block, place = divmod(first % vocab, ROW_BLOCK)
             generator = torch.Generator(device).manual_seed(block)
-            blocks[block] = torch.randn(ROW_BLOCK, inputs, generator=generator, device=device)
-        return torch.stack([blocks[token // ROW_BLOCK][token % ROW_BLOCK] for token in wanted])
+            size = min(count, ROW_BLOCK - place, vocab - first % vocab)
+            parts.append(torch.randn(ROW_BLOCK, inputs, generator=generator, device=device)[place : place + size])
+            first, count = first + size, count - size
+        return torch.cat(parts)
 
     def shift_of(source: str) -> int | None:
         return next((shift for name, shift in names.items() if name in source), None)
@@ -165,10 +165,10 @@ class SpeculationBench:
         return [tuple(self.random.randrange(10, top) for _ in range(PROMPT_TOKENS)) for _ in range(streams)]
 
     def measure(
-        self, streams: int, odds: tuple[float, ...], predict: Callable[[Tokens], Tokens] | None = None
+        self, prompts: list[Tokens], odds: tuple[float, ...], predict: Callable[[Tokens], Tokens] | None = None
     ) -> dict[str, float]:
         """Replayed drafts at the rates `odds`, or real ones of a prediction."""
-        prompts = self.prompts(streams)
+        streams = len(prompts)
         self.run([(prompt, (), False) for prompt in prompts])  # fills the prefix cache
         plain_s, _, responses = self.run([(prompt, (), False) for prompt in prompts])
         ReplayDrafter.responses = dict(zip(prompts, responses, strict=True))
@@ -200,13 +200,13 @@ class SpeculationBench:
         """The time of a step that checks `width` right draft tokens."""
         SwitchedWidths.fixed = width
         try:
-            return self.measure(1, (1.0,) * width)
+            return self.measure(self.prompts(1), (1.0,) * width)
         finally:
             SwitchedWidths.fixed = None
 
     def edit(self, streams: int) -> dict[str, float]:
         later = (EDIT_ODDS[-1] * (EDIT_ODDS[-1] / EDIT_ODDS[-2]) ** number for number in range(1, 27))
-        return self.measure(streams, (*EDIT_ODDS, *later))
+        return self.measure(self.prompts(streams), (*EDIT_ODDS, *later))
 
     def prediction(self, streams: int) -> dict[str, float]:
         """One line of ten tokens in fifty is another."""
@@ -215,30 +215,21 @@ class SpeculationBench:
             middle = len(response) // 2
             return (*response[:middle], *(5,) * 10, *response[middle + 10 :])
 
-        return self.measure(streams, (), predict)
+        return self.measure(self.prompts(streams), (), predict)
 
     def wrong(self, streams: int) -> dict[str, float]:
         """A prediction that never comes true."""
-        return self.measure(streams, (), lambda response: tuple(self.random.randrange(10) for _ in response))
+        prompts = self.prompts(streams)
+        return self.measure(prompts, (), lambda response: tuple(self.random.randrange(10) for _ in response))
 
     def lookup(self, streams: int) -> dict[str, float]:
         """The prompt has the response, with one token in twelve replaced; for the scripted model."""
-        whole = self.prompts
-
-        def prompts(count: int) -> list[Tokens]:
-            made = []
-            for prompt in whole(count):
-                text = [prompt[0] + number for number in range(self.response_tokens + 8)]
-                for place in range(11, len(text), 12):
-                    text[place] = 3
-                made.append((*prompt[1:32], *text, prompt[1], prompt[0]))
-            return made
-
-        self.prompts = prompts  # type: ignore[method-assign]
-        try:
-            return self.measure(streams, ())
-        finally:
-            self.prompts = whole  # type: ignore[method-assign]
+        prompts = []
+        for prompt in self.prompts(streams):
+            text = [prompt[0] + number for number in range(self.response_tokens + 8)]
+            text[11::12] = [3] * len(text[11::12])
+            prompts.append((*prompt[1:32], *text, prompt[1], prompt[0]))
+        return self.measure(prompts, ())
 
 
 def main() -> None:

@@ -69,8 +69,8 @@ def gated_delta_reference(projected: Tensor, rules: DeltaRules, batch: Batch, st
             replace(batch, num_decodes=1, rows=row[None], positions=position[None], shares_rows=False)
             for row, position in zip(batch.rows, batch.positions, strict=True)
         ]
-        parts = zip(projected.split(1), turns, strict=True)
-        return torch.cat([gated_delta_reference(token, rules, turn, state) for token, turn in parts])
+        tokens = zip(projected.split(1), turns, strict=True)
+        return torch.cat([gated_delta_reference(token, rules, turn, state) for token, turn in tokens])
     heads = rules.value_heads
     x, gate, write, decay_input = projected.split([rules.channels, rules.value_size, heads, heads], dim=-1)
     strength = write.float().sigmoid()

@@ -37,6 +37,7 @@ GENERATED = [
     ("cohere2", "plain"),
     ("glm4_moe", "plain"),
     ("gpt_oss", "windows"),
+    ("glm4_moe_lite", "plain"),
     ("lfm2", "plain"),
     ("granitemoehybrid", "mixture"),
     ("nemotron_h", "mixture"),

@@ -33,6 +33,7 @@ _OWN_NAMES: Final = {
     ".shared_mlp.input_linear.": ".mlp.shared_expert.gate_up_proj.",
     ".shared_mlp.output_linear.": ".mlp.shared_expert.down_proj.",
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+    ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
     ".mlp.moe_statics.": ".mlp.gate.",
     ".mlp.gate.moe_statics.": ".mlp.gate.",
     ".mlp.router.": ".mlp.gate.",

@@ -63,6 +63,21 @@ def test_output_and_state_of_a_step_match_the_reference(
     assert torch.equal(recent.float(), exact.recent)
 
 
+def test_consecutive_tokens_of_a_row_in_one_step_match_a_chunk(
+    device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+) -> None:
+    rules = make_rules(2, 16, 1, 16, 4, device, dtype)
+    chunk = make_batch([], [(5, 3)], device)
+    projected = torch.randn(3, rules.inner + rules.channels + rules.heads, device=device, dtype=dtype)
+    recent = torch.randn(3, *rules.conv_weight.shape, device=device, dtype=dtype)
+    memory = torch.randn(3, rules.heads, rules.state_dim, rules.head_dim, device=device)
+    exact = MambaState(recent.clone(), memory.clone())
+    expected = mamba_reference(projected, rules, chunk, exact)
+    rows = replace(chunk, prefills=(), num_decodes=3, rows=chunk.rows.repeat(3), shares_rows=True)
+    assert_close(mamba(projected, rules, rows, MambaState(recent, memory)), expected)
+    assert_close(memory, exact.memory)
+
+
 @pytest.mark.parametrize(("values", "size"), [(48, 24), (130, 130), (3000, 3000)])
 def test_norm_matches_the_reference(
     values: int, size: int, device: torch.device, dtype: torch.dtype, assert_close: AssertClose

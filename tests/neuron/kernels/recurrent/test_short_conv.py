@@ -37,3 +37,17 @@ def test_output_and_state_of_a_step_match_the_reference(
     out = short_conv(projected, weight, replace(batch, batch_invariant=batch_invariant), recent)
     assert_close(out, expected)
     assert torch.equal(recent, exact)
+
+
+def test_consecutive_tokens_of_a_row_in_one_step_match_a_chunk(
+    device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+) -> None:
+    chunk = make_batch([], [(5, 3)], device)
+    projected = torch.randn(3, 3 * 40, device=device, dtype=dtype)
+    weight = torch.randn(3, 40, device=device, dtype=dtype)
+    recent = torch.randn(3, 3, 40, device=device, dtype=dtype)
+    exact = recent.clone()
+    expected = short_conv_reference(projected, weight, chunk, exact)
+    rows = replace(chunk, prefills=(), num_decodes=3, rows=chunk.rows.repeat(3), shares_rows=True)
+    assert_close(short_conv(projected, weight, rows, recent), expected)
+    assert torch.equal(recent, exact)

@@ -16,7 +16,7 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.delta.rules import CHUNK, L2_EPS, DeltaRules, DeltaState
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.recurrent.causal_conv import conv_chunk_reference, conv_rows_reference
-from cortex.neuron.kernels.recurrent.rows import advance_rows
+from cortex.neuron.kernels.recurrent.rows import advance_rows, one_by_one
 
 
 def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:
@@ -24,7 +24,13 @@ def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delta
     if not has_kernels(projected):
         return gated_delta_reference(projected, rules, batch, state)
     from cortex.neuron.kernels.delta.chunks import delta_chunks
+    from cortex.neuron.kernels.delta.few_tokens import delta_few_tokens
     from cortex.neuron.kernels.delta.step import delta_step
+
+    out = torch.empty((len(projected), rules.value_size), dtype=projected.dtype, device=projected.device)
+    if batch.shares_rows and not batch.batch_invariant:
+        delta_few_tokens(projected, rules, batch, state, out)
+        return out
 
     def step(projected: Tensor, batch: Batch, out: Tensor) -> None:
         delta_step(projected, rules, batch, state, out)
@@ -32,11 +38,13 @@ def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delta
     def chunks(projected: Tensor, batch: Batch, out: Tensor) -> None:
         delta_chunks(projected, rules, batch, state, out)
 
-    out = torch.empty((len(projected), rules.value_size), dtype=projected.dtype, device=projected.device)
     return advance_rows(projected, batch, out, step, chunks)
 
 
 def gated_delta_reference(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:
+    if batch.shares_rows:
+        tokens = zip(projected.split(1), one_by_one(batch), strict=True)
+        return torch.cat([gated_delta_reference(token, rules, turn, state) for token, turn in tokens])
     heads = rules.value_heads
     x, gate, write, decay_input = projected.split([rules.channels, rules.value_size, heads, heads], dim=-1)
     strength = write.float().sigmoid()

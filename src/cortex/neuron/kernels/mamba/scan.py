@@ -16,7 +16,7 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.mamba.rules import CHUNK, MambaRules, MambaState
 from cortex.neuron.kernels.recurrent.causal_conv import conv_chunk_reference, conv_rows_reference
-from cortex.neuron.kernels.recurrent.rows import advance_rows
+from cortex.neuron.kernels.recurrent.rows import advance_rows, one_by_one
 
 
 def mamba(projected: Tensor, rules: MambaRules, batch: Batch, state: MambaState) -> Tensor:
@@ -37,6 +37,9 @@ def mamba(projected: Tensor, rules: MambaRules, batch: Batch, state: MambaState)
 
 
 def mamba_reference(projected: Tensor, rules: MambaRules, batch: Batch, state: MambaState) -> Tensor:
+    if batch.shares_rows:
+        tokens = zip(projected.split(1), one_by_one(batch), strict=True)
+        return torch.cat([mamba_reference(token, rules, turn, state) for token, turn in tokens])
     gate, x, steps = projected.split([rules.inner, rules.channels, rules.heads], dim=-1)
     size = F.softplus(steps.float() + rules.step_bias)  # [tokens, heads]
     log_decay = -rules.decay_rate * size

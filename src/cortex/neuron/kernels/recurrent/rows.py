@@ -26,12 +26,28 @@ def advance_rows(projected: Tensor, batch: Batch, out: Tensor, step: Advance, ch
                 step(projected[tokens], turn, part)
                 out[tokens] = part
         return out
+    if batch.shares_rows:
+        for number, turn in enumerate(one_by_one(batch)):
+            here = slice(number, number + 1)
+            part = torch.empty_like(out[here])
+            step(projected[here], turn, part)
+            # A step may read states before its predecessor ends. This copy, which does not, is between two of them.
+            out[here] = part
+        return out
     decodes = batch.num_decodes
     if decodes:
         step(projected, batch, out)
     if batch.prefills:
         chunks(projected[decodes:], batch, out[decodes:])
     return out
+
+
+def one_by_one(batch: Batch) -> list[Batch]:
+    """The decode rows of a step in which several may be of one sequence, each as a batch of its own, in order."""
+    return [
+        replace(batch, num_decodes=1, rows=row, positions=position, shares_rows=False)
+        for row, position in zip(batch.rows.split(1), batch.positions.split(1), strict=True)
+    ]
 
 
 def _turns(batch: Batch) -> list[tuple[Batch, Tensor | None]]:

@@ -16,7 +16,7 @@ from cortex.neuron.kernels.recurrent.causal_conv import (
     conv_rows_reference,
     weighted_earlier,
 )
-from cortex.neuron.kernels.recurrent.rows import advance_rows
+from cortex.neuron.kernels.recurrent.rows import advance_rows, one_by_one
 
 CHANNEL_BLOCK = 256
 
@@ -41,6 +41,9 @@ def short_conv(projected: Tensor, weight: Tensor, batch: Batch, recent: Tensor) 
 
 
 def short_conv_reference(projected: Tensor, weight: Tensor, batch: Batch, recent: Tensor) -> Tensor:
+    if batch.shares_rows:
+        tokens = zip(projected.split(1), one_by_one(batch), strict=True)
+        return torch.cat([short_conv_reference(token, weight, turn, recent) for token, turn in tokens])
     before, after, x = projected.chunk(3, dim=-1)
     x = before * x
     decodes = batch.num_decodes

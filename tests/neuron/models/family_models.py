@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 
 from ..tiny_models import tiny_sizes
+from .gemma4_models import GEMMA4, GEMMA4_UNIFIED
 from .reference_models import randomised
 
 VOCAB = 97
@@ -177,6 +178,10 @@ TABLE: dict[str, Family] = {
             }
         },
         SIGLIP,
+    ),
+    "gemma4_text": Family(transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM, GEMMA4),
+    "gemma4_unified_text": Family(
+        transformers.Gemma4UnifiedTextConfig, transformers.Gemma4UnifiedForCausalLM, GEMMA4_UNIFIED
     ),
     "granite": Family(
         transformers.GraniteConfig,

@@ -50,11 +50,16 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 OWN_OPTIONS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24},
+    "gemma4": {
+        **{"num_kv_shared_layers": 1, "use_double_wide_mlp": True},
+        "layer_types": [*["sliding_attention"] * 3, *["full_attention"] * 2],
+    },
+    "gemma4_text": {**{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3}, "moe_intermediate_size": 24},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "mellum": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }
-WITH_TOWER = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
+WITH_TOWER = ("gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen3_5", "qwen3_5_moe")
 
 
 def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:

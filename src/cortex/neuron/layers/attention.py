@@ -30,8 +30,20 @@ class Attention:
 
     cache: LayerCache
 
-    def __init__(self, parameters: Parameters, config: AttentionConfig, ropes: RopeTables, prefix: str) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        config: AttentionConfig,
+        ropes: RopeTables,
+        prefix: str,
+        source: Attention | None = None,
+    ) -> None:
+        """`source`: the earlier layer whose keys and values this one attends to; None: it has its own."""
         self.config = config
+        self._source = source
+        self._is_source = False
+        if source is not None:
+            source._is_source = True
         self._group = parameters.group
         self.qkv = Linear(parameters, config.hidden, config.input_rows(prefix), bias=config.bias)
         self.heads = [rows // config.head_dim for rows in self.qkv.splits]
@@ -46,12 +58,15 @@ class Attention:
         self._wide_norms = norms if norm is not None and norm.spans_heads else []
         self._early_rope = table if norm is not None and norm.after_rope else None
         weights = [None, None] if not norms or self._wide_norms else [part.weight for part in norms]
+        if source is not None:
+            weights.append(source.rules.k_scale)
         self.rules = AttentionRules(
             scale=config.scale,
             rope=table if self._early_rope is None else ropes[None],
             q_scale=weights[0],
             k_scale=weights[1],
             eps=norm.norm.eps if norm is not None else 0.0,
+            norms_values=config.norms_values,
             window=config.window,
         )
         self._growth = None
@@ -62,7 +77,10 @@ class Attention:
         """x: [tokens, hidden] → residual + attention(norm(x)). `residual` may be overwritten: use the result."""
         config = self.config
         heads = self.qkv(x, norm=norm).view(-1, self.num_heads, config.head_dim)
-        q, k, v = torch.split_with_sizes(heads, self.heads, 1)  # `split` is slower: it is written in Python
+        q, *own = torch.split_with_sizes(heads, self.heads, 1)  # `split` is slower: it is written in Python
+        k, v = (own[0], own[-1]) if self._source is None else batch.kept[self._source]
+        if self._is_source:
+            batch.kept[self] = k, v
         gate = None
         if config.gated:
             q, gate = q.view(-1, config.heads, 2 * config.head_dim).chunk(2, dim=-1)
@@ -73,7 +91,7 @@ class Attention:
             q, k = rotation(q), rotation(k)
         if self._growth is not None:
             q = (q * self._growth[batch.positions]).to(q.dtype)
-        cache = self.cache
+        cache = self.cache if self._source is None else self._source.cache
         out = attention(q, k, v, self.rules, batch.of_group(cache.group), cache.keys, cache.values)
         if gate is not None:
             out = out * torch.sigmoid(gate)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.layers.configs import RopeConfig
@@ -27,6 +28,8 @@ def inverse_frequencies(rope: RopeConfig, num_positions: int = 0) -> tuple[Tenso
         return _yarn(frequencies, rope)
     if rope.scaling == "longrope":
         return _longrope(frequencies, rope, num_positions)
+    if rope.scaling == "proportional":
+        return _proportional(frequencies, rope.settings), 1.0
     return frequencies, 1.0
 
 
@@ -83,6 +86,12 @@ def _longrope(frequencies: Tensor, rope: RopeConfig, num_positions: int) -> tupl
     given, factor = settings.get("attention_factor"), settings.get("factor") or rope.trained_tokens / original
     scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return frequencies / torch.tensor(factors, dtype=torch.float32), scale if given is None else float(given)
+
+
+def _proportional(frequencies: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Rotates the fastest of all pairs of dimensions. The rest do not turn."""
+    count = int(settings.get("partial_rotary_factor", 1.0) * len(frequencies))
+    return F.pad(frequencies[:count], (0, len(frequencies) - count)) / settings.get("factor", 1.0)
 
 
 def rope_table(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor:

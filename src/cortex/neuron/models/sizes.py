@@ -10,8 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cortex.neuron.kernels.layouts import MatrixLayout
-from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, NormConfig
-from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.layers.configs import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    MLPConfig,
+    MoEConfig,
+    NormConfig,
+    PerLayerInputConfig,
+    PerLayerInputsConfig,
+)
+from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture
 
 _FLOAT32_BYTES = 4
 
@@ -60,6 +68,8 @@ def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
         embedding = storage.packed_bytes(config.hidden, {f"{prefix}.embed_tokens": vocab})
         ends = storage.matrix_bytes(vocab, config.hidden) if embedding is None else embedding
         ends += storage.linear_bytes(config.hidden, {"lm_head": vocab})
+    if architecture.ends.per_layer_inputs is not None:
+        ends += _per_layer_inputs_bytes(architecture.ends.per_layer_inputs, architecture, storage)
     return ends + _norm_bytes(architecture.ends.norm, config.hidden, storage)
 
 
@@ -77,8 +87,28 @@ def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]
             total += _mlp_bytes(layer.feed_forward, storage, f"{name}.mlp")
         else:
             total += _moe_bytes(layer.feed_forward, storage, f"{name}.mlp")
-        totals.append(total)
+        if layer.experts is not None:
+            total += len(EXPERT_NORMS) * _norm_bytes(layer.norm, architecture.config.hidden, storage)
+            total += _moe_bytes(layer.experts, storage, f"{name}.mlp")
+        if layer.per_layer_input is not None:
+            total += _per_layer_input_bytes(layer.per_layer_input, storage, name)
+        totals.append(total + storage.item_bytes * layer.has_factor)
     return totals
+
+
+def _per_layer_inputs_bytes(config: PerLayerInputsConfig, architecture: Architecture, storage: WeightStorage) -> int:
+    """What makes the inputs of all layers."""
+    prefix, vocab = architecture.prefix, len(architecture.shard.part(config.vocab))
+    total = storage.linear_bytes(config.width, {f"{prefix}.embed_tokens_per_layer": vocab})
+    total += storage.linear_bytes(config.hidden, {f"{prefix}.per_layer_model_projection": config.width})
+    return total + _norm_bytes(config.norm, config.size, storage)
+
+
+def _per_layer_input_bytes(config: PerLayerInputConfig, storage: WeightStorage, prefix: str) -> int:
+    """What one layer does with its input."""
+    total = storage.linear_bytes(config.hidden, {f"{prefix}.per_layer_input_gate": config.size})
+    total += storage.linear_bytes(config.size, {f"{prefix}.per_layer_projection": config.hidden})
+    return total + _norm_bytes(config.norm, config.hidden, storage)
 
 
 def _norm_bytes(norm: NormConfig, size: int, storage: WeightStorage) -> int:
@@ -89,7 +119,7 @@ def kv_bytes_by_window(architecture: Architecture, item_bytes: int) -> dict[int 
     """Keys and values of one token over the layers that keep them, for each of the model's windows."""
     sizes = dict.fromkeys(architecture.windows, 0)
     for layer in architecture.layers:
-        if isinstance(layer.mixer, AttentionConfig):
+        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.owns_kv:
             sizes[layer.mixer.window] += 2 * layer.mixer.kv_heads * layer.mixer.head_dim * item_bytes
     return sizes
 
@@ -137,15 +167,17 @@ def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
 
 def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
     """The experts are one stack, in which the shared expert takes as many places as it needs."""
-    bias = config.experts * _FLOAT32_BYTES * config.has_bias
+    choice = config.experts * _FLOAT32_BYTES * (config.has_bias + config.scales_experts)
+    if config.router_norm is not None:
+        choice += _norm_bytes(config.router_norm, config.hidden, storage)
     packed = _packed_expert_bytes(config, storage, prefix)
     if packed is not None:
-        packed += bias
+        packed += choice
         return packed + storage.matrix_bytes(config.experts, config.hidden) + _shared_bytes(config, storage, prefix)
     num_experts = len(config.held) + config.num_shared
     total = storage.matrix_bytes(num_experts * 2 * config.inner, config.hidden)
     total += storage.matrix_bytes(num_experts * config.hidden, config.inner)
-    return total + storage.matrix_bytes(config.num_scores, config.hidden) + bias
+    return total + storage.matrix_bytes(config.num_scores, config.hidden) + choice
 
 
 def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:

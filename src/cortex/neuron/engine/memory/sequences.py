@@ -77,6 +77,8 @@ class KVCache:
         groups = list(num_pages)
         for attention in attentions:
             config = attention.config
+            if not config.owns_kv:
+                continue
             shape = (num_pages[config.window], page_tokens, config.kv_heads, config.head_dim)
             keys, values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
             attention.cache = LayerCache(keys, values, groups.index(config.window))

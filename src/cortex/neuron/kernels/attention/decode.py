@@ -99,10 +99,11 @@ def decode_attention(
         DIM_BLOCK=dim_block,
         HALF=rules.rope.shape[1] // 2,
         NORM=rules.q_scale is not None,
+        NORM_VALUES=rules.norms_values,
         PAGE=page_tokens,
         TILE=tile,
         HOLD=splits > 1 or dim_block <= 128,  # the first tile is loaded early; long loops of large heads need registers
-        num_warps=max(1, tile // 32),
+        num_warps=max(1, tile // 32, dim_block // 128),
         num_stages=3,
         **launch_options(q.device),
     )
@@ -208,6 +209,7 @@ def _decode_kernel(
     DIM_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     HOLD: tl.constexpr,
@@ -254,6 +256,9 @@ def _decode_kernel(
     exact = rotated_heads(source, only, DIM, 1, k_factors, eps, DIM, DIM_BLOCK, HALF, NORM)
     new_key = exact.to(key_pages.dtype.element_ty)  # [1, dim]
     new_value = tl.load(v + index * v_token_stride + kv_head * DIM + dim, mask=dim_inside, other=0.0)
+    if NORM_VALUES:
+        exact = new_value.to(tl.float32)
+        new_value = (exact * tl.rsqrt(tl.sum(exact * exact, 0) / DIM + eps)).to(v.dtype.element_ty)
     new_value = new_value.to(value_pages.dtype.element_ty)  # what later steps will read
 
     highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)

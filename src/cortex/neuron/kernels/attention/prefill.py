@@ -16,6 +16,8 @@ from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 TILES = ((128, 128, 8), (128, 64, 8), (64, 32, 4), (32, 16, 4))
 """Queries and keys per tile, and warps: the fastest on Hopper first."""
+WIDE = 512
+"""From this head size on, four warps have too few registers for the mixed values of 64 queries."""
 
 
 def prefill_attention(
@@ -63,7 +65,7 @@ def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> t
     for queries, keys, warps in TILES:
         in_heads = (queries + 2 * shared.copies * keys) * dim_block
         if shared.holds((in_heads + queries * keys) * element_bytes):
-            return queries, keys, warps
+            return queries, keys, 8 if dim_block >= WIDE else warps
     return TILES[-1]
 
 

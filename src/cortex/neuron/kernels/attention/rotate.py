@@ -58,6 +58,7 @@ def rotate_and_store(
         HALF=rules.rope.shape[1] // 2,
         AT_ONCE=HEADS_AT_ONCE,
         NORM=rules.q_scale is not None,
+        NORM_VALUES=rules.norms_values,
         num_warps=4,
         **launch_options(q.device),
     )
@@ -105,8 +106,13 @@ def rotate_and_store_by(
         q = rms_norm_reference(q, rules.q_scale, rules.eps)
         k = rms_norm_reference(k, rules.k_scale, rules.eps)
     _store(key_pages, slots, rotation(k))
-    _store(value_pages, slots, v)
+    _store(value_pages, slots, normed_values(v, rules))
     return rotation(q)
+
+
+def normed_values(v: Tensor, rules: AttentionRules) -> Tensor:
+    """v: [tokens, kv heads, dim], normalised if the rules say so"""
+    return rms_norm_reference(v, v.new_ones(()), rules.eps) if rules.norms_values else v
 
 
 def _store(pages: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -191,6 +197,7 @@ def _rotate_kernel(
     HALF: tl.constexpr,
     AT_ONCE: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per token."""
@@ -219,4 +226,8 @@ def _rotate_kernel(
         y = y.to(out.dtype.element_ty)  # rounded as the queries are, then to what the pages hold
         tl.store(key_pages + where, y.to(key_pages.dtype.element_ty), mask=inside)
         value = tl.load(v + token * v_token_stride + head[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+        if NORM_VALUES:
+            exact = value.to(tl.float32)
+            exact *= tl.rsqrt(tl.sum(exact * exact, 1) / DIM + eps)[:, None]
+            value = exact.to(out.dtype.element_ty)
         tl.store(value_pages + where, value.to(value_pages.dtype.element_ty), mask=inside)

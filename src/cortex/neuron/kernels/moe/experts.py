@@ -36,6 +36,10 @@ class Experts:
     rule: RouterRule = DEFAULT_RULE
     bias: Tensor | None = None
     """[routed] float32: added to the weights for the choice of experts, not to the weights of the chosen ones"""
+    router_norm: Tensor | None = None
+    """[hidden]: the weight of the norm before the router; None: that of the norm before the experts"""
+    scales: Tensor | None = None
+    """[routed] float32: factors of the weights of the chosen experts"""
 
     @property
     def num_experts(self) -> int:

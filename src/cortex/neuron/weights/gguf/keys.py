@@ -35,6 +35,16 @@ class Keys:
             raise self._wrong(name, value)
         return value
 
+    def counts(self, name: str, num_layers: int, default: int | None = None) -> list[int]:
+        """One for each layer, of files that list them or have one for all."""
+        value = self._get(name, default)
+        if not isinstance(value, list):
+            return [self.count(name, default)] * num_layers
+        is_count = [isinstance(each, int) and not isinstance(each, bool) and 0 < each < 1 << 31 for each in value]
+        if len(value) < num_layers or not all(is_count):
+            raise self._wrong(name, value)
+        return value[:num_layers]
+
     def has(self, name: str) -> bool:
         """Whether the file has the key with a value other than zero."""
         return bool(self._file.metadata.get(f"{self._architecture}.{name}", 0) != 0)

@@ -17,7 +17,7 @@ class AttentionRules:
     """[dim]: the weight of the norm on every query head; `k_scale` is that of the key heads."""
     k_scale: Tensor | None = None
     eps: float = 0.0
-    norms_values: bool = False
-    """Whether each value head is normalised too, without a weight."""
     window: int | None = None
     """Positions that a token attends to, including itself; None: all."""
+    norms_values: bool = False
+    """Whether each value head is normalised too, without a weight."""

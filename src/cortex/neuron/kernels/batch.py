@@ -81,7 +81,6 @@ class Batch:
         value: T = self._shared[key]
         return value
 
-
     @property
     def kept(self) -> dict[Hashable, Any]:
         """What a layer leaves for later ones of the same pass, by the layer. Each pass writes it before it reads it."""

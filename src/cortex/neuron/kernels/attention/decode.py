@@ -29,8 +29,10 @@ from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 TILE = 64
 PROGRAMS_PER_PROCESSOR = 3
 """This many programs saturate the memory bandwidth; more splits only add work."""
-COMBINED = 16
-"""Splits that are combined at once."""
+COMBINED, COMBINED_VALUES = 16, 1 << 14
+"""Splits that are combined at once, at most, and their values, which are in registers."""
+WIDE, WIDE_WARPS = 512, 8
+"""From this head size on, fewer warps have too few registers."""
 MAX_SPLITS = 64
 MAX_CELLS = 1 << 16
 """Largest rows × kv heads of one launch."""
@@ -94,7 +96,7 @@ def decode_attention(
         GROUP=group,
         GROUP_BLOCK=group_block,
         GROUP_PAD=group_pad,
-        COMBINED=COMBINED,
+        COMBINED=max(1, min(COMBINED, COMBINED_VALUES // (group_pad * dim_block))),
         DIM=dim,
         DIM_BLOCK=dim_block,
         HALF=rules.rope.shape[1] // 2,
@@ -103,7 +105,7 @@ def decode_attention(
         PAGE=page_tokens,
         TILE=tile,
         HOLD=splits > 1 or dim_block <= 128,  # the first tile is loaded early; long loops of large heads need registers
-        num_warps=max(1, tile // 32, dim_block // 128),
+        num_warps=max(1, tile // 32) if dim_block < WIDE else WIDE_WARPS,
         num_stages=3,
         **launch_options(q.device),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cortex.neuron.kernels.attention.decode import LOG2_E
+from cortex.neuron.kernels.attention.decode import LOG2_E, WIDE, WIDE_WARPS
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
@@ -16,8 +16,6 @@ from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 TILES = ((128, 128, 8), (128, 64, 8), (64, 32, 4), (32, 16, 4))
 """Queries and keys per tile, and warps: the fastest on Hopper first."""
-WIDE = 512
-"""From this head size on, four warps have too few registers for the mixed values of 64 queries."""
 
 
 def prefill_attention(
@@ -65,7 +63,7 @@ def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> t
     for queries, keys, warps in TILES:
         in_heads = (queries + 2 * shared.copies * keys) * dim_block
         if shared.holds((in_heads + queries * keys) * element_bytes):
-            return queries, keys, 8 if dim_block >= WIDE else warps
+            return queries, keys, WIDE_WARPS if dim_block >= WIDE else warps
     return TILES[-1]
 
 

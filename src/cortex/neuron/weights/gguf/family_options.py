@@ -56,7 +56,9 @@ def _gemma4(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     windows = keys.windows(num_layers, 6)
     full = [layer for layer, kind in enumerate(windows["layer_types"]) if kind == "full_attention"]
     kv_heads = keys.counts("attention.head_count_kv", num_layers, config["num_attention_heads"])
-    num_readers = keys.count("attention.shared_kv_layers", limit=num_layers - 1) if keys.has("attention.shared_kv_layers") else 0
+    num_readers = (
+        keys.count("attention.shared_kv_layers", limit=num_layers - 1) if keys.has("attention.shared_kv_layers") else 0
+    )
     inners, widths = keys.counts("feed_forward_length", num_layers), [inner] * num_layers
     is_wide = inners[-1] == 2 * inner
     if is_wide:

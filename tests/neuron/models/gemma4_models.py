@@ -36,5 +36,13 @@ GEMMA4: dict[str, dict[str, Any]] = {
     },
 }
 GEMMA4_UNIFIED: dict[str, dict[str, Any]] = {
-    "unified": {**_LAYERS, **_ONE_PROJECTION, "tie_word_embeddings": True},
+    "unified": {**_LAYERS, **_ONE_PROJECTION, "tie_word_embeddings": True, "pad_token_id": 0},
+}
+GEMMA4_TOWER: dict[str, Any] = {
+    **{"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 8},
+}
+GEMMA4_PATCHES: dict[str, Any] = {
+    **{"model_type": "gemma4_unified_vision", "patch_size": 2, "pooling_kernel_size": 1, "mm_embed_dim": 48},
+    **{"mm_posemb_size": 4, "output_proj_dims": 48},
 }

@@ -29,6 +29,7 @@ class Attention:
     """Reads and writes the pages in `cache`, which the engine sets before the first step."""
 
     cache: LayerCache
+    rules: AttentionRules
 
     def __init__(
         self,

@@ -128,9 +128,13 @@ class AttentionConfig:
     query_growth: QueryGrowth | None = None
 
     @property
+    def source(self) -> int | None:
+        """The earlier layer whose KV pages it attends to; None: it has its own."""
+        return self.kv if isinstance(self.kv, int) else None
+
+    @property
     def owns_kv(self) -> bool:
-        """Whether the layer has KV pages; otherwise it attends to those of an earlier one."""
-        return not isinstance(self.kv, int)
+        return self.source is None
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""

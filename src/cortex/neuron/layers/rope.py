@@ -91,7 +91,7 @@ def _longrope(frequencies: Tensor, rope: RopeConfig, num_positions: int) -> tupl
 def _proportional(frequencies: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """Rotates the fastest of all pairs of dimensions. The rest do not turn."""
     count = int(settings.get("partial_rotary_factor", 1.0) * len(frequencies))
-    return F.pad(frequencies[:count], (0, len(frequencies) - count)) / settings.get("factor", 1.0)
+    return F.pad(frequencies[:count], (0, len(frequencies) - count)) / float(settings.get("factor") or 1.0)
 
 
 def rope_table(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.layers.per_layer import PerLayerInput, PerLayerInputs
 from cortex.neuron.layers.rope import RopeTables
 from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture, LayerConfig
+from cortex.neuron.models.errors import UnsupportedModel
 
 
 class DecoderLayer:
@@ -33,7 +34,7 @@ class DecoderLayer:
         self.mixer_norm, self.after_mixer = norm(layer.mixer_norms.before), norm(layer.mixer_norms.after)
         self.mixer: Attention | GatedDelta
         if isinstance(mixer, AttentionConfig):
-            source = model.attention_of(mixer.kv) if isinstance(mixer.kv, int) else None
+            source = None if mixer.source is None else model.attention_of(mixer.source)
             self.mixer = Attention(parameters, mixer, model.ropes, f"{prefix}.self_attn", source)
         else:
             self.mixer = GatedDelta(parameters, mixer, f"{prefix}.linear_attn")
@@ -105,9 +106,11 @@ class Decoder:
         return RMSNorm(self.parameters, self.config.hidden, norm, source)
 
     def attention_of(self, index: int) -> Attention:
-        """The attention of a layer that is built already, by its number in the whole model."""
-        stage = self.architecture.stage
-        mixer = self.layers[index - (0 if stage is None else stage.start)].mixer
+        """The attention of a layer that is built already, by its number in the whole model. Raises UnsupportedModel."""
+        first = 0 if self.architecture.stage is None else self.architecture.stage.start
+        if index < first:
+            raise UnsupportedModel(f"layers from {first} on read the keys and values of layer {index}")
+        mixer = self.layers[index - first].mixer
         assert isinstance(mixer, Attention)
         return mixer
 

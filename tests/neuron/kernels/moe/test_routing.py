@@ -76,7 +76,8 @@ def test_factors_of_experts_and_a_norm_of_the_router_match_the_reference(
     device: torch.device, assert_close: AssertClose
 ) -> None:
     plain = make_experts(20, 4, 3, True, device)
-    experts = replace(plain, scales=torch.rand(20, device=device), router_norm=torch.randn(48, device=device))
+    scales = torch.rand(20, device=device)
+    experts = replace(plain, scales=scales, router_norm=torch.randn(48, device=device))
     hidden, norm = torch.randn(3, 48, device=device), torch.rand(48, device=device) * 0.3
     choice, reference = (choose(hidden, norm, 1e-6, experts) for choose in (choose_rows, choose_rows_reference))
     assert torch.equal(choice.experts, reference.experts)
@@ -85,7 +86,7 @@ def test_factors_of_experts_and_a_norm_of_the_router_match_the_reference(
     assert_close(list_pairs(logits, experts).weights, list_pairs_reference(logits, experts).weights)
     unscaled, scaled = choose_reference(logits, plain), choose_reference(logits, experts)
     routed = unscaled.experts[:, :4]
-    assert_close(scaled.weights[:, :4], unscaled.weights[:, :4] * experts.scales[routed])
+    assert_close(scaled.weights[:, :4], unscaled.weights[:, :4] * scales[routed])
     assert torch.equal(scaled.weights[:, 4:], unscaled.weights[:, 4:])
 
 

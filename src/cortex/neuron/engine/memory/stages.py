@@ -143,9 +143,8 @@ def layer_sizes(architecture: Architecture, storage: WeightStorage) -> list[Laye
         layer = architecture.staged(range(index, index + 1))
         page_bytes = PAGE_TOKENS * kv_bytes_per_token(layer, kv_item_bytes)
         mixer = architecture.layers[index].mixer
-        is_attention = isinstance(mixer, AttentionConfig)
-        window = mixer.window if is_attention else None
-        source = mixer.kv if is_attention and isinstance(mixer.kv, int) else None
+        window = mixer.window if isinstance(mixer, AttentionConfig) else None
+        source = mixer.source if isinstance(mixer, AttentionConfig) else None
         found.append(LayerSizes(weight_bytes, page_bytes, state_bytes(layer, storage.item_bytes), window, source))
     return found
 

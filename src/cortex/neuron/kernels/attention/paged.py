@@ -23,8 +23,8 @@ def attention(
 ) -> Tensor:
     """q: [tokens, heads, dim], k and v: [tokens, kv heads, dim] (strided, each head dense) → [tokens, heads, dim].
 
-    Norms q, k and v as the rules say, rotates q and k, stores k and v in the pages ([pages, page tokens, kv heads, dim]), and lets each token
-    attend to the positions of its row up to itself.
+    Norms q, k and v as the rules say, rotates q and k, stores k and v in the pages ([pages, page tokens, kv heads,
+    dim]), and lets each token attend to the positions of its row up to itself.
     """
     if not has_kernels(q):
         if q.shape[0] != batch.num_decodes or key_pages.dtype != q.dtype:

@@ -133,9 +133,7 @@ class Gemma4(Llama):
         if listed is not None:
             own = listed.get(str(index), {})
             if unknown := own.keys() - {"head_dim", "num_key_value_heads"}:
-                raise UnsupportedModel(
-                    f"per_layer_config has {min(unknown)!r} for layer {index}, which is not supported"
-                )
+                raise UnsupportedModel(f"per_layer_config has {min(unknown)!r}: {own!r:.80}, which is not supported")
             return count_in(own, "num_key_value_heads", config.kv_heads), count_in(own, "head_dim", config.head_dim)
         if self._type(index) == "sliding_attention":
             return config.kv_heads, config.head_dim
@@ -145,11 +143,8 @@ class Gemma4(Llama):
         return kv_heads, count_in(self.raw, "global_head_dim", 512)
 
     def _experts(self) -> MoEConfig:
-        hidden, experts, top_k = (
-            self.config.hidden,
-            count_in(self.raw, "num_experts"),
-            count_in(self.raw, "top_k_experts"),
-        )
+        hidden, experts = self.config.hidden, count_in(self.raw, "num_experts")
+        top_k = count_in(self.raw, "top_k_experts")
         if top_k > experts:
             raise UnsupportedModel(f"top_k_experts is {top_k}, and there are {experts} experts")
         return MoEConfig(

@@ -26,7 +26,10 @@ SIZES: dict[str, Any] = {
 }
 SMALL = frozenset({"head_dim", "vocab_size"})
 """Sizes that the models for CPUs set below those of published ones."""
-LARGER = {"moe_intermediate_size": 128, "intermediate_size": 256, "rotary_dim": 32, "sliding_window": 90}
+LARGER = {
+    **{"moe_intermediate_size": 128, "intermediate_size": 256, "rotary_dim": 32, "sliding_window": 90},
+    **{"global_head_dim": 512, "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCAB},
+}
 
 
 def reference_of(family: str, name: str) -> Any:

@@ -58,7 +58,9 @@ class Attention:
             norms = [RMSNorm(parameters, size, norm.norm, f"{name}.weight") for name, size in sizes.items()]
         self._wide_norms = norms if norm is not None and norm.spans_heads else []
         self._early_rope = table if norm is not None and norm.after_rope else None
-        weights = [None, None] if not norms or self._wide_norms else [part.weight for part in norms]
+        weights: list[Tensor | None] = [None, None]
+        if norms and not self._wide_norms:
+            weights = [part.weight for part in norms]
         if source is not None:
             weights.append(source.rules.k_scale)
         self.rules = AttentionRules(

@@ -57,6 +57,7 @@ class Attention:
             sizes = config.norm_sizes(prefix)
             norms = [RMSNorm(parameters, size, norm.norm, f"{name}.weight") for name, size in sizes.items()]
         self._wide_norms = norms if norm is not None and norm.spans_heads else []
+        self._half = 0 if config.rope is None else config.rope.dims // 2
         self._early_rope = table if norm is not None and norm.after_rope else None
         weights: list[Tensor | None] = [None, None]
         if norms and not self._wide_norms:
@@ -70,6 +71,7 @@ class Attention:
             k_scale=weights[1],
             eps=norm.norm.eps if norm is not None else 0.0,
             norms_values=config.norms_values,
+            pair_distance=self._half if self._early_rope is None else 0,
             window=config.window,
         )
         self._growth = None
@@ -90,7 +92,7 @@ class Attention:
         if self._wide_norms:
             q, k = self._normed(q, k)
         if self._early_rope is not None:
-            rotation = Rotation.at(batch.positions, self._early_rope, q.dtype)
+            rotation = Rotation.at(batch.positions, self._early_rope, q.dtype, self._half)
             q, k = rotation(q), rotation(k)
         if self._growth is not None:
             q = (q * self._growth[batch.positions]).to(q.dtype)

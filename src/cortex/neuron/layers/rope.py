@@ -95,10 +95,13 @@ def _proportional(frequencies: Tensor, settings: Mapping[str, Any]) -> Tensor:
 
 
 def rope_table(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor:
-    """[positions, dims] float32: cosines, then sines. Without a config, two dimensions are rotated by nothing."""
+    """[positions, dims] float32: cosines, then sines, without the pairs at the end that do not turn. Without a config,
+    two dimensions are rotated by nothing."""
     if rope is None:
         return torch.tensor((1.0, 0.0), device=device).repeat(num_positions, 1)
     frequencies, scale = inverse_frequencies(rope, num_positions)
+    if rope.scaling == "proportional":
+        frequencies = frequencies[: max(1, int(frequencies.count_nonzero()))]
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=1) * scale
     return table.to(device)

@@ -51,7 +51,7 @@ GEOMETRIES = [
     (3, 1, 64, 64, False, False),
     (2, 2, 80, 16, True, True),
     (2, 1, 256, 64, True, False),
-    (8, 1, 512, 512, True, True),
+    (8, 1, 512, 128, True, True),
 ]
 ROWS: list[tuple[list[int], list[tuple[int, int]]]] = [
     ([1], []),
@@ -95,7 +95,8 @@ def test_attention_and_stored_kv_match_the_reference(
 
     def run(function: Callable[..., torch.Tensor], kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         q_scale, k_scale = (None if scale is None else scale.to(kind) for scale in scales)
-        rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, norms_values)
+        half = dim // 2 if norms_values else 0  # some pairs in the middle of a head do not turn
+        rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, norms_values, half)
         q, k, v = projected.to(kind).split([heads, kv_heads, kv_heads], dim=1)
         kept = pages.to(kind, copy=True)
         return function(q, k, v, rules, batch, *kept), kept

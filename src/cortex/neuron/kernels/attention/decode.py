@@ -99,7 +99,8 @@ def decode_attention(
         COMBINED=max(1, min(COMBINED, COMBINED_VALUES // (group_pad * dim_block))),
         DIM=dim,
         DIM_BLOCK=dim_block,
-        HALF=rules.rope.shape[1] // 2,
+        HALF=rules.half,
+        PAIRS=rules.rope.shape[1] // 2,
         NORM=rules.q_scale is not None,
         NORM_VALUES=rules.norms_values,
         PAGE=page_tokens,
@@ -210,6 +211,7 @@ def _decode_kernel(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
     NORM: tl.constexpr,
     NORM_VALUES: tl.constexpr,
     PAGE: tl.constexpr,
@@ -239,9 +241,9 @@ def _decode_kernel(
             start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
             q.dtype.element_ty,
         )  # fmt: skip
-    rope_row = rope + newest * 2 * HALF
-    q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
-    k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
+    rope_row = rope + newest * 2 * PAIRS
+    q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
+    k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
     slot = tl.load(slots + index)
     if OVERLAP:
         gdc_wait()

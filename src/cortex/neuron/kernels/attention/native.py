@@ -49,6 +49,7 @@ def native_attention(
         kv_heads=kv_heads,
         dim=dim,
         rotated_dims=rules.rope.shape[1],
+        pair_distance=rules.half,
         page_tokens=page_tokens,
         table_columns=batch.page_table.shape[1],
         window=rules.window or 0,

@@ -73,6 +73,7 @@ class Attention:
             norms_values=config.norms_values,
             pair_distance=self._half if self._early_rope is None else 0,
             window=config.window,
+            sinks=parameters.load(f"{prefix}.sinks", config.heads, dtype=torch.float32) if config.sinks else None,
         )
         self._growth = None
         if config.query_growth is not None and ropes.num_positions > config.query_growth.trained_tokens:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from cortex.neuron.delta_sizes import DeltaSizes
 from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """The functions of a gate in a feed-forward block."""
 KVOrigin = Literal["projected", "keys"] | int
 """Where a layer's keys and values come from: a projection each, one projection for both, or an earlier layer of the
@@ -126,6 +126,8 @@ class AttentionConfig:
     window: int | None = None
     """Positions a token attends to, including its own; None: all."""
     query_growth: QueryGrowth | None = None
+    sinks: bool = False
+    """Each head has a score that takes part in the softmax and stands for no value."""
 
     @property
     def source(self) -> int | None:
@@ -185,8 +187,10 @@ class MoEConfig:
     router: RouterRule = DEFAULT_RULE
     has_bias: bool = False
     """Whether the checkpoint has a bias of the choice of experts, `gate.e_score_correction_bias`."""
+    biased: bool = False
+    """Biases on the router's scores, and on gate, up and down of each expert."""
     activation: Activation = "silu"
-    """The activation of each expert's gate."""
+    """The activation of the routed experts' gates."""
     router_norm: NormConfig | None = None
     """A norm before the router, `gate.input_scale`; None: the router has the input of the experts."""
     scales_experts: bool = False

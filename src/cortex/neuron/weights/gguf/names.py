@@ -71,6 +71,7 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "post_ffw_norm": "post_mlp_layernorm",
     },
     "glm4moe": {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},
     "olmo2": _AFTER_BLOCKS,
     "phi3": _FUSED,
     "qwen3next": _HYBRID,
@@ -80,6 +81,7 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """Architecture → tensors of a layer that have another meaning than in Llama, or that Llama lacks."""
 _WHOLE_NAMES: Final = {
+    "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ffn_gate_inp.scale": "mlp.gate.input_scale",
     "ffn_down_exps.scale": "mlp.gate.expert_scale",
@@ -126,7 +128,7 @@ def hub_name(name: str, architecture: str = "llama") -> str:
 
 def is_expert_stack(hub_tensor_name: str) -> bool:
     """Whether the tensor holds all experts of a layer, `[experts, out, in]`."""
-    return ".mlp.experts." in hub_tensor_name
+    return ".mlp.experts." in hub_tensor_name and hub_tensor_name.endswith(".weight")
 
 
 def expert_names(stack_name: str) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ GENERATED = [
     ("cohere2", "plain"),
     ("glm4_moe", "plain"),
     ("gpt_oss", "windows"),
+    ("glm4_moe_lite", "plain"),
 ]
 
 

@@ -68,6 +68,11 @@ def attention_reference(
         ("rotation", id(rules.rope), q.dtype), lambda: Rotation.at(batch.positions, rules.rope, q.dtype, rules.half)
     )
     q = rotate_and_store_by(rotation, q, k, v, rules, batch.slots, key_pages, value_pages)
+    return attend_reference(q, rules, batch, key_pages, value_pages)
+
+
+def attend_reference(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor) -> Tensor:
+    """The attention of rotated queries to what is in the pages. Keys may be their own values."""
     parts = []
     if batch.num_decodes:
         parts.append(_decode(q[: batch.num_decodes], rules, batch, key_pages, value_pages))
@@ -114,7 +119,8 @@ def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, v
     rows, heads, dim = q.shape
     page_tokens = key_pages.shape[1]
     seen = batch.once(("decodes", page_tokens, rules.window), lambda: _Decodes.of(batch, page_tokens, rules.window))
-    k, v = (_gather(pages, seen.table, q.dtype) for pages in (key_pages, value_pages))
+    k = _gather(key_pages, seen.table, q.dtype)
+    v = k if value_pages is key_pages else _gather(value_pages, seen.table, q.dtype)
     grouped, mask = q.view(rows, k.shape[1], -1, dim), seen.mask
     if rules.sinks is not None:
         grouped, k, v, mask = _with_sinks(grouped, k, v, mask, rules.sinks.view(k.shape[1], -1, 1), rules.scale)
@@ -131,7 +137,10 @@ def _prefill(
     first_page = 0 if rules.window is None else max(0, row.start + 1 - rules.window) // page_tokens
     begin = first_page * page_tokens
     table = table[first_page : -(-length // page_tokens)]
-    k, v = (_gather(pages, table, q.dtype).narrow(-2, 0, length - begin)[None] for pages in (key_pages, value_pages))
+    k = _gather(key_pages, table, q.dtype).narrow(-2, 0, length - begin)[None]
+    v = k
+    if value_pages is not key_pages:
+        v = _gather(value_pages, table, q.dtype).narrow(-2, 0, length - begin)[None]
     mask = None
     if row.start or rules.window is not None or rules.sinks is not None:
         query = torch.arange(row.start, length, device=q.device)[:, None]

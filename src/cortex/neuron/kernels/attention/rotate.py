@@ -110,8 +110,8 @@ def rotate_and_store_by(
     if rules.q_scale is not None and rules.k_scale is not None:
         q = rms_norm_reference(q, rules.q_scale, rules.eps)
         k = rms_norm_reference(k, rules.k_scale, rules.eps)
-    _store(key_pages, slots, rotation(k))
-    _store(value_pages, slots, normed_values(v, rules))
+    store(key_pages, slots, rotation(k))
+    store(value_pages, slots, normed_values(v, rules))
     return rotation(q)
 
 
@@ -120,7 +120,7 @@ def normed_values(v: Tensor, rules: AttentionRules) -> Tensor:
     return rms_norm_reference(v, v.new_ones(()), rules.eps) if rules.norms_values else v
 
 
-def _store(pages: Tensor, slots: Tensor, values: Tensor) -> None:
+def store(pages: Tensor, slots: Tensor, values: Tensor) -> None:
     """values: [tokens, kv heads, dim]"""
     if pages.dtype == torch.float8_e4m3fn:  # larger values become the largest, as in the kernels
         values = values.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(pages.dtype).view(torch.uint8)

@@ -59,7 +59,8 @@ class Gemma4(Llama):
     def read_ends(self) -> EndsConfig:
         cap = self.raw.get("final_logit_softcapping")
         cap = None if cap is None else number_in(self.raw, "final_logit_softcapping", cap)
-        return EndsConfig(self.norm, self.config.hidden**0.5, cap, self._per_layer_inputs())
+        inputs = self._per_layer_inputs()
+        return EndsConfig(self.norm, self.config.hidden**0.5, logit_cap=cap, per_layer_inputs=inputs)
 
     def layer(self, index: int) -> LayerConfig:
         size = optional_count_in(self.raw, "hidden_size_per_layer_input")

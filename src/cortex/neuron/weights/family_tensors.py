@@ -38,6 +38,9 @@ _OWN_NAMES: Final = {
     ".mlp.gate.moe_statics.": ".mlp.gate.",
     ".mlp.router.": ".mlp.gate.",
     ".mlp.shared_experts.": ".mlp.shared_expert.",
+    ".router.proj.": ".mlp.gate.",
+    ".router.scale": ".mlp.gate.input_scale",
+    ".router.per_expert_scale": ".mlp.gate.expert_scale",
     "model.embedding_norm.": "model.norm.",
     ".operator_norm.": ".input_layernorm.",
     ".ffn_norm.": ".post_attention_layernorm.",
@@ -65,6 +68,8 @@ _OWN_NAMES: Final = {
 }
 """Parts of names in published checkpoints → what layers call them."""
 _NAMES: Final = re.compile("|".join(("^" if name[0] != "." else "") + re.escape(name) for name in _OWN_NAMES))
+_BESIDE: Final = re.compile(r"(\.layers\.\d+)\.experts\.")
+"""Experts beside a feed-forward block, which layers have in that block."""
 _BIAS_OF_CHOICE: Final = ".mlp.gate.e_score_correction_bias"
 _INTERLEAVED: Final = frozenset({"cohere2", "ernie4_5", "ernie4_5_moe", "glm4"})
 """Families that rotate pairs of adjacent dimensions; here the two halves of the rotated dimensions are pairs."""
@@ -79,7 +84,7 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
 
     Raises CheckpointError.
     """
-    tensors = {_NAMES.sub(_own_name, name): tensor for name, tensor in stored.items()}
+    tensors = {_BESIDE.sub(r"\1.mlp.experts.", _NAMES.sub(_own_name, name)): tensor for name, tensor in stored.items()}
     if config.get("model_type") == "granitemoehybrid" and not config.get("num_local_experts", 1):
         tensors = {name.replace(".mlp.shared_expert.", ".mlp."): tensor for name, tensor in tensors.items()}
     if len(tensors) < len(stored):

@@ -50,10 +50,10 @@ class BlockNorms:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """A mixer over the tokens of a sequence, then a feed-forward block for each token."""
+    """A mixer over the tokens of a sequence, then a feed-forward block for each token. One of them may be missing."""
 
     mixer: AttentionConfig | GatedDeltaConfig
-    feed_forward: MLPConfig | MoEConfig
+    feed_forward: MLPConfig | MoEConfig | None
     norm: NormConfig
     """It applies to all norms of the layer over the residual stream."""
     mixer_norms: BlockNorms
@@ -61,8 +61,9 @@ class LayerConfig:
     """None of its own: the feed-forward block has the same input as the mixer, and both are added."""
 
     def sharded(self, shard: Shard) -> LayerConfig:
-        mixer, feed_forward = sharded_mixer(self.mixer, shard), sharded_feed_forward(self.feed_forward, shard)
-        return replace(self, mixer=mixer, feed_forward=feed_forward)
+        mixer = sharded_mixer(self.mixer, shard)
+        block = None if self.feed_forward is None else sharded_feed_forward(self.feed_forward, shard)
+        return replace(self, mixer=mixer, feed_forward=block)
 
     @property
     def is_parallel(self) -> bool:
@@ -86,6 +87,8 @@ class Architecture(ABC):
     Raises UnsupportedModel from its constructor for a config that is incomplete or needs what is not implemented.
     """
 
+    backend: ClassVar[str] = "native"
+    """What runs its models: the layers here, or another library's."""
     prefix: ClassVar[str] = "model"
     """Where the checkpoint keeps the decoder's tensors."""
     mixer_norms: ClassVar[BlockNorms] = BlockNorms(before="input_layernorm")
@@ -115,8 +118,7 @@ class Architecture(ABC):
         self.layers = tuple(self._layer(index) for index in range(self.config.num_layers))
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
-        found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, AttentionConfig)} or {None}
-        self.windows = tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
+        self.windows = windows_of([layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig)])
         """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
         layers of a window are one KV group, which shares page ids."""
 
@@ -167,7 +169,8 @@ class Architecture(ABC):
             slices[name] = TensorSlice(rows=(shard.part(self.config.vocab),))
         for name, layer in self.named_layers():
             slices.update(mixer_slices(layer.mixer, shard, name))
-            slices.update(feed_forward_slices(layer.feed_forward, shard, name))
+            if layer.feed_forward is not None:
+                slices.update(feed_forward_slices(layer.feed_forward, shard, name))
         return slices
 
     @property
@@ -200,5 +203,11 @@ class Architecture(ABC):
         """The first half of a layer."""
 
     @abstractmethod
-    def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
+    def feed_forward(self, index: int) -> MLPConfig | MoEConfig | None:
         """The second half of a layer."""
+
+
+def windows_of(attentions: Iterable[AttentionConfig]) -> tuple[int | None, ...]:
+    """The windows of attention layers, each once: None (no window) first, then the widest."""
+    found = {attention.window for attention in attentions} or {None}
+    return tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))

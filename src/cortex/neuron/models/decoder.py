@@ -35,6 +35,7 @@ class DecoderLayer:
             self.mixer = GatedDelta(parameters, mixer, f"{prefix}.linear_attn")
         self.mlp_norm, self.after_mlp = norm(layer.feed_forward_norms.before), norm(layer.feed_forward_norms.after)
         self.mlp: MLP | MoE
+        assert feed_forward is not None
         if isinstance(feed_forward, MLPConfig):
             self.mlp = MLP(parameters, feed_forward, f"{prefix}.mlp")
         else:

@@ -28,7 +28,7 @@ from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.greedy import argmax
 from cortex.neuron.kernels.native.operations import NotRecorded, Recording
-from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.interface import Model
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +106,11 @@ step raises."""
 class CudaCapture:
     """Captures graphs that share one memory pool, because no two of them run at once."""
 
-    def __init__(self, *, is_divided: bool = False) -> None:
-        """`is_divided`: the step has messages between ranks. NCCL decides whether they can be captured."""
+    def __init__(self, *, may_fail: bool = False) -> None:
+        """`may_fail`: the step may have operations that cannot be captured: messages between ranks, about which NCCL
+        decides, or those of another library's modules."""
         self._pool: Any = None
-        self._rejections = (RuntimeError, GroupBroken) if is_divided else (torch.OutOfMemoryError,)
+        self._rejections = (RuntimeError, GroupBroken) if may_fail else (torch.OutOfMemoryError,)
 
     def __call__(self, step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
         side = torch.cuda.Stream()
@@ -161,7 +162,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         page_tables: Sequence[Tensor],
         last_tokens: Tensor,
         sizes: GraphSizes,

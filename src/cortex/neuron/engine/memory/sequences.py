@@ -12,9 +12,9 @@ from torch import Tensor
 from cortex.neuron.engine.kv_pages import Window
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.kernels.delta.rules import DeltaState
-from cortex.neuron.layers.attention import Attention, LayerCache
+from cortex.neuron.layers.attention import LayerCache
 from cortex.neuron.layers.gated_delta import GatedDelta
-from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.interface import CachedAttention, Model
 
 
 class SequenceMemory:
@@ -22,7 +22,7 @@ class SequenceMemory:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         num_pages: Mapping[Window, int],
         page_tokens: int,
         slots: StateSlots,
@@ -66,7 +66,7 @@ class KVCache:
 
     def __init__(
         self,
-        attentions: Sequence[Attention],
+        attentions: Sequence[CachedAttention],
         num_pages: Mapping[Window, int],
         page_tokens: int,
         dtype: torch.dtype,

@@ -37,7 +37,7 @@ TABLE: dict[str, Family] = {
         },
     ),
     "gemma": _family("Gemma", {"plain": {"head_dim": 16}}),
-    "gemma2": _family("Gemma2", {"caps": {"head_dim": 16, "sliding_window": 9, **FOUR_LAYERS}}),
+    "gemma2": _family("Gemma2", {"caps": {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0, **FOUR_LAYERS}}),
     "glm": _family("Glm", {"plain": {"head_dim": 16}}),
     "gpt2": _family("GPT2", {"plain": _OLD_SIZES | {"n_inner": 72}}, "GPT2LMHeadModel"),
     "gpt_bigcode": _family("GPTBigCode", {"one key head": _OLD_SIZES}),

@@ -23,7 +23,7 @@ class PromptPlans:
         if cudnn.is_faster_on(device) and dtype != torch.float32:
             for attention in model.attentions:
                 config = attention.config
-                if config.window is None:
+                if config.window is None and attention.rules.softcap is None:
                     geometry = Geometry(device, dtype, config.heads, config.kv_heads, config.head_dim)
                     geometries[geometry] = attention.rules.scale
         lengths = list(cudnn.planned_lengths(step_tokens))

@@ -16,6 +16,7 @@ from cortex.neuron.kernels.attention.rotate import rotated_heads, rotation_facto
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import (
+    constant,
     gdc_launch_dependents,
     gdc_wait,
     jit,
@@ -37,6 +38,7 @@ MAX_CELLS = 1 << 16
 QUERY_BYTES = 4 << 10
 """Shared memory for intermediate values of the queries, besides the queries."""
 LOG2_E = 1.4426950408889634
+_LOG2_E = constant(LOG2_E)
 
 
 def decode_attention(
@@ -81,6 +83,7 @@ def decode_attention(
         sums,
         _counters(q.device),
         rules.scale * LOG2_E,
+        (rules.softcap or 0.0) * LOG2_E,
         rules.eps,
         q.stride(0),
         q.stride(1),
@@ -99,6 +102,7 @@ def decode_attention(
         DIM_BLOCK=dim_block,
         HALF=rules.rope.shape[1] // 2,
         NORM=rules.q_scale is not None,
+        CAPPED=rules.softcap is not None,
         PAGE=page_tokens,
         TILE=tile,
         HOLD=splits > 1 or dim_block <= 128,  # the first tile is loaded early; long loops of large heads need registers
@@ -159,9 +163,17 @@ def _tile(
 
 
 @jit
-def _absorb(query, keys, values, valid, scale, highest, total, mixed):
+def capped(scores, cap):
+    """cap · tanh(scores / cap), without overflow."""
+    return cap - 2 * cap / (tl.exp2(scores * (2 * _LOG2_E / cap)) + 1)
+
+
+@jit
+def _absorb(query, keys, values, valid, scale, cap, highest, total, mixed, CAPPED: tl.constexpr):
     """Adds a tile to the online softmax of each head. At least one of its positions is valid."""
     scores = tl.dot(query, tl.trans(keys)) * scale  # [group, tile], in powers of two
+    if CAPPED:
+        scores = capped(scores, cap)
     scores = tl.where(valid[None, :], scores, -float("inf"))
     higher = tl.maximum(highest, tl.max(scores, 1))
     shrink = tl.exp2(highest - higher)
@@ -190,6 +202,7 @@ def _decode_kernel(
     sums,
     counters,
     scale,
+    cap,
     eps,
     q_token_stride,
     q_head_stride,
@@ -208,6 +221,7 @@ def _decode_kernel(
     DIM_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
+    CAPPED: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     HOLD: tl.constexpr,
@@ -262,20 +276,22 @@ def _decode_kernel(
     begin = start
     if HOLD:
         if start < end:
-            highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
+            highest, total, mixed = _absorb(query, keys, values, valid, scale, cap, highest, total, mixed, CAPPED)
         begin = start + TILE
     for tile in range(begin, end, TILE):
         keys, values, valid = _tile(
             tile, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
             q.dtype.element_ty,
         )  # fmt: skip
-        highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
+        highest, total, mixed = _absorb(query, keys, values, valid, scale, cap, highest, total, mixed, CAPPED)
 
     if split == active - 1:
         where = (slot * KV_HEADS + kv_head) * DIM + dim
         tl.store(key_pages + where[None, :], new_key, mask=dim_inside[None, :])
         tl.store(value_pages + where, new_value, mask=dim_inside)
         score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), 1) * scale
+        if CAPPED:
+            score = capped(score, cap)
         higher = tl.maximum(highest, score)
         shrink = tl.exp2(highest - higher)
         weight = tl.exp2(score - higher)

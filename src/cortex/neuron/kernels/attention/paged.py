@@ -27,7 +27,7 @@ def attention(
     attend to the positions of its row up to itself.
     """
     if not has_kernels(q):
-        if q.shape[0] != batch.num_decodes or key_pages.dtype != q.dtype:
+        if q.shape[0] != batch.num_decodes or key_pages.dtype != q.dtype or rules.softcap is not None:
             return attention_reference(q, k, v, rules, batch, key_pages, value_pages)
         if q.dtype in DTYPES and native_library_or_none() is not None:
             return native_attention(q, k, v, rules, batch, key_pages, value_pages)
@@ -116,8 +116,16 @@ def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, v
     seen = batch.once(("decodes", page_tokens, rules.window), lambda: _Decodes.of(batch, page_tokens, rules.window))
     k, v = (_gather(pages, seen.table, q.dtype) for pages in (key_pages, value_pages))
     grouped = q.view(rows, k.shape[1], -1, dim)
+    if rules.softcap is not None:
+        return _capped(grouped, k, v, seen.mask, rules.scale, rules.softcap).reshape(rows, heads, dim)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen.mask, scale=rules.scale)
     return out.reshape(rows, heads, dim)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """q: [..., heads, queries, dim], k and v: [..., heads, positions, dim] → [..., heads, queries, dim]"""
+    scores = torch.tanh(q @ k.mT * (scale / softcap)).float() * softcap
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
 def _prefill(
@@ -131,12 +139,15 @@ def _prefill(
     table = table[first_page : -(-length // page_tokens)]
     k, v = (_gather(pages, table, q.dtype).narrow(-2, 0, length - begin)[None] for pages in (key_pages, value_pages))
     mask = None
-    if row.start or rules.window is not None:
+    if row.start or rules.window is not None or rules.softcap is not None:
         query = torch.arange(row.start, length, device=q.device)[:, None]
         position = torch.arange(begin, length, device=q.device)
         mask = position <= query
         if rules.window is not None:
             mask &= position > query - rules.window
+    if rules.softcap is not None and mask is not None:
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+        return _capped(q.transpose(0, 1)[None], k, v, mask, rules.scale, rules.softcap)[0].transpose(0, 1)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=rules.scale, enable_gqa=True
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cortex.neuron.kernels.attention.decode import LOG2_E
+from cortex.neuron.kernels.attention.decode import LOG2_E, capped
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
@@ -40,6 +40,7 @@ def prefill_attention(
         batch.prefill_tiles,
         out,
         rules.scale * LOG2_E,
+        (rules.softcap or 0.0) * LOG2_E,
         batch.page_table.stride(0),
         rules.window or 0,
         HEADS=heads,
@@ -51,6 +52,7 @@ def prefill_attention(
         KEY_TILE=keys,
         PARTS=parts,
         WINDOWED=rules.window is not None,
+        CAPPED=rules.softcap is not None,
         MASKED=batch.batch_invariant or rules.window is not None,
         num_warps=warps,
         num_stages=2,
@@ -80,6 +82,7 @@ def _prefill_kernel(
     tiles,
     out,
     scale,
+    cap,
     table_stride,
     window,
     HEADS: tl.constexpr,
@@ -91,6 +94,7 @@ def _prefill_kernel(
     KEY_TILE: tl.constexpr,
     PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -131,11 +135,11 @@ def _prefill_kernel(
     unmasked = begin if MASKED else (oldest + 1) // KEY_TILE * KEY_TILE
     highest, total, mixed = _attend(
         query, highest, total, mixed, position, begin, unmasked, end, oldest, window, table_row, key_pages, value_pages,
-        kv_head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, False,
+        kv_head, scale, cap, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, CAPPED, False,
     )  # fmt: skip
     highest, total, mixed = _attend(
         query, highest, total, mixed, position, unmasked, end, end, oldest, window, table_row, key_pages, value_pages,
-        kv_head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, True,
+        kv_head, scale, cap, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, CAPPED, True,
     )  # fmt: skip
     tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -157,12 +161,14 @@ def _attend(
     value_pages,
     kv_head,
     scale,
+    cap,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds the positions from `begin` to `stop` to the online softmax. oldest: the position of the first query"""
@@ -183,17 +189,21 @@ def _attend(
         else:
             keys = tl.load(key_pages + where, mask=(dim < DIM)[None, :], other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys))
+        factor = scale
+        if CAPPED:
+            scores = capped(scores * scale, cap)
+            factor = 1.0
         if MASKED:
             visible = key_position[None, :] <= position[:, None]
             if WINDOWED:
                 visible = visible & (key_position[None, :] > position[:, None] - window)
             scores = tl.where(visible, scores, -float("inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1) * scale)
+        higher = tl.maximum(highest, tl.max(scores, 1) * factor)
         base = higher
         if WINDOWED:
             base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing of this tile is in the window
         shrink = tl.exp2(highest - base)
-        weights = tl.exp2(scores * scale - base[:, None])
+        weights = tl.exp2(scores * factor - base[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if DIM == DIM_BLOCK:
             values = tl.load(value_pages + where).to(query.dtype)

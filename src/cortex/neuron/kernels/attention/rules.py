@@ -19,3 +19,5 @@ class AttentionRules:
     eps: float = 0.0
     window: int | None = None
     """Positions that a token attends to, including itself; None: all."""
+    softcap: float | None = None
+    """Scores x become softcap · tanh(x / softcap); None: they are not capped."""

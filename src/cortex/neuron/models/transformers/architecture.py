@@ -66,6 +66,8 @@ class TransformersArchitecture(Architecture):
         part = copy.copy(self)
         part.layers = tuple(replace(self.layers[0], mixer=attention) for attention in attentions)
         part.windows = windows_of(attentions)
+        first = attentions[0]
+        part.config = replace(self.config, heads=first.heads, kv_heads=first.kv_heads, head_dim=first.head_dim)
         return part
 
     def sharded(self, shard: Shard) -> TransformersArchitecture:

@@ -32,6 +32,8 @@ class LibraryModel:
     class_name: str
     defaults: Mapping[str, Any]
     """Options that configs may leave out."""
+    options: frozenset[str]
+    """The names of all options that it reads."""
     aliases: Mapping[str, str]
     """A size's common name → its name in configs of this type."""
     tp_plan: Mapping[str, str]
@@ -50,7 +52,7 @@ class LibraryModel:
         names = (self.aliases.get(name, name), name, *_OTHER_NAMES.get(name, ()))
         for source in (config, self.defaults):
             for each in names:
-                if source.get(each) is not None:
+                if source.get(each) is not None and (each in self.options or not self.options):
                     return source[each]
         return None
 
@@ -87,11 +89,12 @@ def library_model(model_type: str) -> LibraryModel:
         raise UnsupportedModel(f"{class_name} of {installed} keeps a recurrent state, which only native families can")
     if attributes.get("_supports_attention_backend") is not True:
         raise UnsupportedModel(f"{class_name} of {installed} does not support other attention implementations")
-    config = _config_attributes(modeling.parent, model_type)
+    config, config_names = _config_attributes(modeling.parent, model_type)
     tied = attributes.get("_tied_weights_keys")
     return LibraryModel(
         class_name=class_name,
         defaults={name: value for name, value in config.items() if not name.startswith("base_model_")},
+        options=frozenset(config_names) | frozenset(_mapping(config.get("attribute_map"))),
         aliases=_mapping(config.get("attribute_map")),
         tp_plan=_mapping(config.get("base_model_tp_plan")),
         base_prefix=str(attributes.get("base_model_prefix") or "model"),
@@ -134,14 +137,15 @@ def _file_of(folder: Path, model_type: str, class_name: str) -> Path | None:
     return None
 
 
-def _config_attributes(folder: Path, model_type: str) -> dict[str, Any]:
-    """The literal attributes of the class of a model's config: its options' defaults, and tables."""
+def _config_attributes(folder: Path, model_type: str) -> tuple[dict[str, Any], list[str]]:
+    """The literal attributes of the class of a model's config (its options' defaults, and tables), and the names of all
+    of its attributes."""
     for path in sorted(folder.glob("configuration_*.py")):
         tree = _parse(path)
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and _literals(node).get("model_type") == model_type:
-                return _inherited(tree, node.name)
-    return {}
+                return _inherited(tree, node.name), [name for name, _ in _assignments(node.body)]
+    return {}, []
 
 
 def _inherited(tree: ast.Module, class_name: str) -> dict[str, Any]:

@@ -48,8 +48,6 @@ class TransformersModel:
     ) -> None:
         """`architecture`: this rank's share of the network's, whose modules belong to this model from now on.
         `tensors`: those of the checkpoint."""
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
         self.architecture = architecture
         self.config = architecture.config
         self.parameters = parameters
@@ -57,7 +55,8 @@ class TransformersModel:
         self._step = CurrentStep()
         self.attentions: list[PagedAttention] = []
         for call, layer in zip(network.calls, architecture.layers, strict=True):
-            rules = AttentionRules(scale=call.config.scale, rope=self._ropes[None], window=call.config.window)
+            own = call.config
+            rules = AttentionRules(own.scale, self._ropes[None], window=own.window, softcap=call.softcap)
             call.module.paged = PagedAttention(layer.mixer, rules, self._step)
             self.attentions.append(call.module.paged)
         model = network.model
@@ -65,7 +64,7 @@ class TransformersModel:
         _Weights(model, architecture, parameters, tensors).place()
         self._base: Any = model.base_model
         self._head: Any = copy.copy(model)
-        self._head._modules = {**model._modules, model.base_model_prefix: GivenHidden(MoeModelOutputWithPast)}
+        self._head._modules = {**model._modules, model.base_model_prefix: GivenHidden()}
         self._buffers = [buffer for buffer in model.buffers() if buffer.device == parameters.device]
 
     def storages(self) -> list[torch.UntypedStorage]:

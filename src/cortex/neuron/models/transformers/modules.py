@@ -84,13 +84,21 @@ def _padded(heads: Tensor, dim: int) -> Tensor:
     return F.pad(heads, (0, missing)) if missing else heads.contiguous()
 
 
+class _HiddenOutput:
+    """The output of a base model that has only hidden states: each family's output has other parts."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
 class GivenHidden(nn.Module):
     """Takes the place of the base model in the whole one, which then computes the logits of hidden states."""
-
-    def __init__(self, output: Any) -> None:
-        """`output`: the library's class of a base model's output."""
-        super().__init__()
-        self._output = output
 
     @property
     def decoder(self) -> GivenHidden:
@@ -98,7 +106,7 @@ class GivenHidden(nn.Module):
         return self
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        return self._output(last_hidden_state=inputs_embeds)
+        return _HiddenOutput(inputs_embeds)
 
 
 def paged_attention(

@@ -47,10 +47,26 @@ class AttentionCall:
     softcap: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    tensor: Tensor
+    is_visible: Callable[..., Tensor]
+    size: int | None
+    """Of a window, or of chunks."""
+
+    def window(self) -> int | None:
+        """The window of a causal mask. Raises UnsupportedModel for any other."""
+        for window in (None, self.size):
+            if _is_causal(self.is_visible, window):
+                return window
+        raise UnsupportedModel("the model has a mask that is neither causal nor a window, which is not supported")
+
+
 class _Trace:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
-        self.masks: list[Callable[..., Tensor]] = []
+        self.masks: dict[int, _Mask] = {}
+        """By the id of the tensor that stands for it."""
 
 
 _trace = _Trace()
@@ -138,16 +154,6 @@ def _check(name: str, architecture: TransformersArchitecture, traced: _Trace) ->
             f"{len(calls)} of the {config.num_layers} layers of {name} use the attention interface; the others keep a "
             "state of their own, which only native families can"
         )
-    sizes = {(call.config.kv_heads, call.config.head_dim) for call in calls}
-    if sizes != {(config.kv_heads, config.head_dim)}:
-        raise UnsupportedModel(
-            f"the attention of {name} has keys of {sorted(sizes)} heads and dimensions, but its config says "
-            f"{(config.kv_heads, config.head_dim)}"
-        )
-    windows = {call.config.window for call in calls} | {None}
-    for mask in traced.masks:
-        if not any(_is_causal(mask, window) for window in windows):
-            raise UnsupportedModel(f"{name} has a mask that is neither causal nor the window of its attention")
 
 
 def _is_causal(mask: Callable[..., Tensor], window: int | None) -> bool:
@@ -170,6 +176,9 @@ def _record_attention(
     given = {name for name, option in options.items() if option is not None}
     if given - _KNOWN:
         raise UnsupportedModel(f"{type(module).__name__} needs {', '.join(sorted(given - _KNOWN))} of its attention")
+    window = options.get("sliding_window")
+    if attention_mask is not None and id(attention_mask) in _trace.masks:
+        window, attention_mask = _trace.masks[id(attention_mask)].window(), None
     if attention_mask is not None or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{type(module).__name__} has attention that is not causal, or has a mask of its own")
     if len(query) != 1 or {part.shape[2] for part in (query, key, value)} != {_TRACED_TOKENS}:
@@ -183,21 +192,19 @@ def _record_attention(
         head_dim=max(dim, value.shape[3]),
         scale=dim**-0.5 if scale is None else float(scale),
         rope=None,
-        window=options.get("sliding_window"),
+        window=window,
     )
     _trace.calls.append(AttentionCall(module, config, options.get("softcap")))
     return query.new_empty(1, _TRACED_TOKENS, heads, value.shape[3]), None
 
 
-def _record_mask(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> None:
-    _trace.masks.append(mask_function)
+def _record_mask(
+    *_: Any, mask_function: Callable[..., Tensor], local_size: int | None = None, **__: Any
+) -> Tensor:
+    mask = _Mask(torch.empty(1, 1, _TRACED_TOKENS, _TRACED_TOKENS, device="meta"), mask_function, local_size)
+    _trace.masks[id(mask.tensor)] = mask
+    return mask.tensor
 
 
 def _skip_experts(module: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: ARG001
     return torch.empty_like(hidden_states)
-
-
-def tensors_in(model: Any) -> Mapping[str, Tensor]:
-    """The parameters and buffers that a checkpoint fills, by name; those that share memory under each name."""
-    found: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    return found

@@ -2,28 +2,103 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.errors import LoadError
+from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.memory.sequences import KVCache
+from cortex.neuron.engine.request import EngineRequest, RankSpec, SamplingParams
+from cortex.neuron.kernels.quantised.matrix import PackedMatrix
+from cortex.neuron.models.registry import open_model
+from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, weight_bytes
+from cortex.neuron.models.transformers.model import TransformersModel
+
+from ..engine.parallel.test_logits import logits_of
 from .family_models import VOCAB
-from .test_parity import PROMPT_TOKENS, Driver, assert_parity, load
-from .transformers_models import CASES, reference_of
+from .test_parity import CPU, PROMPT_TOKENS, Driver, assert_parity, some_tokens, spec
+from .transformers_models import CASES, TABLE, reference_of
+
+DIVIDED = [family for family in TABLE if family not in ("gpt2", "gpt_bigcode", "opt", "persimmon")]
+"""Those that the library has a plan for."""
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 @torch.inference_mode()
 def test_every_logit_matches_the_library(family: str, name: str, tmp_path: Path) -> None:
-    """Of a prompt that is computed whole, in chunks that do not fit pages, token by token, and with another one."""
+    """Of a prompt that is computed whole, in chunks that do not fit pages, token by token, and with another one. And
+    the sizes that a node computes without torch are those of the loaded model."""
     reference = reference_of(family, name)
     reference.save_pretrained(tmp_path)
-    model = load(tmp_path)
-    generator = torch.Generator().manual_seed(0)
-    tokens, other = (torch.randint(0, VOCAB, (count,), generator=generator) for count in (PROMPT_TOKENS, 40))
+    loaded = load_model(spec(tmp_path), CPU, lambda *_: None, lambda: False)
+    tokens, other = some_tokens(PROMPT_TOKENS), some_tokens(40, seed=1)
     expected = reference(tokens[None]).logits[0]
-    (whole,) = Driver(model, 1).logits([tokens], [[PROMPT_TOKENS]])
+    (whole,) = Driver(loaded.model, 1).logits([tokens], [[PROMPT_TOKENS]])
     assert_parity(whole, expected)
-    cut, beside = Driver(model, 2).logits([tokens, other], [[31, 1, 2, 30, *[1] * 11], [1, 38, 1]])
+    cut, beside = Driver(loaded.model, 2).logits([tokens, other], [[31, 1, 2, 30, *[1] * 11], [1, 38, 1]])
     assert_parity(cut, expected)
     assert_parity(beside, reference(other[None]).logits[0])
+    checkpoint, described = open_model(tmp_path)
+    checkpoint.close()
+    assert weight_bytes(described, WeightStorage(4, tensors=checkpoint.tensors)) == loaded.weight_bytes
+    windows = dict.fromkeys(loaded.model.architecture.windows, 1)
+    assert kv_bytes_per_token(described, 4) == KVCache(loaded.model.attentions, windows, 1, torch.float32, CPU).num_bytes
+    assert any(reference.__class__.__name__ in note for note in loaded.notes)
+
+
+def respond(engine: Engine, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    said: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    for number, prompt in enumerate(prompts):
+        engine.submit(EngineRequest(str(number), prompt, 10, SamplingParams(temperature=0.0)))
+    while engine.has_work:
+        for output in engine.step():
+            said[output.request_id].extend(output.tokens)
+    engine.check_integrity()
+    return list(said.values())
+
+
+@pytest.mark.parametrize(("family", "name"), [("gpt_neox", "parallel"), ("gemma2", "caps"), ("mixtral", "window")])
+@torch.inference_mode()
+def test_engine_matches_generate_of_the_library_also_after_a_sleep(family: str, name: str, tmp_path: Path) -> None:
+    """Prompts longer than a chunk, prefilled together with rows that decode, again from the prefix cache, and after
+    the weights have left their place and come back."""
+    reference = reference_of(family, name)
+    reference.save_pretrained(tmp_path)
+    options = spec(tmp_path, prefill_chunk_tokens=20)
+    engine = Engine(load_model(options, CPU, lambda *_: None, lambda: False), options, moves_weights=True)
+    engine.warm_up()
+    prompts = [tuple(some_tokens(count, seed=count).tolist()) for count in (5, 90, 91)]
+    expected = [
+        reference.generate(torch.tensor([prompt]), max_new_tokens=10, min_new_tokens=10, do_sample=False)[0]
+        for prompt in prompts
+    ]
+    wanted = [ids[len(prompt) :].tolist() for prompt, ids in zip(prompts, expected, strict=True)]
+    for _ in range(2):
+        assert respond(engine, prompts) == wanted
+    engine.sleep()
+    engine.wake(lambda *_: None)
+    assert respond(engine, prompts) == wanted
+    engine.close()
+
+
+@pytest.mark.parametrize("family", DIVIDED)
+def test_logits_of_two_ranks_equal_those_of_one_device(family: str, tmp_path: Path) -> None:
+    path, directory = tmp_path / "model", tmp_path / "group"
+    reference_of(family, next(iter(TABLE[family].changes))).save_pretrained(path)
+    whole_bytes: list[int] = []
+    expected = logits_of(path, on_read=whole_bytes.append)
+    directory.mkdir()
+    read_bytes: list[int] = []
+    ranks = [RankSpec(rank, 2, str(directory)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for logits in pool.map(partial(logits_of, path, on_read=read_bytes.append), ranks):
+            assert (logits - expected).abs().max() < 1e-5 * expected.abs().max().clamp(min=1)
+    assert 0 < max(read_bytes) < max(whole_bytes)

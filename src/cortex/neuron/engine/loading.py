@@ -171,7 +171,7 @@ def build_model(
     dtype = compute_dtype(spec.dtype, device)
     whole, network = read_architecture(config), None
     if isinstance(whole, TransformersArchitecture):
-        network = Network.of(whole, dtype)
+        network = Network.of(whole)
         whole, packing = network.architecture, whole.packing_of(packing or {})
     architecture = _share_of(whole, spec, group)
     kv_dtype = kv_cache_dtype(spec, dtype, device)

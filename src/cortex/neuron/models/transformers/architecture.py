@@ -38,6 +38,7 @@ class TransformersArchitecture(Architecture):
         if raw.get("is_encoder_decoder"):
             raise UnsupportedModel(f"{model_type} is an encoder-decoder model, which is not supported")
         _check_rope(raw)
+        _check_layer_types(raw)
         self.library: LibraryModel = library_model(model_type)
         sizes = {name: self.library.option(raw, name) for name in (*_SIZES, "sliding_window", "tie_word_embeddings")}
         sizes |= {"num_key_value_heads": _num_kv_heads(self.library, raw), "head_dim": _head_dim(self.library, raw)}
@@ -139,6 +140,16 @@ def _head_dim(library: LibraryModel, raw: Mapping[str, Any]) -> Any:
     if all(isinstance(dim, int) for dim in latent):
         return max(sum(latent), library.option(raw, "v_head_dim") or 0)
     return library.option(raw, "head_dim")
+
+
+def _check_layer_types(raw: Mapping[str, Any]) -> None:
+    types = raw.get("layer_types")
+    others = sorted({str(kind) for kind in types} - set(_LAYER_TYPES)) if isinstance(types, Sequence) else []
+    if others:
+        raise UnsupportedModel(
+            f"layers of the type {', '.join(others):.200} are not supported in models that transformers runs; "
+            f"supported are {', '.join(_LAYER_TYPES)}"
+        )
 
 
 def _check_rope(raw: Mapping[str, Any]) -> None:

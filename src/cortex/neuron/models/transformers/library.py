@@ -139,12 +139,13 @@ def _file_of(folder: Path, model_type: str, class_name: str) -> Path | None:
 
 def _config_attributes(folder: Path, model_type: str) -> tuple[dict[str, Any], list[str]]:
     """The literal attributes of the class of a model's config (its options' defaults, and tables), and the names of all
-    of its attributes."""
-    for path in sorted(folder.glob("configuration_*.py")):
-        tree = _parse(path)
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and _literals(node).get("model_type") == model_type:
-                return _inherited(tree, node.name), [name for name, _ in _assignments(node.body)]
+    of its attributes. Types that share a class have that of the folder's first."""
+    trees = [_parse(path) for path in sorted(folder.glob("configuration_*.py"))]
+    classes = [(tree, node) for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    typed = [(tree, node, _literals(node).get("model_type")) for tree, node in classes]
+    for tree, node, found in typed:
+        if found == model_type or (found and model_type not in {each for _, _, each in typed}):
+            return _inherited(tree, node.name), [name for name, _ in _assignments(node.body)]
     return {}, []
 
 

@@ -7,8 +7,8 @@ never run: only classes of the library are built.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,8 +34,6 @@ _IGNORED: Final = frozenset(
 )
 """Arguments of attention that change nothing here: `is_causal` is checked by itself."""
 _KNOWN: Final = frozenset({"scaling", "sliding_window", "softcap", *_IGNORED})
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,8 @@ class _Trace:
         """By the id of the tensor that stands for it."""
 
 
-_trace = _Trace()
+_current: ContextVar[_Trace] = ContextVar("trace")
+"""The pass that this thread runs: the library calls functions of ours without an argument of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +81,9 @@ class Network:
     calls: Sequence[AttentionCall]
 
     @classmethod
-    def of(cls, architecture: TransformersArchitecture, dtype: torch.dtype) -> Network:
+    def of(cls, architecture: TransformersArchitecture) -> Network:
         """Raises UnsupportedModel for a model that cannot be run."""
-        model = _build(architecture, dtype)
+        model = _build(architecture)
         name = type(model).__name__
         for path, module in model.named_modules():
             if isinstance(module, (nn.Conv1d, nn.RNNBase)):
@@ -95,7 +94,7 @@ class Network:
         return cls(model, architecture.with_attentions([call.config for call in calls]), calls)
 
 
-def _build(architecture: TransformersArchitecture, dtype: torch.dtype) -> Any:
+def _build(architecture: TransformersArchitecture) -> Any:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -109,7 +108,8 @@ def _build(architecture: TransformersArchitecture, dtype: torch.dtype) -> Any:
     try:
         config = CONFIG_MAPPING[raw["model_type"]].from_dict(options)
         with torch.device("meta"):
-            return model_class._from_config(config, attn_implementation=PAGED, dtype=dtype).eval()
+            # In the default dtype: the library would set another one for all threads of the process.
+            return model_class._from_config(config, attn_implementation=PAGED, dtype=torch.float32).eval()
     except Exception as error:
         raise UnsupportedModel(
             f"{architecture.library.class_name} of the transformers library rejects the model's config: "
@@ -124,7 +124,7 @@ def _traced(model: Any) -> _Trace:
     found = _Trace()
     try:
         config._attn_implementation_internal, config._experts_implementation_internal = _TRACED, _TRACED
-        _trace.calls, _trace.masks = found.calls, found.masks
+        _current.set(found)
         with torch.device("meta"), torch.inference_mode():
             tokens = torch.zeros(1, _TRACED_TOKENS, dtype=torch.long)
             model(
@@ -177,8 +177,8 @@ def _record_attention(
     if given - _KNOWN:
         raise UnsupportedModel(f"{type(module).__name__} needs {', '.join(sorted(given - _KNOWN))} of its attention")
     window = options.get("sliding_window")
-    if attention_mask is not None and id(attention_mask) in _trace.masks:
-        window, attention_mask = _trace.masks[id(attention_mask)].window(), None
+    if (mask := _current.get().masks.get(id(attention_mask))) is not None:
+        window, attention_mask = mask.window(), None
     if attention_mask is not None or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{type(module).__name__} has attention that is not causal, or has a mask of its own")
     if len(query) != 1 or {part.shape[2] for part in (query, key, value)} != {_TRACED_TOKENS}:
@@ -194,7 +194,7 @@ def _record_attention(
         rope=None,
         window=window,
     )
-    _trace.calls.append(AttentionCall(module, config, options.get("softcap")))
+    _current.get().calls.append(AttentionCall(module, config, options.get("softcap")))
     return query.new_empty(1, _TRACED_TOKENS, heads, value.shape[3]), None
 
 
@@ -202,7 +202,7 @@ def _record_mask(
     *_: Any, mask_function: Callable[..., Tensor], local_size: int | None = None, **__: Any
 ) -> Tensor:
     mask = _Mask(torch.empty(1, 1, _TRACED_TOKENS, _TRACED_TOKENS, device="meta"), mask_function, local_size)
-    _trace.masks[id(mask.tensor)] = mask
+    _current.get().masks[id(mask.tensor)] = mask
     return mask.tensor
 
 

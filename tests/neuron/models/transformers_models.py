@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from .family_models import EXPERTS, FOUR_LAYERS, SIZES, VOCAB, Family
+from .family_models import EXPERTS, FOUR_LAYERS, VOCAB, Family
 from .reference_models import randomised
 
 _OLD_SIZES: dict[str, Any] = {
@@ -16,9 +16,7 @@ _OLD_SIZES: dict[str, Any] = {
 
 
 def _family(name: str, changes: dict[str, dict[str, Any]], model: str | None = None) -> Family:
-    return Family(
-        getattr(transformers, f"{name}Config"), getattr(transformers, model or f"{name}ForCausalLM"), changes
-    )
+    return Family(getattr(transformers, f"{name}Config"), getattr(transformers, model or f"{name}ForCausalLM"), changes)
 
 
 TABLE: dict[str, Family] = {
@@ -37,12 +35,19 @@ TABLE: dict[str, Family] = {
         },
     ),
     "gemma": _family("Gemma", {"plain": {"head_dim": 16}}),
-    "gemma2": _family("Gemma2", {"caps": {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0, **FOUR_LAYERS}}),
+    "gemma2": _family(
+        "Gemma2", {"caps": {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0, **FOUR_LAYERS}}
+    ),
     "glm": _family("Glm", {"plain": {"head_dim": 16}}),
     "gpt2": _family("GPT2", {"plain": _OLD_SIZES | {"n_inner": 72}}, "GPT2LMHeadModel"),
     "gpt_bigcode": _family("GPTBigCode", {"one key head": _OLD_SIZES}),
     "gpt_neox": _family(
-        "GPTNeoX", {"parallel": {}, "in turn": {"use_parallel_residual": False, "attention_bias": False}}
+        "GPTNeoX",
+        {
+            "parallel": {},
+            "in turn": {"use_parallel_residual": False, "attention_bias": False},
+            "wide": {"hidden_size": 256, "intermediate_size": 512},
+        },
     ),
     "granitemoe": _family("GraniteMoe", {"plain": {"num_local_experts": 6, "num_experts_per_tok": 3}}),
     "helium": _family("Helium", {"plain": {"head_dim": 12}}),
@@ -57,9 +62,7 @@ TABLE: dict[str, Family] = {
     "persimmon": _family("Persimmon", {"plain": {"num_key_value_heads": 4}}),
     "phi": _family("Phi", {"plain": {}, "norms": {"qk_layernorm": True, "num_key_value_heads": 4}}),
     "phimoe": _family("Phimoe", {"plain": {"num_local_experts": 6, "sliding_window": 11}}),
-    "qwen2_moe": _family(
-        "Qwen2Moe", {"shared": {"num_experts": 6, "shared_expert_intermediate_size": 40, **EXPERTS}}
-    ),
+    "qwen2_moe": _family("Qwen2Moe", {"shared": {"num_experts": 6, "shared_expert_intermediate_size": 40, **EXPERTS}}),
     "starcoder2": _family("Starcoder2", {"window": {"sliding_window": 8}, "tied": {"tie_word_embeddings": True}}),
 }
 CASES = [(family, name) for family, entry in TABLE.items() for name in entry.changes]

@@ -89,6 +89,8 @@ class Architecture(ABC):
 
     backend: ClassVar[str] = "native"
     """What runs its models: the layers here, or another library's."""
+    has_stages: ClassVar[bool] = True
+    """Whether it can be divided by layers."""
     prefix: ClassVar[str] = "model"
     """Where the checkpoint keeps the decoder's tensors."""
     mixer_norms: ClassVar[BlockNorms] = BlockNorms(before="input_layernorm")

@@ -23,7 +23,7 @@ _ROPE_SETTINGS: Final = ("rope_scaling", "rope_parameters")
 _DIVIDED: Final = ("colwise", "rowwise")
 _ATTENTION: Final = re.compile(r"att(n|ention)")
 _EXPERTS: Final = re.compile(r"\.experts(\.|$)")
-_DENSE: Final = re.compile(r"\.experts\.|router\.|\.gate\.weight$|emb|\bwpe\b|\bwte\b|norm")
+_DENSE: Final = re.compile(r"\.experts\.|router\.|\.gate\.weight$|emb(?!ed_out)|\bwpe\b|\bwte\b|norm")
 """Matrices that are dense in any case: the library multiplies by them itself, or looks up rows."""
 
 
@@ -32,6 +32,7 @@ class TransformersArchitecture(Architecture):
     each layer's attention does (`with_attentions`): configs may leave the windows to the library."""
 
     backend: ClassVar[str] = "transformers"
+    has_stages: ClassVar[bool] = False
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         model_type = str(raw["model_type"])
@@ -39,7 +40,11 @@ class TransformersArchitecture(Architecture):
             raise UnsupportedModel(f"{model_type} is an encoder-decoder model, which is not supported")
         _check_rope(raw)
         _check_layer_types(raw)
-        self.library: LibraryModel = library_model(model_type)
+        try:
+            self.library: LibraryModel = library_model(model_type)
+        except UnsupportedModel as error:
+            code = "; the code that its repository has for it is never run" if raw.get("auto_map") else ""
+            raise UnsupportedModel(f"{error}{code} (docs/models.md lists what runs)") from error
         sizes = {name: self.library.option(raw, name) for name in (*_SIZES, "sliding_window", "tie_word_embeddings")}
         sizes |= {"num_key_value_heads": _num_kv_heads(self.library, raw), "head_dim": _head_dim(self.library, raw)}
         super().__init__({**sizes, "model_type": model_type, "layer_types": raw.get("layer_types")})
@@ -72,11 +77,14 @@ class TransformersArchitecture(Architecture):
         return part
 
     def sharded(self, shard: Shard) -> TransformersArchitecture:
-        if not self.library.tp_plan:
-            raise UnsupportedModel(f"the transformers library has no plan to divide {self.library.class_name}")
+        if not self.divided:
+            raise UnsupportedModel(
+                f"the transformers library has no plan to divide the linear layers of {self.library.class_name} among "
+                "devices; use one device"
+            )
         part = copy.copy(self)
         part.shard = shard
-        if any(style == "colwise" and _ATTENTION.search(name) for name, style in self.library.tp_plan.items()):
+        if any(style == "colwise" and _ATTENTION.search(name) for name, style in self.divided.items()):
             if self.config.kv_heads % shard.size:
                 raise UnsupportedModel(
                     f"{self.config.kv_heads} key-value heads cannot be divided among {shard.size} devices; "
@@ -91,26 +99,33 @@ class TransformersArchitecture(Architecture):
             "library runs this model; use tensor_parallel, or one device"
         )
 
+    @property
+    def divided(self) -> dict[str, str]:
+        """The linear layers that are divided among devices, by patterns of their names in the model: `colwise`, by
+        their outputs, or `rowwise`, by their inputs, whose results are added. All others are whole on every rank."""
+        return {
+            f"{self.library.base_prefix}.{pattern}": style
+            for pattern, style in self.library.tp_plan.items()
+            if style in _DIVIDED and not _EXPERTS.search(pattern)
+        }
+
     def division(self, name: str) -> str | None:
-        """How a linear layer (its name in the model) is divided among devices: `colwise`, by its outputs, or `rowwise`,
-        by its inputs, whose results are added; None: it is whole on every rank."""
-        for pattern, style in self.library.tp_plan.items():
-            full = re.escape(f"{self.library.base_prefix}.{pattern}").replace(r"\*", r"\d+")
-            if style in _DIVIDED and not _EXPERTS.search(pattern) and re.fullmatch(full, name):
+        """How a linear layer (its name in the model) is divided; None: it is whole on every rank."""
+        for pattern, style in self.divided.items():
+            if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name):
                 return style
         return None
 
     def tensor_slices(self, shard: Shard) -> Slices:
-        """Of the linear layers that the library's plan divides; all other tensors are whole on every rank."""
+        """Of the linear layers that are divided."""
         share = (shard.rank, shard.size)
         slices: dict[str, TensorSlice | None] = {}
-        for pattern in self.library.tp_plan:
-            for index in range(self.config.num_layers) if "*" in pattern else (0,):
-                name = f"{self.library.base_prefix}.{pattern.replace('*', str(index), 1)}"
-                style = self.division(name)
+        for pattern, style in self.divided.items():
+            for index in range(self.config.num_layers):
+                name = pattern.replace("*", str(index), 1)
                 if style == "colwise":
                     slices[f"{name}.weight"] = slices[f"{name}.bias"] = TensorSlice(row_share=share)
-                elif style == "rowwise":
+                else:
                     slices[f"{name}.weight"] = TensorSlice(column_share=share)
         return slices
 
@@ -127,7 +142,8 @@ class TransformersArchitecture(Architecture):
         """Whether the model has memory for a tensor of the checkpoint."""
         if self.config.tied and name in self.library.tied:
             return False
-        return not any(re.search(pattern, name) for pattern in (r"rotary_emb\.inv_freq$", *self.library.unread))
+        unread = (r"rotary_emb\.inv_freq", *self.library.unread)
+        return not any(re.search(rf"(^|\.){pattern}$", name) for pattern in unread)
 
 
 def _num_kv_heads(library: LibraryModel, raw: Mapping[str, Any]) -> Any:

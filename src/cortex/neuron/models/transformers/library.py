@@ -7,7 +7,9 @@ import it. Its source is data here: class attributes that are literals.
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +20,9 @@ from typing import Any, Final
 from cortex.neuron.models.errors import UnsupportedModel
 
 EXTRA: Final = "cortex-fleet[neuron,transformers]"
+_PARSE_ATTEMPTS: Final = 8
+_parsing: Final = threading.Lock()
+"""Python 3.11 counts the depth of its parser for all threads together, and raises SystemError if two of them parse."""
 _OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_key_value_heads": ("num_kv_heads", "n_head_kv", "num_attention_groups", "multi_query_group_num"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_sequence_length", "seq_length", "max_seq_len"),
@@ -190,6 +195,10 @@ def _mapping(value: Any) -> dict[str, str]:
 def _parse(path: Path) -> ast.Module:
     """Raises UnsupportedModel for a file that is missing or of another Python."""
     try:
-        return ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError) as error:
+        text = path.read_text(encoding="utf-8")
+        for _ in range(_PARSE_ATTEMPTS - 1):
+            with _parsing, contextlib.suppress(SystemError):
+                return ast.parse(text)
+        return ast.parse(text)
+    except (OSError, SyntaxError, ValueError, SystemError) as error:
         raise UnsupportedModel(f"the installed transformers library is damaged ({error}); install it again") from error

@@ -119,8 +119,7 @@ class _Weights:
         self._architecture = architecture
         self._parameters = parameters
         self._targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
-        self._sources = sources_of(model, filter(architecture.is_held, tensors), self._targets)
-        self._tensors = tensors
+        self._sources = sources_of(model, tensors, self._targets)
         self._exact = tuple(model._keep_in_fp32_modules_strict or ())
         self._placed: dict[int, Tensor] = {}
         """By the parameter without memory: what took its place, which tied parameters share."""
@@ -143,7 +142,8 @@ class _Weights:
         respond, and wrongly."""
         for target, sources in self._sources.items():
             index = next((int(part) for part in target.split(".") if part.isdecimal()), 0)
-            if target not in self._targets and index >= self._architecture.config.num_layers:
+            is_extra = target not in self._targets and self._architecture.is_held(sources[0].name)
+            if is_extra and index >= self._architecture.config.num_layers:
                 raise UnsupportedModel(
                     f"the checkpoint has {sources[0].name}, its config {self._architecture.config.num_layers} layers; "
                     "is this the config of these weights?"

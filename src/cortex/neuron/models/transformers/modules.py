@@ -1,4 +1,4 @@
-"""What takes the place of parts of the library's modules: linear layers on our matrices, and attention over KV pages."""
+"""What takes the place of parts of the library's modules: linear layers on our matrices, attention over KV pages."""
 
 from __future__ import annotations
 

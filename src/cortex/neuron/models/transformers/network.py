@@ -198,9 +198,7 @@ def _record_attention(
     return query.new_empty(1, _TRACED_TOKENS, heads, value.shape[3]), None
 
 
-def _record_mask(
-    *_: Any, mask_function: Callable[..., Tensor], local_size: int | None = None, **__: Any
-) -> Tensor:
+def _record_mask(*_: Any, mask_function: Callable[..., Tensor], local_size: int | None = None, **__: Any) -> Tensor:
     mask = _Mask(torch.empty(1, 1, _TRACED_TOKENS, _TRACED_TOKENS, device="meta"), mask_function, local_size)
     _current.get().masks[id(mask.tensor)] = mask
     return mask.tensor

@@ -70,6 +70,14 @@ class ModelFacts:
         return self.architecture.config.num_layers
 
     @property
+    def backend(self) -> str:
+        return self.architecture.backend
+
+    @property
+    def has_stages(self) -> bool:
+        return self.architecture.has_stages
+
+    @property
     def digest(self) -> str:
         """Equal for the same model on different nodes: its configuration and how its tensors are stored."""
         formats = sorted((name, info.dtype) for name, info in self.tensors.items() if info.dtype not in _DENSE_FORMATS)

@@ -22,7 +22,7 @@ from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sleep import ModelSleep
 from cortex.neuron.engine.step_loop import Counters, StepLoop
-from cortex.neuron.models.interface import Model
+from cortex.neuron.models.decoder import Decoder
 
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
 RESERVED_TOKENS = 512
@@ -91,7 +91,7 @@ class Engine:
         return self._awake().self_test()
 
     @property
-    def model(self) -> Model:
+    def model(self) -> Decoder:
         return self._loaded.model
 
     def _new_loop(self) -> StepLoop:
@@ -109,7 +109,7 @@ class Engine:
         size = block_tokens(self._device) if self._spec.deterministic else None
         return Runner(*self._runner_arguments(), block_tokens=size)
 
-    def _runner_arguments(self) -> tuple[Model, int, int, int, int, StateMemory | None]:
+    def _runner_arguments(self) -> tuple[Decoder, int, int, int, int, StateMemory | None]:
         memory, limits = self._loaded.memory, self._limits
         sizes = (memory.page_tokens, limits.max_rows, limits.context_tokens, limits.step_tokens)
         return (self.model, *sizes, memory.states)

@@ -32,7 +32,6 @@ from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.interface import Model
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.models.registry import open_model, read_architecture
 from cortex.neuron.models.sizes import WeightStorage
@@ -52,7 +51,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: Model
+    model: Decoder
     dtype: torch.dtype
     context_tokens: int
     weight_bytes: int
@@ -190,7 +189,6 @@ def build_model(
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
     within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
     parameters = Parameters(device, dtype, packing, within_layers)
-    model: Model
     if network is None:
         model = Decoder(architecture, parameters, num_positions=plan.context_tokens)
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,15 @@ class LayerCache:
         self.keys = keys  # [pages, page tokens, kv heads, head dim]
         self.values = values
         self.group = group
+
+
+class CachedAttention(Protocol):
+    """The attention of a layer, as the engine sees it."""
+
+    config: AttentionConfig
+    rules: AttentionRules
+    cache: LayerCache
+    """Its pages, which the engine sets before the first step."""
 
 
 class Attention:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.layers.attention import Attention
+from cortex.neuron.layers.attention import Attention, CachedAttention
 from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, NormConfig
 from cortex.neuron.layers.embedding import Embedding, Head
 from cortex.neuron.layers.gated_delta import GatedDelta
@@ -58,7 +60,7 @@ class DecoderLayer:
 
 class Decoder:
     """A model as the engine sees it, or one stage of it. `embedding`, `norm` and `head` exist where the architecture
-    `has_ends`."""
+    `has_ends`. Another backend overrides what the engine calls: `attentions`, `storages`, the call and `logits`."""
 
     embedding: Embedding
     norm: RMSNorm
@@ -84,7 +86,7 @@ class Decoder:
         return RMSNorm(self.parameters, self.config.hidden, norm, source)
 
     @property
-    def attentions(self) -> list[Attention]:
+    def attentions(self) -> Sequence[CachedAttention]:
         """The layers' attentions, which keep KV, in order."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
 

@@ -28,7 +28,7 @@ from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.greedy import argmax
 from cortex.neuron.kernels.native.operations import NotRecorded, Recording
-from cortex.neuron.models.interface import Model
+from cortex.neuron.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         page_tables: Sequence[Tensor],
         last_tokens: Tensor,
         sizes: GraphSizes,

@@ -9,7 +9,7 @@ import torch
 
 from cortex.neuron.kernels.attention import cudnn
 from cortex.neuron.kernels.attention.cudnn import Geometry
-from cortex.neuron.models.interface import Model
+from cortex.neuron.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 class PromptPlans:
     """The plans of one model, for prompts up to a step's tokens. Belongs to the engine thread."""
 
-    def __init__(self, model: Model, step_tokens: int) -> None:
+    def __init__(self, model: Decoder, step_tokens: int) -> None:
         device, dtype = model.parameters.device, model.parameters.dtype
         geometries: dict[Geometry, float] = {}
         if cudnn.is_faster_on(device) and dtype != torch.float32:

@@ -36,10 +36,10 @@ from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.kernels.batch import Batch, PrefillRow, prefill_tiles
-from cortex.neuron.models.interface import Model
+from cortex.neuron.models.decoder import Decoder
 
 
-def default_capture(model: Model, *, is_batch_invariant: bool) -> Capture | None:
+def default_capture(model: Decoder, *, is_batch_invariant: bool) -> Capture | None:
     """How the single-token steps of a model are captured. Those of a stage are not: its messages are sent between its
     layers and its draw. Nor are divided or batch-invariant steps on a CPU, or those of another library's modules: their
     messages, single rows and modules are no operations in C."""
@@ -57,7 +57,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         page_tokens: int,
         max_rows: int,
         context_tokens: int,

@@ -12,9 +12,9 @@ from torch import Tensor
 from cortex.neuron.engine.kv_pages import Window
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.kernels.delta.rules import DeltaState
-from cortex.neuron.layers.attention import LayerCache
+from cortex.neuron.layers.attention import CachedAttention, LayerCache
 from cortex.neuron.layers.gated_delta import GatedDelta
-from cortex.neuron.models.interface import CachedAttention, Model
+from cortex.neuron.models.decoder import Decoder
 
 
 class SequenceMemory:
@@ -22,7 +22,7 @@ class SequenceMemory:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         num_pages: Mapping[Window, int],
         page_tokens: int,
         slots: StateSlots,

@@ -20,7 +20,6 @@ from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn
 from cortex.neuron.engine.step_plan import StepPlan
-from cortex.neuron.models.decoder import Decoder
 
 
 class FirstStageRunner(LeadingRunner):
@@ -52,7 +51,6 @@ class LaterStageRunner(FollowingRunner):
         scores: list[PromptScores],
     ) -> Drawn | None:
         del draws, mask, scores
-        assert isinstance(self.model, Decoder), "no other backend divides models by layers"
         shard, parameters = self.group.shard, self.model.parameters
         batch = self._batch(plan, inputs)
         shape = (len(batch.tokens), self.model.config.hidden)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,9 +13,12 @@ from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.matrix import Matrix
-from cortex.neuron.layers.gated_delta import GatedDelta
+from cortex.neuron.layers.attention import CachedAttention
+from cortex.neuron.layers.configs import AttentionConfig
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.layers.rope import RopeTables
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.modules import (
@@ -33,32 +36,33 @@ from cortex.neuron.weights.stored import TensorInfo
 _FILLED_LATER: Final = float("nan")
 
 
-class TransformersModel:
-    """See `models.interface.Model`. Belongs to one thread: the modules find the current step in `_step`."""
-
-    gated_deltas: tuple[GatedDelta, ...] = ()
+class TransformersModel(Decoder):
+    """Has no layers of ours. Belongs to one thread: the modules find the current step in `_step`."""
 
     def __init__(
         self,
         network: Network,
-        architecture: TransformersArchitecture,
+        architecture: Architecture,
         parameters: Parameters,
         num_positions: int,
         tensors: Mapping[str, TensorInfo],
     ) -> None:
         """`architecture`: this rank's share of the network's, whose modules belong to this model from now on.
         `tensors`: those of the checkpoint."""
+        assert isinstance(architecture, TransformersArchitecture)
         self.architecture = architecture
         self.config = architecture.config
         self.parameters = parameters
-        self._ropes = RopeTables(num_positions, parameters.device)
+        self.layers = []
+        self.ropes = RopeTables(num_positions, parameters.device)
         self._step = CurrentStep()
-        self.attentions: list[PagedAttention] = []
+        self._attentions: list[PagedAttention] = []
         for call, layer in zip(network.calls, architecture.layers, strict=True):
-            own = call.config
-            rules = AttentionRules(own.scale, self._ropes[None], window=own.window, softcap=call.softcap)
-            call.module.paged = PagedAttention(layer.mixer, rules, self._step)
-            self.attentions.append(call.module.paged)
+            own, mixer = call.config, layer.mixer
+            assert isinstance(mixer, AttentionConfig)
+            rules = AttentionRules(own.scale, self.ropes[None], window=own.window, softcap=call.softcap)
+            self._attentions.append(PagedAttention(mixer, rules, self._step))
+            vars(call.module)["paged"] = self._attentions[-1]
         model = network.model
         _fill_buffers(model, parameters.device)
         _Weights(model, architecture, parameters, tensors).place()
@@ -67,10 +71,12 @@ class TransformersModel:
         self._head._modules = {**model._modules, model.base_model_prefix: GivenHidden()}
         self._buffers = [buffer for buffer in model.buffers() if buffer.device == parameters.device]
 
+    @property
+    def attentions(self) -> Sequence[CachedAttention]:
+        return self._attentions
+
     def storages(self) -> list[torch.UntypedStorage]:
-        """The device memory that the model holds for as long as it is loaded: weights and tables, each piece once."""
-        storages = [*self.parameters.storages(), *self._ropes.storages()]
-        storages += [buffer.untyped_storage() for buffer in self._buffers]
+        storages = [*super().storages(), *(buffer.untyped_storage() for buffer in self._buffers)]
         return list({storage.data_ptr(): storage for storage in storages}.values())
 
     def __call__(self, batch: Batch) -> Tensor:

@@ -20,6 +20,12 @@ from typing import Any, Final
 from cortex.neuron.models.errors import UnsupportedModel
 
 EXTRA: Final = "cortex-fleet[neuron,transformers]"
+COMPARED: Final = (
+    *("apertus", "arcee", "cohere", "cwm", "deepseek_v3", "gemma", "gemma2", "glm", "gpt2", "gpt_bigcode", "gpt_neox"),
+    *("granitemoe", "helium", "mixtral", "nemotron", "olmo", "olmoe", "opt", "persimmon", "phi", "phimoe", "qwen2_moe"),
+    "starcoder2",
+)
+"""Types whose every logit the tests compare with the library's own."""
 _PARSE_ATTEMPTS: Final = 8
 _parsing: Final = threading.Lock()
 """Python 3.11 counts the depth of its parser for all threads together, and raises SystemError if two of them parse."""

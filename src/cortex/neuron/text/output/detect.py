@@ -82,7 +82,7 @@ _SPELLS_NAME: Final = re.compile(r"""\\?["']name\\?["']\s*:""")
 _SPELLS_PARAMETERS: Final = re.compile(r"""\\?["']parameters\\?["']\s*:""")
 
 
-_MARKERS: Final = (
+MARKERS: Final = (
     (("<minimax:tool_call>",), ToolSyntax.MINIMAX_XML),
     (("<seed:tool_call>",), ToolSyntax.SEED_XML),
     (("<arg_key>",), ToolSyntax.GLM_XML),
@@ -106,7 +106,7 @@ _MARKERS: Final = (
 def tool_syntax(template: ChatTemplate) -> ToolSyntax:
     if not template.takes_tools:
         return ToolSyntax.HERMES_JSON
-    for markers, syntax in _MARKERS:
+    for markers, syntax in MARKERS:
         if all(map(template.mentions, markers)):
             return syntax
     if _SPELLS_NAME.search(template.source) and _SPELLS_PARAMETERS.search(template.source):

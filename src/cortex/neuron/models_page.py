@@ -1,4 +1,4 @@
-"""Writes docs/models.md from the tables of families, formats and syntaxes: `python -m cortex.neuron.models_page FILE`."""
+"""Writes docs/models.md from the code's tables: `python -m cortex.neuron.models_page docs/models.md`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ Generated from the tables of the code by `make docs`; edit those, not this page.
 
 ## Native families
 
-A model's family follows from the `model_type` of its `config.json`; families of one shape share a file of the code. **GGUF** has the architecture's name in GGUF files; empty: from
-safetensors only. **Divided**: `tensor_parallel` divides every layer, `pipeline_parallel` divides by layers. **Images**: what
-becomes of the vision tower of models that are published with one.
+A model's family follows from the `model_type` of its `config.json`; families of one shape share a file of the code.
+**GGUF** has the architecture's name in GGUF files; empty: from safetensors only. **Divided**: `tensor_parallel`
+divides every layer, `pipeline_parallel` divides by layers. **Images**: what becomes of the vision tower of models
+that are published with one.
 """
 
 FORMATS = """\
@@ -48,16 +49,17 @@ FORMATS = """\
 LIBRARY = """\
 ## Everything else: `transformers`
 
-With the extra `{extra}` a node also runs models that no native family has, if the installed `transformers` library has a
-causal language model of their `model_type` which accepts other attention implementations. The library's modules compute; weights,
-KV pages, batches, prefix cache, sleep and quantised linear layers are those of the native families.
+With the extra `{extra}` a node also runs models that no native family has, if the installed `transformers` library
+has a causal language model of their `model_type` which accepts other attention implementations. The library's modules
+compute; weights, KV pages, batches, prefix cache, sleep and quantised linear layers are those of the native families.
 
 - From safetensors. Code in a model's repository is never run.
-- `tensor_parallel` divides the linear layers that the library has a plan for; experts and embeddings are whole on every device.
-  `pipeline_parallel` is rejected.
+- `tensor_parallel` divides the linear layers that the library has a plan for; experts and embeddings are whole on
+  every device. `pipeline_parallel` is rejected.
 - `quant` applies to linear layers; experts and embeddings stay dense.
-- Rejected by name, before any weight is read: encoder-decoder models, recurrent or convolutional states, attention with a mask of
-  its own or an option that is not implemented, rope scalings that depend on a sequence's length (`dynamic`, `longrope`).
+- Rejected by name, before any weight is read: encoder-decoder models, recurrent or convolutional states, attention
+  with a mask of its own or an option that is not implemented, rope scalings that depend on a sequence's length
+  (`dynamic`, `longrope`).
 - On a GPU, steps of single tokens are captured as graphs where all operations of the modules can be.
 
 Compared with the library, logit by logit, by the tests: {compared}.
@@ -66,8 +68,8 @@ Compared with the library, logit by logit, by the tests: {compared}.
 SYNTAXES = """\
 ## Tool calls and reasoning
 
-They follow from the chat template of the checkpoint, whichever family and backend it has. The first row whose marks the template
-contains decides; with none of them, calls are `{plain}`. A template without tools gets `{hermes}`.
+They follow from the chat template of the checkpoint, whichever family and backend it has. The first row whose marks
+the template contains decides; with none of them, calls are `{plain}`. A template without tools gets `{hermes}`.
 """
 
 

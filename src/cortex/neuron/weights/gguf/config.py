@@ -57,9 +57,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     """The config of the model in the hub's format. Raises CheckpointError if it is incomplete or not supported."""
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise Unsupported(
-            f"{file.path} has the architecture {str(architecture)[:80]!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
-        )
+        known = ", ".join(ARCHITECTURES)
+        raise Unsupported(f"{file.path} has the architecture {str(architecture)[:80]!r}; supported in GGUF: {known}")
     model_type, class_name = ARCHITECTURES[architecture]
     keys = Keys(file, architecture)
     embedding = file.tensors.get("token_embd.weight")

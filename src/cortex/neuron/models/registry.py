@@ -25,6 +25,7 @@ from cortex.neuron.models.mixtures.minimax_m2 import MiniMaxM2
 from cortex.neuron.models.mixtures.qwen3_moe import Mellum, Qwen3Moe
 from cortex.neuron.models.mixtures.qwen3_next import Qwen3Next, Qwen35Multimodal
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
+from cortex.neuron.models.transformers.library import library_model
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
 from cortex.neuron.weights.safetensors.checkpoint import SafetensorsCheckpoint
 from cortex.neuron.weights.safetensors.published import is_readable
@@ -85,13 +86,30 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None and (not isinstance(model_type, str) or not model_type):
-        raise UnsupportedModel(f"the model's config has {model_type!r:.80} for 'model_type'; is it a model's config?")
+    if family is None:
+        _check_library(config)
     _reject_quantised(config)
     try:
         return TransformersArchitecture(config) if family is None else family(config)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise UnsupportedModel(f"the model's config is damaged ({error}); download the model again") from error
+
+
+def _check_library(config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModel unless the transformers library has the model."""
+    model_type, reason = config.get("model_type"), "is it a model's config?"
+    if isinstance(model_type, str):
+        if config.get("is_encoder_decoder"):
+            raise UnsupportedModel(f"{model_type} is an encoder-decoder model, which is not supported")
+        try:
+            library_model(model_type)
+            return
+        except UnsupportedModel as error:
+            reason = f"{error}{'; the code of its repository is never run' if config.get('auto_map') else ''}"
+    raise UnsupportedModel(
+        f"model_type {model_type!r:.80} is not supported: {reason}. Native families are {', '.join(FAMILIES)} "
+        "(docs/adding-a-model.md shows how to add one)"
+    )
 
 
 def _reject_quantised(config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A model that has no family of its own, in a real neuron: the worker runs the library's modules, the daemon does not."""
+"""A model that has no family here, in a real neuron: the worker runs the library's modules, the daemon does not."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:
         (
             {"model_type": "m9", "auto_map": {"AutoModel": "m.M"}},
             None,
-            "the code that its repository has for it is never",
+            "the code of its repository is never run",
         ),
         (
             {"model_type": "falcon"},
@@ -173,7 +173,7 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:
             "type chunked_attention are not",
         ),
         ({"model_type": "phi", "rope_scaling": {"type": "dynamic"}}, None, "rope scaling 'dynamic' is not supported"),
-        ({"model_type": 5}, None, "has 5 for 'model_type'"),
+        ({"model_type": 5}, None, "model_type 5 is not supported: is it a model's config"),
         ({"quantization_config": {"quant_method": "hqq"}}, None, r"the weights are quantised \(hqq\)"),
         ({"num_attention_heads": 0}, None, "0 for 'num_attention_heads'"),
         ({"max_position_embeddings": "many"}, None, "'many' for 'max_position_embeddings'"),

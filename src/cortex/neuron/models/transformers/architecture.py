@@ -36,15 +36,9 @@ class TransformersArchitecture(Architecture):
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         model_type = str(raw["model_type"])
-        if raw.get("is_encoder_decoder"):
-            raise UnsupportedModel(f"{model_type} is an encoder-decoder model, which is not supported")
         _check_rope(raw)
         _check_layer_types(raw)
-        try:
-            self.library: LibraryModel = library_model(model_type)
-        except UnsupportedModel as error:
-            code = "; the code that its repository has for it is never run" if raw.get("auto_map") else ""
-            raise UnsupportedModel(f"{error}{code} (docs/models.md lists what runs)") from error
+        self.library: LibraryModel = library_model(model_type)
         sizes = {name: self.library.option(raw, name) for name in (*_SIZES, "sliding_window", "tie_word_embeddings")}
         sizes |= {"num_key_value_heads": _num_kv_heads(self.library, raw), "head_dim": _head_dim(self.library, raw)}
         super().__init__({**sizes, "model_type": model_type, "layer_types": raw.get("layer_types")})

@@ -84,8 +84,7 @@ def library_model(model_type: str) -> LibraryModel:
     folder, version = _folder(), library_version()
     if folder is None or version is None:
         raise UnsupportedModel(
-            f"model_type {model_type!r} has no family of its own here, and the `transformers` library, which may have "
-            f"it, is not installed where the node runs: pip install '{EXTRA}'"
+            f"the transformers library, which may have it, is not installed where the node runs: pip install '{EXTRA}'"
         )
     installed = f"the installed transformers {version}"
     class_name = _causal_models(folder).get(model_type)

@@ -129,6 +129,9 @@ def test_model_that_cannot_be_divided_is_rejected_before_its_weights_are_read(fa
         ({"num_local_experts": "many"}, "MixtralForCausalLM of the transformers library rejects the model's config"),
         ({"num_hidden_layers": 1}, "is this the config of these weights"),
         ({"num_hidden_layers": 3}, "has no tensor 'model.layers.2"),
+        ({"num_local_experts": 9}, "has 9 parts, but the checkpoint has 6 of"),
+        ({"hidden_size": 64}, "gives the shape|needs|is this the model"),
+        ({"model_type": "ctrl", "n_layer": 2}, r"has pos_encoding \(transformer\) outside of its parameters"),
     ],
 )
 def test_rejects_what_the_modules_need_and_is_not_implemented_by_name(

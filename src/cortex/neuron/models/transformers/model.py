@@ -34,6 +34,8 @@ from cortex.neuron.models.transformers.sources import Source, places, sources_of
 from cortex.neuron.weights.stored import TensorInfo
 
 _FILLED_LATER: Final = float("nan")
+_MAX_BUFFER_BYTES: Final = 256 << 20
+"""Of a table that a module computes, which the plan of the device's memory does not count."""
 
 
 class TransformersModel(Decoder):
@@ -98,6 +100,11 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
+                if buffer.nbytes > _MAX_BUFFER_BYTES:
+                    raise UnsupportedModel(
+                        f"{path}.{name} of {type(model).__name__} takes {buffer.nbytes / 1e9:.1f} GB besides the weights, "
+                        "which is not supported; is the model's config right?"
+                    )
                 filler = _FILLED_LATER if buffer.is_floating_point() else 0
                 module._buffers[name] = torch.full_like(buffer, filler, device=device)
                 if name in module._non_persistent_buffers_set:

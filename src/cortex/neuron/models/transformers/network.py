@@ -88,6 +88,9 @@ class Network:
         for path, module in model.named_modules():
             if isinstance(module, (nn.Conv1d, nn.RNNBase)):
                 raise UnsupportedModel(f"{name} has a {type(module).__name__} ({path}), whose state is not kept")
+            tables = [own for own, value in vars(module).items() if isinstance(value, Tensor)]
+            if tables:
+                raise UnsupportedModel(f"{name} has {', '.join(tables)} ({path}) outside of its parameters and buffers")
         traced = _traced(model)
         calls = traced.calls
         _check(name, architecture, traced)

@@ -53,10 +53,14 @@ def places(target: str, destination: Tensor, sources: list[Source]) -> list[tupl
         return [(sources[0].name, destination)]
     by_pattern = {pattern: [each.name for each in sources if each.pattern == pattern] for pattern in _patterns(sources)}
     operations = [(type(each).__name__, getattr(each, "dim", None)) for each in conversion.operations]
-    if operations == [("MergeModulelist", 0)] and len(by_pattern) == 1:
+    merges = ("MergeModulelist", 0)
+    if merges in operations and any(len(names) != len(destination) for names in by_pattern.values()):
+        counts = ", ".join(f"{len(names)} of {pattern}" for pattern, names in by_pattern.items())
+        raise UnsupportedModel(f"{target} has {len(destination)} parts, but the checkpoint has {counts}")
+    if operations == [merges] and len(by_pattern) == 1:
         (names,) = by_pattern.values()
         return list(zip(names, destination.unbind(0), strict=True))
-    if operations == [("MergeModulelist", 0), ("Concatenate", 1)]:
+    if operations == [merges, ("Concatenate", 1)]:
         parts = destination.chunk(len(by_pattern), dim=1)
         return [
             pair

@@ -131,7 +131,7 @@ def test_model_that_cannot_be_divided_is_rejected_before_its_weights_are_read(fa
         ({"num_hidden_layers": 3}, "has no tensor 'model.layers.2"),
         ({"num_local_experts": 9}, "has 9 parts, but the checkpoint has 6 of"),
         ({"hidden_size": 64}, "gives the shape|needs|is this the model"),
-        ({"model_type": "ctrl", "n_layer": 2}, r"has pos_encoding \(transformer\) outside of its parameters"),
+        ({"model_type": "ctrl", "max_position_embeddings": 1 << 34}, "GB besides the weights, which is not supported"),
     ],
 )
 def test_rejects_what_the_modules_need_and_is_not_implemented_by_name(

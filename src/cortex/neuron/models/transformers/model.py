@@ -102,8 +102,8 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
             if buffer is not None and buffer.is_meta:
                 if buffer.nbytes > _MAX_BUFFER_BYTES:
                     raise UnsupportedModel(
-                        f"{path}.{name} of {type(model).__name__} takes {buffer.nbytes / 1e9:.1f} GB besides the weights, "
-                        "which is not supported; is the model's config right?"
+                        f"{path}.{name} of {type(model).__name__} takes {buffer.nbytes / 1e9:.1f} GB besides the "
+                        "weights, which is not supported; is the model's config right?"
                     )
                 filler = _FILLED_LATER if buffer.is_floating_point() else 0
                 module._buffers[name] = torch.full_like(buffer, filler, device=device)

@@ -178,6 +178,21 @@ TABLE: dict[str, Family] = {
         },
         SIGLIP,
     ),
+    "gpt_oss": Family(
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            "no window": {
+                **{"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8},
+                "layer_types": ["full_attention"] * SIZES["num_hidden_layers"],
+            },
+            "windows": {
+                **{"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 9},
+                "rope_parameters": YARN | {"truncate": False},
+                **FOUR_LAYERS,
+            },
+        },
+    ),
     "granite": Family(
         transformers.GraniteConfig,
         transformers.GraniteForCausalLM,

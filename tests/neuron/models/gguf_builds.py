@@ -72,6 +72,15 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.MiniMaxM2ForCausalLM,
         UNPADDED | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 256, "rotary_dim": 32},
     ),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            **UNPADDED,
+            **{"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 256, "sliding_window": 9},
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
     "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM, UNPADDED | WINDOWS | {"logit_scale": 0.3}),
     "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM, UNPADDED),
     "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM, SIZES | WINDOWS),

@@ -34,6 +34,7 @@ MIXED = (
     "Q5_1",
     "IQ4_NL",
     "IQ4_XS",
+    "MXFP4",
     "F16",
     "BF16",
 )
@@ -136,6 +137,12 @@ def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer
         parts = _by_part(tensor, config)
         yield f"blk.{layer}.attn_qkv.weight", torch.cat(parts[:3])
         yield f"blk.{layer}.attn_gate.weight", parts[3]
+    elif architecture == "gpt-oss" and ".experts." in source:
+        kind = "bias" if source.endswith("_bias") else "weight"
+        by_row = tensor if kind == "bias" else tensor.transpose(1, 2)
+        by_part = {"down": by_row} if ".down_proj" in source else {"gate": by_row[:, ::2], "up": by_row[:, 1::2]}
+        for part, rows in by_part.items():
+            yield f"blk.{layer}.ffn_{part}_exps.{kind}", rows.contiguous()
     elif ".experts.gate_up_proj" in source:
         gate, up = tensor.chunk(2, dim=1)
         yield f"blk.{layer}.ffn_gate_exps.weight", gate
@@ -147,6 +154,8 @@ def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer
     elif architecture in INTERLEAVED and (".q_proj." in source or ".k_proj." in source):
         heads = config.num_attention_heads if ".q_proj." in source else config.num_key_value_heads
         yield name_of(source), tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    elif source.endswith(".sinks"):
+        yield f"blk.{layer}.attn_sinks.weight", tensor
     elif "shared_expert_gate" in source:
         yield name_of(source), tensor.squeeze(0)
     else:
@@ -237,7 +246,7 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     window = getattr(config, "sliding_window", None)
-    if architecture in ("cohere2", "exaone4", "gemma3", "olmo2", "phi3") and window is not None:
+    if architecture in ("cohere2", "exaone4", "gemma3", "gpt-oss", "olmo2", "phi3") and window is not None:
         writer.add_sliding_window(window)
         if architecture in ("exaone4", "olmo2"):
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -247,7 +256,7 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_sliding_window_pattern(4)
         writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    elif architecture in ("ernie4_5-moe", "glm4moe", "minimax-m2"):
+    elif architecture in ("ernie4_5-moe", "glm4moe", "gpt-oss", "minimax-m2"):
         _add_experts(writer, config, architecture)
     elif architecture == "glm4":
         writer.add_rope_dimension_count(config.head_dim // 2)
@@ -279,8 +288,11 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
         return
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_expert_count(config.num_local_experts)
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        return
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_rope_dimension_count(config.head_dim // 2)
     if architecture == "minimax-m2":
         writer.add_expert_feed_forward_length(config.intermediate_size)

@@ -59,6 +59,8 @@ def test_option_that_a_config_leaves_out_means_what_the_reference_library_takes_
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3_text", {"hidden_activation": "relu"}, "hidden_act 'relu'"),
         ("glm4_moe", {"n_group": 2}, "n_group is 2"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 3}, "3 of 2 experts"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias is True"),
         ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'"),
         ("minimax_m2", {"num_local_experts": 1 << 13}, "8192 experts"),

@@ -50,6 +50,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 OWN_OPTIONS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "mellum": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3},
@@ -130,7 +131,14 @@ def test_computed_size_of_packed_matrices_is_what_the_layers_allocate(family: st
     """Value and down projections are packed in a layout of their own or dense, all other matrices in 4 bits."""
     architecture = read_architecture(config_of(family, CHANGES[changes]))
     dense = Decoder(architecture, Parameters(META, torch.bfloat16), num_positions=1).parameters
-    names = [part.source for binding in dense.bindings for part in binding.parts or (binding,)]
+    # gpt-oss has gate and up of an expert in one tensor
+    joint = {
+        f"{name}.mlp.experts.{number}.gate_up_proj.weight"
+        for name, _ in architecture.named_layers()
+        for number in range(6)
+    }
+    files = joint if family == "gpt_oss" else ()
+    names = [part.source for binding in dense.bindings for part in binding.chosen_from(files)]
     of_their_own: list[DeviceLayout | None] = [layouts.Q4, layouts.Q6, layouts.IQ4, FLOAT8_ROWS, None]
     for mixed in of_their_own:
         packing = {name: mixed if "v_proj" in name or "down_proj" in name else layouts.Q4 for name in names}

@@ -64,6 +64,7 @@ class Attention:
             k_scale=weights[1],
             eps=norm.norm.eps if norm is not None else 0.0,
             window=config.window,
+            sinks=parameters.load(f"{prefix}.sinks", config.heads, dtype=torch.float32) if config.sinks else None,
         )
         self._growth = None
         if config.query_growth is not None and ropes.num_positions > config.query_growth.trained_tokens:

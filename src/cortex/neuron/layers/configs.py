@@ -12,7 +12,7 @@ from typing import Any, Literal
 from cortex.neuron.delta_sizes import DeltaSizes
 from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """The functions of a gate in a feed-forward block."""
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
@@ -119,6 +119,8 @@ class AttentionConfig:
     window: int | None = None
     """Positions a token attends to, including its own; None: all."""
     query_growth: QueryGrowth | None = None
+    sinks: bool = False
+    """Each head has a score that takes part in the softmax and stands for no value."""
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
@@ -164,6 +166,10 @@ class MoEConfig:
     router: RouterRule = DEFAULT_RULE
     has_bias: bool = False
     """Whether the checkpoint has a bias of the choice of experts, `gate.e_score_correction_bias`."""
+    biased: bool = False
+    """Biases on the router's scores, and on gate, up and down of each expert."""
+    activation: Activation = "silu"
+    """The activation of the routed experts' gates."""
     shard: Shard = WHOLE
     """Whole experts are divided among the ranks; every rank routes over all of them."""
 

@@ -51,7 +51,7 @@ def choose_layouts(
 
 def choose_layout(device: MatrixDevice, name: str, info: TensorInfo, recipe: Recipe | None) -> MatrixLayout | None:
     """The layout of a matrix that is stored quantised, or dense and quantised by the recipe; None: it is dense."""
-    if len(info.shape) != 2 or info.shape[1] % SCALED_COLUMNS:
+    if len(info.shape) != 2 or info.shape[1] % SCALED_COLUMNS or name.endswith(".bias"):  # biases of all experts
         return None
     made = recipe.layout_of(name) if recipe is not None and info.dtype in QUANTISABLE else None
     if device.kind == "cuda":

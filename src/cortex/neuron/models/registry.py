@@ -21,6 +21,7 @@ from cortex.neuron.models.families.phi3 import Phi3
 from cortex.neuron.models.families.qwen import Qwen2, Qwen3
 from cortex.neuron.models.mixtures.ernie4_5_moe import Ernie45Moe
 from cortex.neuron.models.mixtures.glm4_moe import Glm4Moe
+from cortex.neuron.models.mixtures.gpt_oss import GptOss
 from cortex.neuron.models.mixtures.minimax_m2 import MiniMaxM2
 from cortex.neuron.models.mixtures.qwen3_moe import Mellum, Qwen3Moe
 from cortex.neuron.models.mixtures.qwen3_next import Qwen3Next, Qwen35Multimodal
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "gemma3_text": Gemma3,
     "glm4": Glm4,
     "glm4_moe": Glm4Moe,
+    "gpt_oss": GptOss,
     "granite": Granite,
     "hunyuan_v1_dense": HunyuanDense,
     "llama": Llama,
@@ -123,5 +125,5 @@ def _reject_quantised(config: Mapping[str, Any]) -> None:
         if not is_readable(method):
             raise UnsupportedModel(
                 f"the weights are quantised ({method or 'method not named'}), which is not supported in safetensors; "
-                "use FP8, AWQ, GPTQ or compressed-tensors, the model's unquantised repository, or a GGUF file"
+                "use FP8, MXFP4, AWQ, GPTQ or compressed-tensors, the model's unquantised repository, or a GGUF file"
             )

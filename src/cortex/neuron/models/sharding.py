@@ -65,8 +65,11 @@ def feed_forward_slices(
     experts = f"{prefix}.mlp.experts"
     yield f"{experts}.gate_up_proj", TensorSlice(rows=(held,))
     yield f"{experts}.down_proj", TensorSlice(rows=(held,))
+    yield f"{experts}.gate_up_proj.bias", TensorSlice(rows=(_scaled(held, 2 * block.inner),))
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        yield f"{experts}.{part}.bias", TensorSlice(rows=(held,))
     for number in range(block.experts):  # the experts of a rank have ids from 0
-        for part in ("gate", "up", "down"):
+        for part in ("gate", "up", "gate_up", "down"):
             name = f"{experts}.{number}.{part}_proj.weight"
             source = f"{experts}.{held.start + number}.{part}_proj.weight"
             yield name, TensorSlice(source=source) if number < len(held) else None
@@ -83,6 +86,7 @@ def _attention_slices(config: AttentionConfig, shard: Shard, prefix: str) -> Ite
         yield f"{prefix}.q_norm.weight", TensorSlice(rows=(_scaled(heads, config.head_dim),))
         yield f"{prefix}.k_norm.weight", TensorSlice(rows=(kv_rows,))
     yield f"{prefix}.o_proj.weight", TensorSlice(columns=_scaled(heads, config.head_dim))
+    yield f"{prefix}.sinks", TensorSlice(rows=(heads,))
 
 
 def _gated_delta_slices(config: GatedDeltaConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:

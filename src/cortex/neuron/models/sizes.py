@@ -134,6 +134,7 @@ def _attention_bytes(config: AttentionConfig, storage: WeightStorage, prefix: st
     total = storage.linear_bytes(config.hidden, inputs)
     total += storage.linear_bytes(mixed, {f"{prefix}.o_proj": config.hidden})
     total += (sum(inputs.values()) * config.bias + config.hidden * config.output_bias) * storage.item_bytes
+    total += config.heads * _FLOAT32_BYTES * config.sinks
     if config.qk_norm is not None:
         total += _norm_bytes(config.qk_norm.norm, sum(config.norm_sizes(prefix).values()), storage)
     return total
@@ -156,6 +157,8 @@ def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
 def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
     """The experts are one stack, in which the shared expert takes as many places as it needs."""
     bias = config.experts * _FLOAT32_BYTES * config.has_bias
+    if config.biased:
+        bias += (config.experts + len(config.held) * (2 * config.inner + config.hidden)) * storage.item_bytes
     packed = _packed_expert_bytes(config, storage, prefix)
     if packed is not None:
         packed += bias
@@ -181,9 +184,15 @@ def _packed_expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str)
     """Routed experts that stay quantised: those whose matrices all have one layout."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
     halves = {f"{name}.{half}_proj": config.inner for name in names for half in ("gate", "up")}
+    joint = {f"{name}.gate_up_proj": 2 * config.inner for name in names}
     downs = {f"{name}.down_proj": config.hidden for name in names}
-    for stack in (halves, downs):
-        if len({storage.packing.get(f"{part}.weight") for part in stack}) > 1:
-            return None
-    gate_up, down = storage.packed_bytes(config.hidden, halves), storage.packed_bytes(config.inner, downs)
+    gate_up = _stack_bytes(config.hidden, joint, storage) or _stack_bytes(config.hidden, halves, storage)
+    down = _stack_bytes(config.inner, downs, storage)
     return None if gate_up is None or down is None else gate_up + down
+
+
+def _stack_bytes(inputs: int, parts: Mapping[str, int], storage: WeightStorage) -> int | None:
+    """One matrix of the rows of all experts; None if they are dense or of several layouts."""
+    if len({storage.packing.get(f"{part}.weight") for part in parts}) > 1:
+        return None
+    return storage.packed_bytes(inputs, parts)

@@ -31,6 +31,8 @@ MINIMAX = f"<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>"
 PYTHON = 'get_weather(city="Zürich\\n", days=3)'
 COHERE = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {CITY}}}'
 GEMMA = '<|tool_call>call:get_weather{city:<|"|>Zürich\n<|"|>,days:3}<tool_call|>'
+HARMONY = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{CITY}<|call|>"
+IN_ROLE = f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{CITY}<|call|>"
 
 WELL_WRITTEN: list[tuple[ToolSyntax, str, int]] = [
     (S.MISTRAL, MISTRAL, 1),
@@ -62,6 +64,12 @@ WELL_WRITTEN: list[tuple[ToolSyntax, str, int]] = [
     (S.HERMES_JSON, f"<tool_call>[{ITEM}]</tool_call>", 1),
     (S.GEMMA, GEMMA, 1),
     (S.GEMMA, GEMMA + GEMMA, 2),
+    (S.HARMONY, HARMONY, 1),
+    (S.HARMONY, IN_ROLE, 1),
+    (S.HARMONY, IN_ROLE + IN_ROLE, 2),
+    (S.HARMONY, IN_ROLE.replace("functions.", ""), 1),
+    (S.HARMONY, IN_ROLE.removesuffix("<|call|>"), 1),
+    (S.HARMONY, HARMONY.replace("<|constrain|>json", "code").replace("commentary", "analysis"), 1),
 ]
 
 

@@ -78,6 +78,7 @@ def decode_attention(
         rules.rope,
         rules.q_scale,
         rules.k_scale,
+        rules.sinks,
         out,
         partial,
         sums,
@@ -102,6 +103,7 @@ def decode_attention(
         DIM_BLOCK=dim_block,
         HALF=rules.rope.shape[1] // 2,
         NORM=rules.q_scale is not None,
+        SINKS=rules.sinks is not None,
         CAPPED=rules.softcap is not None,
         PAGE=page_tokens,
         TILE=tile,
@@ -197,6 +199,7 @@ def _decode_kernel(
     rope,
     q_scale,
     k_scale,
+    sinks,
     out,
     partial,
     sums,
@@ -221,6 +224,7 @@ def _decode_kernel(
     DIM_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
+    SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
@@ -273,6 +277,10 @@ def _decode_kernel(
     highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
     mixed = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
+    if SINKS:  # noqa: SIM102 - the first is decided at compile time, the second at run time
+        if split == 0:
+            highest = tl.load(sinks + kv_head * GROUP + head, mask=head < GROUP, other=-float("inf")) * _LOG2_E
+            total = tl.where(head < GROUP, 1.0, 0.0)
     begin = start
     if HOLD:
         if start < end:

@@ -31,7 +31,7 @@ def attention(
             return attention_reference(q, k, v, rules, batch, key_pages, value_pages)
         if q.dtype in DTYPES and native_library_or_none() is not None:
             return native_attention(q, k, v, rules, batch, key_pages, value_pages)
-        computed = one_row_attention if batch.num_decodes == 1 else attention_reference
+        computed = one_row_attention if batch.num_decodes == 1 and rules.sinks is None else attention_reference
         return computed(q, k, v, rules, batch, key_pages, value_pages)
     from cortex.neuron.kernels.attention.decode import decode_attention
     from cortex.neuron.kernels.attention.prefill import prefill_attention
@@ -115,11 +115,13 @@ def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, v
     page_tokens = key_pages.shape[1]
     seen = batch.once(("decodes", page_tokens, rules.window), lambda: _Decodes.of(batch, page_tokens, rules.window))
     k, v = (_gather(pages, seen.table, q.dtype) for pages in (key_pages, value_pages))
-    grouped = q.view(rows, k.shape[1], -1, dim)
+    grouped, mask = q.view(rows, k.shape[1], -1, dim), seen.mask
     if rules.softcap is not None:
-        return _capped(grouped, k, v, seen.mask, rules.scale, rules.softcap).reshape(rows, heads, dim)
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen.mask, scale=rules.scale)
-    return out.reshape(rows, heads, dim)
+        return _capped(grouped, k, v, mask, rules.scale, rules.softcap).reshape(rows, heads, dim)
+    if rules.sinks is not None:
+        grouped, k, v, mask = _with_sinks(grouped, k, v, mask, rules.sinks.view(k.shape[1], -1, 1), rules.scale)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=rules.scale)
+    return out[..., :dim].reshape(rows, heads, dim)
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
@@ -139,16 +141,30 @@ def _prefill(
     table = table[first_page : -(-length // page_tokens)]
     k, v = (_gather(pages, table, q.dtype).narrow(-2, 0, length - begin)[None] for pages in (key_pages, value_pages))
     mask = None
-    if row.start or rules.window is not None or rules.softcap is not None:
+    if row.start or rules.window is not None or rules.sinks is not None or rules.softcap is not None:
         query = torch.arange(row.start, length, device=q.device)[:, None]
         position = torch.arange(begin, length, device=q.device)
         mask = position <= query
         if rules.window is not None:
             mask &= position > query - rules.window
+    by_head = q.transpose(0, 1)[None]
     if rules.softcap is not None and mask is not None:
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-        return _capped(q.transpose(0, 1)[None], k, v, mask, rules.scale, rules.softcap)[0].transpose(0, 1)
+        return _capped(by_head, k, v, mask, rules.scale, rules.softcap)[0].transpose(0, 1)
+    if rules.sinks is not None and mask is not None:
+        by_head, k, v, mask = _with_sinks(by_head, k, v, mask, rules.sinks.view(-1, 1, 1), rules.scale)
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=rules.scale, enable_gqa=True
+        by_head, k, v, attn_mask=mask, is_causal=mask is None, scale=rules.scale, enable_gqa=True
     )
-    return out[0].transpose(0, 1)
+    return out[0, ..., : q.shape[2]].transpose(0, 1)
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Another position whose value is zero and whose score is the sink: of all dimensions, its key has only a new last
+    one, in which the queries of a head have the sink. sinks: as q but for its last two dimensions"""
+    sink = (sinks / scale).to(q.dtype).expand(*q.shape[:-1], 1)
+    k, v = F.pad(k, (0, 1, 0, 1)), F.pad(v, (0, 1, 0, 1))
+    k[..., -1, -1] = 1.0
+    return torch.cat((q, sink), dim=-1), k, v, F.pad(mask, (0, 1), value=True)

@@ -51,6 +51,7 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Expert
         hidden,
         norm_weight,
         experts.router,
+        experts.router_bias,
         experts.bias,
         scores,
         chosen,
@@ -59,6 +60,7 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Expert
         eps,
         HIDDEN=size,
         SCORES=len(experts.router),
+        ADDED=experts.router_bias is not None,
         BLOCK_IN=triton.next_power_of_2(size),
         BLOCK_OUT=ROUTER_BLOCK,
         num_warps=4,
@@ -69,7 +71,8 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Expert
 
 
 def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
-    return choose_reference(F.linear(rms_norm_reference(hidden, norm_weight, eps), experts.router), experts)
+    x = rms_norm_reference(hidden, norm_weight, eps)
+    return choose_reference(F.linear(x, experts.router, experts.router_bias), experts)
 
 
 def list_pairs(logits: Tensor, experts: Experts) -> PairLists:
@@ -204,6 +207,7 @@ def _choose_rows_kernel(
     x,
     norm_weight,
     router,
+    router_bias,
     bias,
     scores,
     chosen,
@@ -212,6 +216,7 @@ def _choose_rows_kernel(
     eps,
     HIDDEN: tl.constexpr,
     SCORES: tl.constexpr,
+    ADDED: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     ROUTED: tl.constexpr,
@@ -241,6 +246,8 @@ def _choose_rows_kernel(
     value = tl.load(x + row * HIDDEN + column, mask=column_inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / HIDDEN + eps)
     score = tl.sum(tile.to(tl.float32) * (value * gain)[None, :], 1) * scale
+    if ADDED:
+        score += tl.load(router_bias + output, mask=output < SCORES, other=0.0).to(tl.float32)
     tl.store(scores + row * SCORES + output, score, mask=output < SCORES)
     tl.debug_barrier()
     done = tl.atomic_add(counters + row, 1, sem="acq_rel")

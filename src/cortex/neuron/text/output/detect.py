@@ -5,6 +5,7 @@ The first row of this table that applies decides:
 
 | the template contains | tool calls are parsed as |
 |---|---|
+| `<|channel|>` and `<|message|>` | harmony (`output/harmony.py`): `<|channel|>commentary to=functions.f<|message|>{` |
 | `<minimax:tool_call>` | MiniMax XML: `<minimax:tool_call><invoke name="f"><parameter name="p">…` |
 | `<seed:tool_call>` | Seed XML: `<seed:tool_call><function=f><parameter=p>…` |
 | `<arg_key>` | GLM XML: `<tool_call>f<arg_key>p</arg_key><arg_value>…` |
@@ -37,6 +38,7 @@ from cortex.neuron.text.template.chat_template import ChatTemplate
 
 
 class ToolSyntax(StrEnum):
+    HARMONY = "harmony"
     MINIMAX_XML = "minimax_xml"
     SEED_XML = "seed_xml"
     GLM_XML = "glm_xml"
@@ -83,6 +85,7 @@ _SPELLS_PARAMETERS: Final = re.compile(r"""\\?["']parameters\\?["']\s*:""")
 
 
 MARKERS: Final = (
+    (("<|channel|>", "<|message|>"), ToolSyntax.HARMONY),
     (("<minimax:tool_call>",), ToolSyntax.MINIMAX_XML),
     (("<seed:tool_call>",), ToolSyntax.SEED_XML),
     (("<arg_key>",), ToolSyntax.GLM_XML),

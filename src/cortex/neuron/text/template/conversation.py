@@ -1,19 +1,21 @@
 """A request's conversation as the variables that chat templates expect.
 
-Nothing is reordered or dropped. If templates differ about a form, the template itself decides. Only a template without
-a place for tools gets them in the system message.
+Nothing is dropped. If templates differ about a form, the template itself decides. A template without a place for tools
+gets them in the system message, and one that shows a single call for each turn gets a turn for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from cortex.neuron.text.output.detect import ToolSyntax, tool_syntax
 from cortex.neuron.text.template import generic_tools
 from cortex.neuron.text.template.call_form import CallForm, call_form
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.system_form import system_form
-from cortex.wire.errors import InvalidValue, UnsupportedModality
+from cortex.wire.errors import InvalidValue, UnsupportedModality, shorten
 from cortex.wire.requests import (
     EFFORT_TOKENS,
     GenerateRequest,
@@ -29,6 +31,8 @@ from cortex.wire.requests import (
 )
 
 _RESERVED: Final = frozenset({"messages", "tools"})
+_HARMONY_EFFORTS: Final = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+"""gpt-oss always reasons, at one of three efforts."""
 
 
 def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Mapping[str, str]) -> dict[str, Any]:
@@ -36,6 +40,12 @@ def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Ma
     if reserved := _RESERVED & request.template_args.keys():
         raise InvalidValue(
             f"chat_template_kwargs may not set {', '.join(sorted(reserved))}; use the request's own fields",
+            param="chat_template_kwargs",
+        )
+    if request.template_args.get("builtin_tools") and _is_harmony(template):
+        raise InvalidValue(
+            f"the built-in tools {shorten(str(request.template_args['builtin_tools']))} do not run here; remove "
+            "builtin_tools, or send tools of your own",
             param="chat_template_kwargs",
         )
     _reject_hidden_calls(request, template)
@@ -61,7 +71,32 @@ def messages(conversation: Iterable[Message], template: ChatTemplate) -> list[di
     for position, message in enumerate(conversation):
         rendered.append(_message(message, position, template, names_by_call))
         names_by_call.update((part.id, part.name) for part in message.parts if isinstance(part, ToolCall))
+    if any(len(turn.get("tool_calls", ())) > 1 for turn in rendered) and not call_form(template).takes_several:
+        return list(_with_single_calls(rendered, call_form(template)))
     return rendered
+
+
+def _with_single_calls(turns: list[dict[str, Any]], form: CallForm) -> Iterator[dict[str, Any]]:
+    """The turns with a turn for each call, followed by its result."""
+    results: list[dict[str, Any]] = []
+    for number, turn in enumerate(turns):
+        if turn["role"] == "tool" and any(turn is result for result in results):
+            continue  # it was put after its call
+        results = list(itertools.takewhile(lambda each: each["role"] == "tool", turns[number + 1 :]))
+        calls = turn.get("tool_calls", ())
+        if len(calls) < 2:
+            results = []
+            yield turn
+            continue
+        left = results
+        for place, call in enumerate(calls):
+            yield {
+                **(turn if place == 0 else {"role": "assistant", "content": form.empty_content}),
+                "tool_calls": [call],
+            }
+            yield from (result for result in left if result.get("tool_call_id") == call["id"])
+            left = [result for result in left if result.get("tool_call_id") != call["id"]]
+        yield from left
 
 
 def _with_system_form(turns: list[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
@@ -95,13 +130,17 @@ def _message(
         value["reasoning_content"] = value["thinking"] = "".join(reasoning)
     # The text parts of an assistant are pieces of one stream; those of other roles are separate blocks.
     text = ("" if message.role == "assistant" else "\n").join(_texts(parts, position))
+    if calls and reasoning and text and not form.takes_both:
+        value["reasoning_content"] = value["thinking"] = f"{value['thinking']}\n\n{text}"
+        text = ""
     value["content"] = form.empty_content if calls and not text else text
     return value
 
 
 def _role(message: Message, template: ChatTemplate) -> str:
-    # One vendor calls `system` now `developer`; a template that does not know the role would drop the turn.
-    if message.role == "developer" and not template.mentions("developer"):
+    # One vendor calls `system` now `developer`; a template that does not know the role would drop the turn. Harmony has
+    # one place for both.
+    if message.role == "developer" and (not template.mentions("developer") or _is_harmony(template)):
         return "system"
     return message.role
 
@@ -144,9 +183,15 @@ def _thinking(request: GenerateRequest, template: ChatTemplate) -> dict[str, Any
         budget = 0
     if effort is not None or budget:
         switch["reasoning_effort"] = effort or effort_of(budget)
+    if _is_harmony(template) and (stated := "none" if thinking.switch is False else switch.get("reasoning_effort")):
+        switch["reasoning_effort"] = _HARMONY_EFFORTS.get(stated, stated)
     if budget is not None or effort in EFFORT_TOKENS:
         switch["thinking_budget"] = EFFORT_TOKENS[effort] if budget is None and effort is not None else budget
     return switch
+
+
+def _is_harmony(template: ChatTemplate) -> bool:
+    return tool_syntax(template) is ToolSyntax.HARMONY
 
 
 def _reject_hidden_calls(request: GenerateRequest, template: ChatTemplate) -> None:

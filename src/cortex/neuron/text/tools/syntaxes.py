@@ -16,7 +16,8 @@ from cortex.wire.requests import Tool
 
 
 def call_syntax(kind: ToolSyntax, tools: Sequence[Tool]) -> CallSyntax:
-    """The syntax for calls of these tools."""
+    """The syntax for calls of these tools. Harmony has none: `output/harmony.py` reads its messages."""
+    assert kind is not ToolSyntax.HARMONY
     names = [tool.name for tool in tools]
     schemas = {tool.name: tool.parameters for tool in tools}
     match kind:

@@ -20,6 +20,7 @@ ARCHITECTURES: Final = {
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
     "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
@@ -38,7 +39,7 @@ ARCHITECTURES: Final = {
 }
 INTERLEAVED: Final = frozenset({"granite", "llama", "mistral3", "smollm3"})
 """Architectures whose converters interleave the rotary halves of queries and keys."""
-_MIXTURES: Final = frozenset({"ernie4_5-moe", "glm4moe", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"})
+_MIXTURES: Final = frozenset({"ernie4_5-moe", "glm4moe", "gpt-oss", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"})
 _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""
 _PARTIAL: Final = frozenset({"glm4", "glm4moe", "minimax-m2", "phi3"}) | _HYBRIDS

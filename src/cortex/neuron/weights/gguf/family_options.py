@@ -61,6 +61,17 @@ def _glm4moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **keys.windows(config["num_hidden_layers"], 2),
+        "num_local_experts": config["num_experts"],
+        "intermediate_size": config["moe_intermediate_size"],
+        # Files do not name it.
+        "rope_scaling": {**config["rope_scaling"], "truncate": False} if config["rope_scaling"] else None,
+        "rope_parameters": {},
+    }
+
+
 def _granite(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     if not keys.flag("rope.scaling.finetuned", default=True):
         raise keys.unsupported("rope.scaling.finetuned", "Granite models without positions are not supported")
@@ -133,6 +144,7 @@ OPTIONS: Final[Mapping[str, Callable[[Keys, Mapping[str, Any]], dict[str, Any]]]
     "exaone4": _exaone4,
     "gemma3": _gemma3,
     "glm4moe": _glm4moe,
+    "gpt-oss": _gpt_oss,
     "granite": _granite,
     "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,

@@ -58,6 +58,7 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "post_ffw_norm": "post_mlp_layernorm",
     },
     "glm4moe": {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},
     "olmo2": _AFTER_BLOCKS,
     "phi3": _FUSED,
     "qwen3next": _HYBRID,
@@ -92,6 +93,8 @@ def hub_name(name: str, architecture: str = "llama") -> str:
         layer, part, kind = match.groups()
         if part == "exp_probs_b" and kind == "bias":
             return f"model.layers.{int(layer)}.mlp.gate.e_score_correction_bias"
+        if part == "attn_sinks" and kind == "weight":
+            return f"model.layers.{int(layer)}.self_attn.sinks"
         own = _OWN_NAMES.get(architecture, {}).get(part) or _PER_LAYER.get(part)
         if own is not None:
             return f"model.layers.{int(layer)}.{own}.{kind}"
@@ -106,7 +109,7 @@ def hub_name(name: str, architecture: str = "llama") -> str:
 
 def is_expert_stack(hub_tensor_name: str) -> bool:
     """Whether the tensor holds all experts of a layer, `[experts, out, in]`."""
-    return ".mlp.experts." in hub_tensor_name
+    return ".mlp.experts." in hub_tensor_name and hub_tensor_name.endswith(".weight")
 
 
 def expert_names(stack_name: str) -> tuple[str, ...]:

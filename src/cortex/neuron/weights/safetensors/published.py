@@ -21,7 +21,7 @@ _UNREAD: Final = frozenset({"input_scale", "weight_shape", "k_scale", "v_scale",
 """Tensors of a quantised matrix that are not needed: scales of activations, shapes that are known."""
 
 
-READABLE_METHODS: Final = ("fp8", "compressed-tensors", "awq", "gptq")
+READABLE_METHODS: Final = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 
 
 def is_readable(method: object) -> bool:

@@ -49,6 +49,7 @@ TABLE: dict[str, Family] = {
             "wide": {"hidden_size": 256, "intermediate_size": 512},
         },
     ),
+    "granite_swa": _family("GraniteSWA", {"sinks": {"sliding_window": 9, **FOUR_LAYERS}}),
     "granitemoe": _family("GraniteMoe", {"plain": {"num_local_experts": 6, "num_experts_per_tok": 3}}),
     "helium": _family("Helium", {"plain": {"head_dim": 12}}),
     "mixtral": _family(

@@ -63,7 +63,7 @@ class TransformersModel(Decoder):
             own, mixer = call.config, layer.mixer
             assert isinstance(mixer, AttentionConfig)
             rules = AttentionRules(own.scale, self.ropes[None], window=own.window, softcap=call.softcap)
-            self._attentions.append(PagedAttention(mixer, rules, self._step))
+            self._attentions.append(PagedAttention(mixer, rules, self._step, architecture.shard))
             vars(call.module)["paged"] = self._attentions[-1]
         model = network.model
         _fill_buffers(model, parameters.device)

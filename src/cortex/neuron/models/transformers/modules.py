@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.matrix import PLAIN, Epilogue, Matrix
 from cortex.neuron.layers.attention import LayerCache
-from cortex.neuron.layers.configs import AttentionConfig
+from cortex.neuron.layers.configs import AttentionConfig, Shard
 from cortex.neuron.layers.parallel import ParallelGroup
 from cortex.neuron.models.errors import UnsupportedModel
 
@@ -64,17 +65,22 @@ class PagedAttention:
 
     cache: LayerCache
 
-    def __init__(self, config: AttentionConfig, rules: AttentionRules, step: CurrentStep) -> None:
+    def __init__(self, config: AttentionConfig, rules: AttentionRules, step: CurrentStep, shard: Shard) -> None:
         self.config = config
         self.rules = rules
         self._step = step
+        self._shard = shard
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query: [1, heads, tokens, dim], key and value: [1, kv heads, tokens, dim] → [1, tokens, heads, dim]. Values
-        may have fewer dimensions than keys, or more."""
-        dim, cache = self.config.head_dim, self.cache
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """query: [1, heads, tokens, dim], key and value: [1, kv heads, tokens, dim], sinks: [heads of all ranks] →
+        [1, tokens, heads, dim]. Values may have fewer dimensions than keys, or more."""
+        dim, cache, rules = self.config.head_dim, self.cache, self.rules
         q, k, v = (_padded(part[0].transpose(0, 1), dim) for part in (query, key, value))
-        out = attention(q, k, v, self.rules, self._step.batch.of_group(cache.group), cache.keys, cache.values)
+        if sinks is not None:
+            heads = query.shape[1]
+            first = self._shard.rank * heads if len(sinks) > heads else 0
+            rules = replace(rules, sinks=sinks[first : first + heads].float())
+        out = attention(q, k, v, rules, self._step.batch.of_group(cache.group), cache.keys, cache.values)
         return out[None, ..., : value.shape[-1]]
 
 
@@ -115,11 +121,12 @@ def paged_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,  # noqa: ARG001  # rows and windows say what is visible
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that is registered with the library. `module.paged` is set when the model is built."""
     paged: PagedAttention = module.paged  # type: ignore[assignment]
-    return paged(query, key, value), None
+    return paged(query, key, value, s_aux), None
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ _IGNORED: Final = frozenset(
     }
 )
 """Arguments of attention that change nothing here: `is_causal` is checked by itself."""
-_KNOWN: Final = frozenset({"scaling", "sliding_window", "softcap", *_IGNORED})
+_KNOWN: Final = frozenset({"scaling", "sliding_window", "softcap", "s_aux", *_IGNORED})
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from cortex.neuron.models.transformers.modules import (
     replace_module,
 )
 from cortex.neuron.models.transformers.network import Network
-from cortex.neuron.models.transformers.sources import Source, places, sources_of
+from cortex.neuron.models.transformers.sources import TensorSource, places, sources_of
 from cortex.neuron.weights.stored import TensorInfo
 
 _FILLED_LATER: Final = float("nan")
@@ -198,5 +198,5 @@ class _Weights:
 
     def _bind(self, target: str, destination: Tensor) -> None:
         """A parameter without a source is bound to its own name, which a load reports as missing."""
-        for name, part in places(target, destination, self._sources.get(target) or [Source(target)]):
+        for name, part in places(target, destination, self._sources.get(target) or [TensorSource(target)]):
             self._parameters.bind(name, part)

@@ -17,7 +17,7 @@ from cortex.neuron.models.errors import UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """A tensor of the checkpoint, and the conversion that puts it in its place; None: it is the whole parameter."""
 
     name: str
@@ -25,7 +25,7 @@ class Source:
     pattern: str = ""
 
 
-def sources_of(model: Any, names: Iterable[str], targets: Mapping[str, Tensor]) -> dict[str, list[Source]]:
+def sources_of(model: Any, names: Iterable[str], targets: Mapping[str, Tensor]) -> dict[str, list[TensorSource]]:
     """The tensors that fill each parameter. `names`: those of the checkpoint; `targets`: the model's parameters."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -33,18 +33,18 @@ def sources_of(model: Any, names: Iterable[str], targets: Mapping[str, Tensor]) 
     table = get_model_conversion_mapping(model)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in table if isinstance(entry, WeightConverter)]
-    found: dict[str, list[Source]] = defaultdict(list)
+    found: dict[str, list[TensorSource]] = defaultdict(list)
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, targets)
         if pattern is None:
-            found[target].append(Source(name))
+            found[target].append(TensorSource(name))
         else:
             converter = next(entry for entry in converters if pattern in entry.source_patterns)
-            found[target].append(Source(name, converter, pattern))
+            found[target].append(TensorSource(name, converter, pattern))
     return found
 
 
-def places(target: str, destination: Tensor, sources: list[Source]) -> list[tuple[str, Tensor]]:
+def places(target: str, destination: Tensor, sources: list[TensorSource]) -> list[tuple[str, Tensor]]:
     """The part of a parameter that each tensor fills. Raises UnsupportedModel for a conversion that is not a copy."""
     conversion = sources[0].conversion
     if conversion is None:
@@ -74,6 +74,6 @@ def places(target: str, destination: Tensor, sources: list[Source]) -> list[tupl
     raise UnsupportedModel(f"{target} is made of tensors of the checkpoint by {described}, which is not supported")
 
 
-def _patterns(sources: list[Source]) -> list[str]:
+def _patterns(sources: list[TensorSource]) -> list[str]:
     """In the order in which the conversion joins them."""
     return [pattern for pattern in sources[0].conversion.source_patterns if any(s.pattern == pattern for s in sources)]

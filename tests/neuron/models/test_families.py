@@ -32,7 +32,13 @@ def test_every_logit_matches_the_reference_library(family: str, name: str, tmp_p
     assert (whole - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-GENERATED = [("gemma3_text", "capped"), ("cohere2", "plain"), ("glm4_moe", "plain"), ("gpt_oss", "windows")]
+GENERATED = [
+    ("gemma3_text", "capped"),
+    ("cohere2", "plain"),
+    ("glm4_moe", "plain"),
+    ("gpt_oss", "windows"),
+    ("glm4_moe_lite", "plain"),
+]
 
 
 @pytest.mark.parametrize(("family", "name"), GENERATED)

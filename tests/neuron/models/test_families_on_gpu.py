@@ -27,7 +27,10 @@ SIZES: dict[str, Any] = {
 }
 SMALL = frozenset({"head_dim", "vocab_size"})
 """Sizes that the models for CPUs set below those of published ones."""
-LARGER = {"moe_intermediate_size": 128, "intermediate_size": 256, "rotary_dim": 32, "sliding_window": 90}
+LARGER = {
+    **{"moe_intermediate_size": 128, "intermediate_size": 256, "rotary_dim": 32, "sliding_window": 90},
+    **{"kv_lora_rank": 512, "q_lora_rank": 128, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256},
+}
 
 
 def reference_of(family: str, name: str) -> Any:

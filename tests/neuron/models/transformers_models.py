@@ -24,16 +24,6 @@ TABLE: dict[str, Family] = {
     "arcee": _family("Arcee", {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True}}),
     "cohere": _family("Cohere", {"plain": {}, "norms": {"use_qk_norm": True, "tie_word_embeddings": False}}),
     "cwm": _family("Cwm", {"windows": {"sliding_window": 9, **FOUR_LAYERS}}),
-    "deepseek_v3": _family(
-        "DeepseekV3",
-        {
-            "latent": {
-                **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
-                **{"v_head_dim": 10, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4},
-                **{"first_k_dense_replace": 1, "head_dim": 4, **EXPERTS},
-            }
-        },
-    ),
     "gemma": _family("Gemma", {"plain": {"head_dim": 16}}),
     "gemma2": _family(
         "Gemma2", {"caps": {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0, **FOUR_LAYERS}}
@@ -52,6 +42,15 @@ TABLE: dict[str, Family] = {
     "granite_swa": _family("GraniteSWA", {"sinks": {"sliding_window": 9, **FOUR_LAYERS}}),
     "granitemoe": _family("GraniteMoe", {"plain": {"num_local_experts": 6, "num_experts_per_tok": 3}}),
     "helium": _family("Helium", {"plain": {"head_dim": 12}}),
+    "minicpm3": _family(
+        "MiniCPM3",
+        {
+            "latent": {
+                **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+                **{"v_head_dim": 10, "num_key_value_heads": 4, "head_dim": 4},
+            }
+        },
+    ),
     "mixtral": _family(
         "Mixtral",
         {"plain": {"num_local_experts": 6}, "window": {"num_local_experts": 4, "sliding_window": 7}},

@@ -54,6 +54,8 @@ class Batch:
     batch_invariant: bool = False
     """Whether a token's result may depend only on its own sequence: then all rows are prefill rows, and no kernel adds
     in an order that follows the batch. A captured graph gives no `prefills`: its rows have one token each."""
+    shares_rows: bool = False
+    """Whether several decode rows may be consecutive tokens of one sequence, which attend to each other."""
     groups: tuple[Batch, ...] = ()
     """The step as the layers of each KV group after the first see it; empty: all layers see the same."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import (
+    KV_MIXERS,
     WHOLE,
     AttentionConfig,
     GatedDeltaConfig,
+    LatentAttentionConfig,
     MLPConfig,
     MoEConfig,
     NormConfig,
@@ -26,6 +28,7 @@ from cortex.neuron.layers.configs import (
 from cortex.neuron.models.config import DecoderConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.sharding import (
+    MixerConfig,
     Slices,
     feed_forward_slices,
     mixer_slices,
@@ -42,6 +45,8 @@ class BlockNorms:
 
     before: str | None = None
     after: str | None = None
+    after_eps: float | None = None
+    """Of the norm after the block; None: that of the layer's norms."""
 
     @property
     def names(self) -> list[str]:
@@ -52,7 +57,7 @@ class BlockNorms:
 class LayerConfig:
     """A mixer over the tokens of a sequence, then a feed-forward block for each token. One of them may be missing."""
 
-    mixer: AttentionConfig | GatedDeltaConfig
+    mixer: MixerConfig
     feed_forward: MLPConfig | MoEConfig | None
     norm: NormConfig
     """It applies to all norms of the layer over the residual stream."""
@@ -77,6 +82,8 @@ class EndsConfig:
     norm: NormConfig
     """Its scale is that of the logits."""
     embedding_scale: float = 1.0
+    embedding_eps: float | None = None
+    """Of a norm of embeddings without a weight; None: there is none."""
     logit_cap: float | None = None
     """Logits x become cap · tanh(x / cap)."""
 
@@ -99,7 +106,7 @@ class Architecture(ABC):
     """Values of options that the family's configs leave out."""
     implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Options of the family's configs → their values that are implemented. The constructor rejects others."""
-    notes: ClassVar[tuple[str, ...]] = ()
+    notes: tuple[str, ...] = ()
     """What a user should know about every model of this family."""
 
     shard: Shard = WHOLE
@@ -120,7 +127,7 @@ class Architecture(ABC):
         self.layers = tuple(self._layer(index) for index in range(self.config.num_layers))
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
-        self.windows = windows_of([layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig)])
+        self.windows = windows_of([layer.mixer for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)])
         """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
         layers of a window are one KV group, which shares page ids."""
 
@@ -201,7 +208,7 @@ class Architecture(ABC):
         return EndsConfig(self.norm)
 
     @abstractmethod
-    def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:
+    def mixer(self, index: int) -> MixerConfig:
         """The first half of a layer."""
 
     @abstractmethod
@@ -209,7 +216,7 @@ class Architecture(ABC):
         """The second half of a layer."""
 
 
-def windows_of(attentions: Iterable[AttentionConfig]) -> tuple[int | None, ...]:
+def windows_of(attentions: Iterable[AttentionConfig | LatentAttentionConfig]) -> tuple[int | None, ...]:
     """The windows of attention layers, each once: None (no window) first, then the widest."""
     found = {attention.window for attention in attentions} or {None}
     return tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))

@@ -13,7 +13,9 @@ from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
 from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.output import harmony
+from cortex.neuron.text.output.addressed import AddressedSplitter
 from cortex.neuron.text.output.detect import (
+    ADDRESSED,
     ReasoningMarkers,
     ToolSyntax,
     reasoning_markers,
@@ -21,7 +23,13 @@ from cortex.neuron.text.output.detect import (
 )
 from cortex.neuron.text.output.harmony import HarmonyParser
 from cortex.neuron.text.output.parser import OutputParser, new_call_id
-from cortex.neuron.text.output.reasoning import ReasoningSplitter, ReasoningWatch, closes_reasoning, opens_reasoning
+from cortex.neuron.text.output.reasoning import (
+    ReasoningSplitter,
+    ReasoningWatch,
+    ThinkingReader,
+    closes_reasoning,
+    opens_reasoning,
+)
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
 from cortex.neuron.text.template.literal_content import LiteralContent
@@ -181,7 +189,7 @@ class TextModel:
 
     def reasoning_watch(self, rendered: Rendered) -> ReasoningWatch:
         """A watch for one choice of a response that may begin with reasoning."""
-        reading: ReasoningSplitter | HarmonyParser
+        reading: ThinkingReader
         if self._is_harmony:
             reading = HarmonyParser((), new_call_id, 0, self._opened_message(rendered))
         else:
@@ -195,8 +203,10 @@ class TextModel:
         place = next((place for place in places if ids[place] == start), None)
         return "assistant" if place is None else self.decode(ids[place + 1 :])
 
-    def _splitter(self, rendered: Rendered) -> ReasoningSplitter:
+    def _splitter(self, rendered: Rendered) -> ReasoningSplitter | AddressedSplitter:
         assert self._reasoning_markers is not None, "the model has no reasoning markers"
+        if self._reasoning_markers is ADDRESSED:
+            return AddressedSplitter(starts_in_reasoning=rendered.starts_in_reasoning)
         return ReasoningSplitter(self._reasoning_markers, starts_in_reasoning=rendered.starts_in_reasoning)
 
     def _leading_reasoning(self, request: GenerateRequest) -> LeadingReasoning:
@@ -322,7 +332,7 @@ def _reasoning_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, .
     if tool_syntax(template) is ToolSyntax.HARMONY:
         return tuple(tokenizer.encode(harmony.REASONING_END))
     markers = reasoning_markers(template)
-    return () if markers is None else tuple(tokenizer.encode(f"\n{markers.close}\n\n"))
+    return () if markers is None else tuple(tokenizer.encode(f"\n{markers.close}{markers.follow}"))
 
 
 def _capabilities(template: ChatTemplate, notes: tuple[str, ...]) -> Capabilities:

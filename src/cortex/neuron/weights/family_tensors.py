@@ -26,6 +26,7 @@ _OWN_NAMES: Final = {
     ".block_sparse_moe.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
     ".block_sparse_moe.": ".mlp.",
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+    ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
     ".mlp.moe_statics.": ".mlp.gate.",
     ".mlp.gate.moe_statics.": ".mlp.gate.",
     ".mlp.router.": ".mlp.gate.",

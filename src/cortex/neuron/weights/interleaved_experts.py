@@ -30,8 +30,10 @@ def separated_experts(tensors: dict[str, StoredTensor]) -> dict[str, StoredTenso
         experts, part, kind = match.groups()
         num_dims = {"_bias": 2, "": 3, "_blocks": 4, "_scales": 3}[kind]
         is_joint = part == "gate_up"
-        if len(tensor.shape) != num_dims or not 0 < tensor.num_rows <= _MAX_EXPERTS or tensor.shape[1] % 2 * is_joint:
+        if len(tensor.shape) != num_dims or not 0 < tensor.num_rows <= _MAX_EXPERTS:
             raise _malformed(tensor, name, f"has the shape {tensor.shape}")
+        if is_joint and tensor.shape[1 if kind else 2] % 2:
+            raise _malformed(tensor, name, f"has the shape {tensor.shape}, which is not two equal parts")
         if kind == "_bias":
             separated[f"{experts}.{part}_proj.bias"] = _joint_bias(tensor) if is_joint else tensor
         elif kind == "_blocks":

@@ -202,3 +202,38 @@ def test_pages_in_eight_bits_give_what_their_rounded_numbers_give(
     expected = attention_reference(q.float(), small_k, small_v, rules, batch, *rounded)
     assert_close(out, expected)
     assert_close(kept.to(torch.float32), rounded)
+
+
+def as_decode_rows(batch: Batch) -> Batch:
+    """The tokens of prefill rows as decode rows, several of one sequence after another."""
+    counts = torch.tensor([row.count for row in batch.prefills], device=batch.rows.device)
+    return replace(
+        batch,
+        rows=batch.rows.repeat_interleave(counts),
+        lengths=(batch.positions + 1).int(),
+        num_decodes=len(batch.positions),
+        prefills=(),
+        prefill_offsets=None,
+        prefill_tiles=None,
+        shares_rows=True,
+        _shared={},
+    )
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("rows", [[(200, 8)], [(70, 4), (0, 3), (31, 2), (130, 1)]])
+def test_tokens_of_one_sequence_attend_to_each_other_as_decode_rows(
+    rows: list[tuple[int, int]],
+    window: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close: AssertClose,
+) -> None:
+    batch, num_pages = make_batch([], rows, device)
+    rules = AttentionRules(0.1, torch.randn(400, 64, device=device), window=window)
+    q, k, v = (torch.randn(len(batch.positions), heads, 64, device=device, dtype=dtype) for heads in (4, 2, 2))
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, 2, 64, device=device, dtype=dtype)
+    expected_kept, kept = pages.float(), pages.clone()
+    expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *expected_kept)
+    assert_close(attention(q, k, v, rules, as_decode_rows(batch), *kept), expected)
+    assert_close(kept, expected_kept)

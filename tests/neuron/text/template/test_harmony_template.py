@@ -14,7 +14,7 @@ from cortex.neuron.text.template.call_form import CallForm, call_form
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.wire.errors import InvalidValue
 from cortex.wire.events import ReasoningDelta, TextDelta
-from cortex.wire.requests import GenerateRequest, Message, Reasoning, Text, Thinking, ToolCall, ToolResult
+from cortex.wire.requests import GenerateRequest, Message, Reasoning, Text, Thinking, Tool, ToolCall, ToolResult
 
 from ..conftest import load_text, write_model
 from .conversations import TOOLS, said
@@ -52,8 +52,15 @@ def test_instructions_of_both_roles_are_the_developers(model: TextModel) -> None
     messages = (said("system", "Be kind."), said("developer", "Be short."), said("user", "hi"))
     text = rendered(model, *messages, tools=TOOLS)
     assert "<|start|>developer<|message|># Instructions\n\nBe kind.\n\nBe short." in text
-    assert "namespace functions {\ntype get_weather = (_: " in text
+    assert "namespace functions {\n// The weather & more\ntype get_weather = (_: {city: string,days: integer,})" in text
+    assert "// \ntype stop = (_: {}) => any;" in text
     assert text.endswith("<|start|>user<|message|>hi<|end|><|start|>assistant")
+
+
+def test_default_of_a_choice_is_text_for_the_template(model: TextModel) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "enum": [1, 2], "default": 2}, "any": True}}
+    text = rendered(model, said("user", "x"), tools=(Tool(name="f", parameters=schema),))
+    assert "{n: integer // default: 2,any: any,}" in text
 
 
 def test_each_call_of_a_turn_is_shown_before_its_result(model: TextModel) -> None:

@@ -107,6 +107,7 @@ def decode_attention(
         CAPPED=rules.softcap is not None,
         PAGE=page_tokens,
         TILE=tile,
+        SHARES=batch.shares_rows,
         HOLD=splits > 1 or dim_block <= 128,  # the first tile is loaded early; long loops of large heads need registers
         num_warps=max(1, tile // 32),
         num_stages=3,
@@ -228,11 +229,14 @@ def _decode_kernel(
     CAPPED: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    SHARES: tl.constexpr,
     HOLD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
         gdc_launch_dependents()
+        if SHARES:
+            gdc_wait()
     index = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -247,7 +251,7 @@ def _decode_kernel(
         return
     start = first + split * split_tokens
     end = tl.minimum(newest, start + split_tokens)
-    # Earlier positions were written by earlier steps: they may be fetched before the wait.
+    # Earlier positions were written by earlier steps, unless rows are shared: they may be fetched before the wait.
     if HOLD:
         keys, values, valid = _tile(
             start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
@@ -257,7 +261,7 @@ def _decode_kernel(
     q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
     k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
     slot = tl.load(slots + index)
-    if OVERLAP:
+    if OVERLAP and not SHARES:
         gdc_wait()
 
     head = tl.arange(0, GROUP_BLOCK)

@@ -40,6 +40,9 @@ def attention(
     whole_prompts = bool(batch.prefills) and not batch.batch_invariant and cudnn.takes(q, k.shape[1], rules, batch)
     out = torch.empty((decodes if whole_prompts else len(q), *q.shape[1:]), dtype=q.dtype, device=q.device)
     if decodes:
+        if batch.shares_rows:  # a token reads the keys and values of those before it in the same step
+            new = q[:decodes], k[:decodes], v[:decodes]
+            rotate_and_store(*new, rules, batch.positions[:decodes], batch.slots[:decodes], key_pages, value_pages)
         decode_attention(q, k, v, rules, batch, key_pages, value_pages, out)
     if decodes == len(q):
         return out
@@ -68,6 +71,11 @@ def attention_reference(
         ("rotation", id(rules.rope), q.dtype), lambda: Rotation.at(batch.positions, rules.rope, q.dtype)
     )
     q = rotate_and_store_by(rotation, q, k, v, rules, batch.slots, key_pages, value_pages)
+    return attend_reference(q, rules, batch, key_pages, value_pages)
+
+
+def attend_reference(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor) -> Tensor:
+    """The attention of rotated queries to what is in the pages. Keys may be their own values."""
     parts = []
     if batch.num_decodes:
         parts.append(_decode(q[: batch.num_decodes], rules, batch, key_pages, value_pages))
@@ -114,7 +122,8 @@ def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, v
     rows, heads, dim = q.shape
     page_tokens = key_pages.shape[1]
     seen = batch.once(("decodes", page_tokens, rules.window), lambda: _Decodes.of(batch, page_tokens, rules.window))
-    k, v = (_gather(pages, seen.table, q.dtype) for pages in (key_pages, value_pages))
+    k = _gather(key_pages, seen.table, q.dtype)
+    v = k if value_pages is key_pages else _gather(value_pages, seen.table, q.dtype)
     grouped, mask = q.view(rows, k.shape[1], -1, dim), seen.mask
     if rules.softcap is not None:
         return _capped(grouped, k, v, mask, rules.scale, rules.softcap).reshape(rows, heads, dim)
@@ -139,7 +148,10 @@ def _prefill(
     first_page = 0 if rules.window is None else max(0, row.start + 1 - rules.window) // page_tokens
     begin = first_page * page_tokens
     table = table[first_page : -(-length // page_tokens)]
-    k, v = (_gather(pages, table, q.dtype).narrow(-2, 0, length - begin)[None] for pages in (key_pages, value_pages))
+    k = _gather(key_pages, table, q.dtype).narrow(-2, 0, length - begin)[None]
+    v = k
+    if value_pages is not key_pages:
+        v = _gather(value_pages, table, q.dtype).narrow(-2, 0, length - begin)[None]
     mask = None
     if row.start or rules.window is not None or rules.sinks is not None or rules.softcap is not None:
         query = torch.arange(row.start, length, device=q.device)[:, None]

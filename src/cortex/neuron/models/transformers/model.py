@@ -62,7 +62,7 @@ class TransformersModel(Decoder):
         for call, layer in zip(network.calls, architecture.layers, strict=True):
             own, mixer = call.config, layer.mixer
             assert isinstance(mixer, AttentionConfig)
-            rules = AttentionRules(own.scale, self.ropes[None], window=own.window, softcap=call.softcap)
+            rules = AttentionRules(own.scale, self.ropes[None], window=own.window, softcap=own.softcap)
             self._attentions.append(PagedAttention(mixer, rules, self._step, architecture.shard))
             vars(call.module)["paged"] = self._attentions[-1]
         model = network.model

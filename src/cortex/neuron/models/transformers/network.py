@@ -42,7 +42,6 @@ class AttentionCall:
 
     module: nn.Module
     config: AttentionConfig
-    softcap: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +195,9 @@ def _record_attention(
         scale=dim**-0.5 if scale is None else float(scale),
         rope=None,
         window=window,
+        softcap=options.get("softcap"),
     )
-    _current.get().calls.append(AttentionCall(module, config, options.get("softcap")))
+    _current.get().calls.append(AttentionCall(module, config))
     return query.new_empty(1, _TRACED_TOKENS, heads, value.shape[3]), None
 
 

@@ -19,7 +19,8 @@ from cortex.neuron.text.grammar.gbnf.tree import GbnfError
 from cortex.neuron.text.grammar.harmony import HarmonyRules
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
 from cortex.neuron.text.grammar.trial import GrammarTrial
-from cortex.neuron.text.output.detect import ReasoningMarkers, ToolSyntax
+from cortex.neuron.text.output.addressed import MESSAGE, ROLE, START
+from cortex.neuron.text.output.detect import ADDRESSED, ReasoningMarkers, ToolSyntax
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.text.tools.grammar import MARKED, OPENINGS, add_calls, add_free_response
 from cortex.wire.errors import InvalidValue, shorten
@@ -121,12 +122,25 @@ def _chosen(request: GenerateRequest) -> tuple[Tool, ...]:
 
 
 def _reasoning(grammar: LarkGrammar, markers: ReasoningMarkers | None, reasoning: LeadingReasoning) -> str:
+    if markers is ADDRESSED:
+        return _addressed(grammar, reasoning)
     if markers is None or reasoning is LeadingReasoning.ABSENT:
         return ""
     rest = f"{grammar.text_until(markers.close)} /\\n{{0,2}}/"
     if reasoning is LeadingReasoning.OPENED:
         return f"{rest} "
     return f"({grammar.marker(markers.open)} {rest})? "
+
+
+def _addressed(grammar: LarkGrammar, reasoning: LeadingReasoning) -> str:
+    """Messages of the model to itself, and the header of the response, to anyone."""
+    message, begin = grammar.marker(MESSAGE), f"{grammar.marker(START)} {literal(ROLE)}"
+    header, thoughts = f"/ ?to=[^ <>\\n]{{1,64}}/ {message} ", f"{grammar.text_until(ADDRESSED.close)} {begin}"
+    if reasoning is LeadingReasoning.OPENED:
+        return f"{thoughts} {header}"
+    if reasoning is LeadingReasoning.ABSENT:
+        return f"({begin})? {header}"
+    return f"(/ ?to=self/ {message} {thoughts})? {header}"
 
 
 def _response(grammar: LarkGrammar, output: OutputFormat) -> str:

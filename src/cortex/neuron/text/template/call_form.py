@@ -23,7 +23,10 @@ _NUM_SHORT_ID_CHARACTERS: Final = 9
 _NAME: Final = "probed_function"
 _OTHER_NAME: Final = "first_function"
 _VALUE: Final = "probed value"
-_TOOL: Final = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+_TOOL: Final = {
+    "type": "function",
+    "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,17 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from cortex.neuron.text.output.detect import ToolSyntax, tool_syntax
 from cortex.neuron.text.template import generic_tools
 from cortex.neuron.text.template.call_form import CallForm, call_form
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.harmony_form import (
+    described_tools,
+    is_harmony,
+    known_effort,
+    reject_built_in_tools,
+)
 from cortex.neuron.text.template.system_form import system_form
-from cortex.wire.errors import InvalidValue, UnsupportedModality, shorten
+from cortex.wire.errors import InvalidValue, UnsupportedModality
 from cortex.wire.requests import (
     EFFORT_TOKENS,
     GenerateRequest,
@@ -31,8 +36,6 @@ from cortex.wire.requests import (
 )
 
 _RESERVED: Final = frozenset({"messages", "tools"})
-_HARMONY_EFFORTS: Final = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-"""gpt-oss always reasons, at one of three efforts."""
 
 
 def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Mapping[str, str]) -> dict[str, Any]:
@@ -42,14 +45,11 @@ def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Ma
             f"chat_template_kwargs may not set {', '.join(sorted(reserved))}; use the request's own fields",
             param="chat_template_kwargs",
         )
-    if request.template_args.get("builtin_tools") and _is_harmony(template):
-        raise InvalidValue(
-            f"the built-in tools {shorten(str(request.template_args['builtin_tools']))} do not run here; remove "
-            "builtin_tools, or send tools of your own",
-            param="chat_template_kwargs",
-        )
     _reject_hidden_calls(request, template)
     tools = [_tool(tool) for tool in request.tools]
+    if is_harmony(template):
+        reject_built_in_tools(request.template_args)
+        tools = described_tools(tools)
     turns = messages(request.messages, template)
     if not template.takes_tools:
         turns = generic_tools.described(turns, tools if request.tool_choice.mode != "none" else [], template)
@@ -140,7 +140,7 @@ def _message(
 def _role(message: Message, template: ChatTemplate) -> str:
     # One vendor calls `system` now `developer`; a template that does not know the role would drop the turn. Harmony has
     # one place for both.
-    if message.role == "developer" and (not template.mentions("developer") or _is_harmony(template)):
+    if message.role == "developer" and (not template.mentions("developer") or is_harmony(template)):
         return "system"
     return message.role
 
@@ -183,15 +183,11 @@ def _thinking(request: GenerateRequest, template: ChatTemplate) -> dict[str, Any
         budget = 0
     if effort is not None or budget:
         switch["reasoning_effort"] = effort or effort_of(budget)
-    if _is_harmony(template) and (stated := "none" if thinking.switch is False else switch.get("reasoning_effort")):
-        switch["reasoning_effort"] = _HARMONY_EFFORTS.get(stated, stated)
+    if is_harmony(template):
+        switch |= known_effort(switch.get("reasoning_effort"), is_off=thinking.switch is False)
     if budget is not None or effort in EFFORT_TOKENS:
         switch["thinking_budget"] = EFFORT_TOKENS[effort] if budget is None and effort is not None else budget
     return switch
-
-
-def _is_harmony(template: ChatTemplate) -> bool:
-    return tool_syntax(template) is ToolSyntax.HARMONY
 
 
 def _reject_hidden_calls(request: GenerateRequest, template: ChatTemplate) -> None:

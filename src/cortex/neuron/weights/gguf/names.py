@@ -48,6 +48,17 @@ _AFTER_BLOCKS: Final = {
 }
 _FUSED: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "deepseek2": {
+        **_SHARED,
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_k_b": "self_attn.k_b_proj",
+        "attn_v_b": "self_attn.v_b_proj",
+    },
     "ernie4_5-moe": _SHARED,
     "exaone4": _AFTER_BLOCKS,
     "gemma3": {**_AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"},
@@ -56,6 +67,12 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "ffn_norm": "post_attention_layernorm",
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
+    },
+    "laguna": {**_SHARED, "attn_gate": "self_attn.g_proj"},
+    "muse-glimmer": {
+        **_AFTER_BLOCKS,
+        "ffn_norm": "pre_feedforward_layernorm",
+        "attn_gate": "self_attn.gate_proj",
     },
     "glm4moe": {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},

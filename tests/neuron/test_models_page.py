@@ -21,3 +21,4 @@ def test_page_names_every_type_and_the_compared_ones_of_the_library() -> None:
     page = models_page()
     assert all(f"`{model_type}`" in page for model_type in FAMILIES)
     assert set(COMPARED) == set(TABLE)
+    assert not set(COMPARED) & set(FAMILIES), "the native family would be compared"

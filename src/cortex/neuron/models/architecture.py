@@ -17,7 +17,9 @@ from typing import Any, ClassVar
 from cortex.neuron.layers.configs import (
     KV_MIXERS,
     WHOLE,
+    AttentionConfig,
     GatedDeltaConfig,
+    LatentAttentionConfig,
     MLPConfig,
     MoEConfig,
     NormConfig,
@@ -60,10 +62,10 @@ EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """A mixer over the tokens of a sequence, then a feed-forward block for each token."""
+    """A mixer over the tokens of a sequence, then a feed-forward block for each token. One of them may be missing."""
 
     mixer: MixerConfig
-    feed_forward: MLPConfig | MoEConfig
+    feed_forward: MLPConfig | MoEConfig | None
     norm: NormConfig
     """It applies to all norms of the layer over the residual stream."""
     mixer_norms: BlockNorms
@@ -77,9 +79,10 @@ class LayerConfig:
     """Whether the residual stream after the layer is multiplied by a number of the checkpoint, `layer_scalar`."""
 
     def sharded(self, shard: Shard) -> LayerConfig:
-        mixer, feed_forward = sharded_mixer(self.mixer, shard), sharded_feed_forward(self.feed_forward, shard)
+        mixer = sharded_mixer(self.mixer, shard)
+        block = None if self.feed_forward is None else sharded_feed_forward(self.feed_forward, shard)
         experts = None if self.experts is None else sharded_experts(self.experts, shard)
-        return replace(self, mixer=mixer, feed_forward=feed_forward, experts=experts)
+        return replace(self, mixer=mixer, feed_forward=block, experts=experts)
 
     @property
     def is_parallel(self) -> bool:
@@ -106,6 +109,10 @@ class Architecture(ABC):
     Raises UnsupportedModel from its constructor for a config that is incomplete or needs what is not implemented.
     """
 
+    backend: ClassVar[str] = "native"
+    """What runs its models: the layers here, or another library's."""
+    has_stages: ClassVar[bool] = True
+    """Whether it can be divided by layers."""
     prefix: ClassVar[str] = "model"
     """Where the checkpoint keeps the decoder's tensors."""
     mixer_norms: ClassVar[BlockNorms] = BlockNorms(before="input_layernorm")
@@ -135,8 +142,7 @@ class Architecture(ABC):
         self.layers = tuple(self.layer(index) for index in range(self.config.num_layers))
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
-        found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)} or {None}
-        self.windows = tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
+        self.windows = windows_of([layer.mixer for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)])
         """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
         layers of a window are one KV group, which shares page ids."""
 
@@ -224,5 +230,11 @@ class Architecture(ABC):
         """The first half of a layer."""
 
     @abstractmethod
-    def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
+    def feed_forward(self, index: int) -> MLPConfig | MoEConfig | None:
         """The second half of a layer."""
+
+
+def windows_of(attentions: Iterable[AttentionConfig | LatentAttentionConfig]) -> tuple[int | None, ...]:
+    """The windows of attention layers, each once: None (no window) first, then the widest."""
+    found = {attention.window for attention in attentions} or {None}
+    return tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.layers.attention import Attention
+from cortex.neuron.layers.attention import Attention, CachedAttention
 from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig, MLPConfig, NormConfig
 from cortex.neuron.layers.embedding import Embedding, Head
 from cortex.neuron.layers.gated_delta import GatedDelta
@@ -47,6 +48,7 @@ class DecoderLayer:
             self.mixer = GatedDelta(parameters, mixer, f"{prefix}.linear_attn")
         self.mlp_norm, self.after_mlp = norm(around_mlp.before), norm(around_mlp.after, around_mlp.after_eps)
         self.mlp: MLP | MoE
+        assert feed_forward is not None
         if isinstance(feed_forward, MLPConfig):
             self.mlp = MLP(parameters, feed_forward, f"{prefix}.mlp")
         else:
@@ -83,7 +85,7 @@ class DecoderLayer:
 
 class Decoder:
     """A model as the engine sees it, or one stage of it. `embedding`, `norm` and `head` exist where the architecture
-    `has_ends`."""
+    `has_ends`. Another backend overrides what the engine calls: `attentions`, `storages`, the call and `logits`."""
 
     embedding: Embedding
     norm: RMSNorm
@@ -122,7 +124,7 @@ class Decoder:
         return mixer
 
     @property
-    def attentions(self) -> list[Attention | LatentAttention]:
+    def attentions(self) -> Sequence[CachedAttention]:
         """The layers' attentions, which keep KV, in order."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, (Attention, LatentAttention))]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +12,7 @@ from cortex.neuron.kernels.attention.paged import attention
 from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.layers.configs import AttentionConfig, QueryGrowth
+from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig, QueryGrowth
 from cortex.neuron.layers.linear import Linear, RowParallelLinear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
@@ -24,6 +26,16 @@ class LayerCache:
         self.keys = keys  # [pages, page tokens, kv heads, head dim]
         self.values = values
         self.group = group
+
+
+class CachedAttention(Protocol):
+    """The attention of a layer, as the engine sees it."""
+
+    cache: LayerCache
+    """Its pages, which the engine sets before the first step."""
+
+    @property
+    def config(self) -> AttentionConfig | LatentAttentionConfig: ...
 
 
 class Attention:
@@ -76,6 +88,7 @@ class Attention:
             norms_values=config.norms_values,
             pair_distance=self._half if self._early_rope is None else 0,
             window=config.window,
+            softcap=config.softcap,
             sinks=parameters.load(f"{prefix}.sinks", config.heads, dtype=torch.float32) if config.sinks else None,
         )
         self._has_softplus = config.gate is not None and config.gate.activation == "softplus"

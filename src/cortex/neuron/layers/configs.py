@@ -139,6 +139,8 @@ class AttentionConfig:
     query_growth: QueryGrowth | None = None
     sinks: bool = False
     """Each head has a score that takes part in the softmax and stands for no value."""
+    softcap: float | None = None
+    """Scores x become softcap · tanh(x / softcap); None: they are not capped."""
 
     @property
     def gated(self) -> bool:

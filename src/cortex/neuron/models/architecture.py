@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 from cortex.neuron.layers.configs import (
     KV_MIXERS,
     WHOLE,
+    AttentionConfig,
+    LatentAttentionConfig,
     MLPConfig,
     MoEConfig,
     NormConfig,
@@ -107,6 +109,10 @@ class Architecture(ABC):
     Raises UnsupportedModel from its constructor for a config that is incomplete or needs what is not implemented.
     """
 
+    backend: ClassVar[str] = "native"
+    """What runs its models: the layers here, or another library's."""
+    has_stages: ClassVar[bool] = True
+    """Whether it can be divided by layers."""
     prefix: ClassVar[str] = "model"
     """Where the checkpoint keeps the decoder's tensors."""
     mixer_norms: ClassVar[BlockNorms] = BlockNorms(before="input_layernorm")
@@ -136,8 +142,7 @@ class Architecture(ABC):
         self.layers = tuple(self.layer(index) for index in range(self.config.num_layers))
         self.is_recurrent = any(isinstance(layer.mixer, RecurrentConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
-        found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)} or {None}
-        self.windows = tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
+        self.windows = windows_of([layer.mixer for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)])
         """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
         layers of a window are one KV group, which shares page ids."""
 
@@ -234,3 +239,9 @@ class Architecture(ABC):
     @abstractmethod
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig | None:
         """The second half of a layer; None: it has none."""
+
+
+def windows_of(attentions: Iterable[AttentionConfig | LatentAttentionConfig]) -> tuple[int | None, ...]:
+    """The windows of attention layers, each once: None (no window) first, then the widest."""
+    found = {attention.window for attention in attentions} or {None}
+    return tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.layers.attention import Attention
+from cortex.neuron.layers.attention import Attention, CachedAttention
 from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig, MLPConfig, NormConfig
 from cortex.neuron.layers.embedding import Embedding, Head
 from cortex.neuron.layers.latent_attention import LatentAttention
@@ -101,7 +101,7 @@ class DecoderLayer:
 
 class Decoder:
     """A model as the engine sees it, or one stage of it. `embedding`, `norm` and `head` exist where the architecture
-    `has_ends`."""
+    `has_ends`. Another backend overrides what the engine calls: `attentions`, `storages`, the call and `logits`."""
 
     embedding: Embedding
     norm: RMSNorm
@@ -140,7 +140,7 @@ class Decoder:
         return mixer
 
     @property
-    def attentions(self) -> list[Attention | LatentAttention]:
+    def attentions(self) -> Sequence[CachedAttention]:
         """The layers' attentions, which keep KV, in order."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, (Attention, LatentAttention))]
 

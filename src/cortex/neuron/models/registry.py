@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from cortex.neuron.models.architecture import Architecture
@@ -38,6 +39,10 @@ from cortex.neuron.models.mixtures.gpt_oss import GptOss
 from cortex.neuron.models.mixtures.laguna import Laguna
 from cortex.neuron.models.mixtures.minimax_m2 import MiniMaxM2
 from cortex.neuron.models.mixtures.qwen3_moe import Mellum, Qwen3Moe
+from cortex.neuron.models.transformers.architecture import TransformersArchitecture
+from cortex.neuron.models.transformers.library import library_model
+from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
+from cortex.neuron.weights.safetensors.checkpoint import SafetensorsCheckpoint
 from cortex.neuron.weights.safetensors.published import is_readable
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
@@ -91,20 +96,52 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
 """`model_type` in a model's config → the architecture that reads the config."""
 
 
+def open_model(path: Path) -> tuple[Checkpoint, Architecture]:
+    """A model's files and what they describe. Raises CheckpointError, or UnsupportedModel."""
+    checkpoint = open_checkpoint(path)
+    try:
+        architecture = read_architecture(checkpoint.config)
+        if not isinstance(architecture, TransformersArchitecture):
+            return checkpoint, architecture
+        if not isinstance(checkpoint, SafetensorsCheckpoint):
+            raise UnsupportedModel(f"{architecture.raw['model_type']} is loaded from safetensors only, not from GGUF")
+        return checkpoint.as_published(), architecture
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a checkpoint's config describes. Raises UnsupportedModel."""
+    """The architecture that a checkpoint's config describes: a family here, or one that the transformers library runs.
+
+    Raises UnsupportedModel.
+    """
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise UnsupportedModel(
-            f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)} "
-            "(docs/adding-a-model.md shows how to add one)"
-        )
+        _check_library(config)
     _reject_quantised(config)
     try:
-        return family(config)
+        return TransformersArchitecture(config) if family is None else family(config)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise UnsupportedModel(f"the model's config is damaged ({error}); download the model again") from error
+
+
+def _check_library(config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModel unless the transformers library has the model."""
+    model_type, reason = config.get("model_type"), "is it a model's config?"
+    if isinstance(model_type, str):
+        if config.get("is_encoder_decoder"):
+            raise UnsupportedModel(f"{model_type} is an encoder-decoder model, which is not supported")
+        try:
+            library_model(model_type)
+            return
+        except UnsupportedModel as error:
+            reason = f"{error}{'; the code of its repository is never run' if config.get('auto_map') else ''}"
+    raise UnsupportedModel(
+        f"model_type {model_type!r:.80} is not supported: {reason}. Native families are {', '.join(FAMILIES)} "
+        "(docs/adding-a-model.md shows how to add one)"
+    )
 
 
 def _reject_quantised(config: Mapping[str, Any]) -> None:

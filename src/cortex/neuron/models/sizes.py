@@ -24,6 +24,8 @@ from cortex.neuron.layers.configs import (
 )
 from cortex.neuron.layers.recurrent.configs import RecurrentConfig
 from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture
+from cortex.neuron.models.transformers.architecture import TransformersArchitecture
+from cortex.neuron.weights.stored import TensorInfo
 
 _FLOAT32_BYTES = 4
 
@@ -38,6 +40,8 @@ class WeightStorage:
     """Name of a tensor → the layout in which it stays quantised; tensors left out are dense."""
     kv_item_bytes: int | None = None
     """The size of one element in the KV cache; None: `item_bytes`."""
+    tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
+    """Those of the checkpoint. Needed for models of a library, whose configs do not tell the sizes of their weights."""
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """What one dense matrix takes."""
@@ -58,8 +62,21 @@ class WeightStorage:
 
 def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     """All parameters of a model; of a divided one, those of this rank."""
+    if isinstance(architecture, TransformersArchitecture):
+        return _held_bytes(architecture, storage)
     total = sum(layer_bytes(architecture, storage))
     return total + end_bytes(architecture, storage) if architecture.has_ends else total
+
+
+def _held_bytes(architecture: TransformersArchitecture, storage: WeightStorage) -> int:
+    """The tensors of the checkpoint that the model has memory for."""
+    packing, total = architecture.packing_of(storage.packing), 0
+    for name, info in storage.tensors.items():
+        if architecture.is_held(name):
+            layout = packing.get(name)
+            count = math.prod(info.shape)
+            total += count * storage.item_bytes if layout is None else layout.num_bytes(*info.shape)
+    return total
 
 
 def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:

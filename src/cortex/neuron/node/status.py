@@ -89,6 +89,7 @@ def describe_model(
         parallel="pipeline" if model.pipeline_parallel > 1 else "tensor" if model.tensor_parallel > 1 else None,
         harness=model.harness,
         family=facts.family if facts is not None else None,
+        backend=facts.backend if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,
         requested_quant=survey.requested_quant if survey is not None else model.quant,
         source=model.source,

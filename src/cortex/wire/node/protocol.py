@@ -156,6 +156,8 @@ class ModelStatus(NodeValue, frozen=True):
     shares no device with another divided one."""
     harness: str = "torch"
     family: str | None = None
+    backend: str | None = None
+    """What runs it: `native`, or the library whose modules do. Absent: its files are not known."""
     quant: str | None = None
     """The format of most of its weights; absent: they are dense, or its files are not known."""
     requested_quant: str | None = None

@@ -121,6 +121,24 @@ def test_attention_and_stored_kv_match_the_reference(
     assert_close(kept, expected_kept)
 
 
+@pytest.mark.parametrize("window", [None, 50])
+def test_capped_scores_match_the_reference(
+    window: int | None, device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+) -> None:
+    """The cap is far below the scores, so that one that is forgotten would show."""
+    batch, num_pages = make_batch([3, 70], [(0, 9), (33, 40)], device)
+    q, k, v = torch.randn(len(batch.positions), 8, 32, device=device, dtype=dtype).split([4, 2, 2], dim=1)
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, 2, 32, device=device, dtype=dtype)
+    rules = AttentionRules(1.0, torch.tensor((1.0, 0.0), device=device).repeat(400, 1), window=window, softcap=1.5)
+
+    def run(function: Callable[..., torch.Tensor], kind: torch.dtype, rules: AttentionRules) -> torch.Tensor:
+        return function(q.to(kind), k.to(kind), v.to(kind), rules, batch, *pages.to(kind, copy=True))
+
+    expected = run(attention_reference, torch.float32, rules)
+    assert_close(run(attention, dtype, rules), expected)
+    assert (run(attention_reference, torch.float32, replace(rules, softcap=None)) - expected).abs().max() > 0.1
+
+
 def test_a_sink_takes_its_share_of_the_softmax() -> None:
     batch, num_pages = make_batch([5], [(0, 3)], torch.device("cpu"))
     rules = AttentionRules(0.5, torch.tensor((1.0, 0.0)).repeat(8, 1), sinks=torch.tensor([0.3, -1.0]))

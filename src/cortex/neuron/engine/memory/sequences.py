@@ -11,9 +11,8 @@ from torch import Tensor
 
 from cortex.neuron.engine.kv_pages import Window
 from cortex.neuron.engine.memory.plan import StateSlots
-from cortex.neuron.layers.attention import Attention, LayerCache
+from cortex.neuron.layers.attention import CachedAttention, LayerCache
 from cortex.neuron.layers.configs import LatentAttentionConfig
-from cortex.neuron.layers.latent_attention import LatentAttention
 from cortex.neuron.layers.recurrent.layer import RecurrentLayer
 from cortex.neuron.models.decoder import Decoder
 
@@ -67,7 +66,7 @@ class KVCache:
 
     def __init__(
         self,
-        attentions: Sequence[Attention | LatentAttention],
+        attentions: Sequence[CachedAttention],
         num_pages: Mapping[Window, int],
         page_tokens: int,
         dtype: torch.dtype,

@@ -119,8 +119,10 @@ def divide_model(
 ) -> tuple[StagePlan, ...] | None:
     """`divide_layers` for a model. `limit_bytes`: the most that all stages together should take.
 
-    Memory for penalties is counted on the first stage, which draws the tokens.
+    Memory for penalties is counted on the first stage, which draws the tokens. None also if it has no stages.
     """
+    if not architecture.has_stages:
+        return None
     sizes = ModelSizes.of(architecture, storage, context_tokens)
     penalties = penalty_bytes(max_rows + 1, sizes.vocab, sizes.context_tokens)
     have_bytes = sum(capacities) - penalties

@@ -86,6 +86,7 @@ def decode_attention(
         sums,
         _counters(q.device),
         rules.scale * LOG2_E,
+        (rules.softcap or 0.0) * LOG2_E,
         rules.eps,
         q.stride(0),
         q.stride(1),
@@ -107,6 +108,7 @@ def decode_attention(
         NORM=rules.q_scale is not None,
         NORM_VALUES=rules.norms_values,
         SINKS=rules.sinks is not None,
+        CAPPED=rules.softcap is not None,
         PAGE=page_tokens,
         TILE=tile,
         SHARES=batch.shares_rows,
@@ -168,9 +170,17 @@ def _tile(
 
 
 @jit
-def _absorb(query, keys, values, valid, scale, highest, total, mixed):
+def capped(scores, cap):
+    """cap · tanh(scores / cap), without overflow."""
+    return cap - 2 * cap / (tl.exp2(scores * (2 * _LOG2_E / cap)) + 1)
+
+
+@jit
+def _absorb(query, keys, values, valid, scale, cap, highest, total, mixed, CAPPED: tl.constexpr):
     """Adds a tile to the online softmax of each head. At least one of its positions is valid."""
     scores = tl.dot(query, tl.trans(keys)) * scale  # [group, tile], in powers of two
+    if CAPPED:
+        scores = capped(scores, cap)
     scores = tl.where(valid[None, :], scores, -float("inf"))
     higher = tl.maximum(highest, tl.max(scores, 1))
     shrink = tl.exp2(highest - higher)
@@ -200,6 +210,7 @@ def _decode_kernel(
     sums,
     counters,
     scale,
+    cap,
     eps,
     q_token_stride,
     q_head_stride,
@@ -221,6 +232,7 @@ def _decode_kernel(
     NORM: tl.constexpr,
     NORM_VALUES: tl.constexpr,
     SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     SHARES: tl.constexpr,
@@ -285,20 +297,22 @@ def _decode_kernel(
     begin = start
     if HOLD:
         if start < end:
-            highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
+            highest, total, mixed = _absorb(query, keys, values, valid, scale, cap, highest, total, mixed, CAPPED)
         begin = start + TILE
     for tile in range(begin, end, TILE):
         keys, values, valid = _tile(
             tile, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
             q.dtype.element_ty,
         )  # fmt: skip
-        highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
+        highest, total, mixed = _absorb(query, keys, values, valid, scale, cap, highest, total, mixed, CAPPED)
 
     if split == active - 1:
         where = (slot * KV_HEADS + kv_head) * DIM + dim
         tl.store(key_pages + where[None, :], new_key, mask=dim_inside[None, :])
         tl.store(value_pages + where, new_value, mask=dim_inside)
         score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), 1) * scale
+        if CAPPED:
+            score = capped(score, cap)
         higher = tl.maximum(highest, score)
         shrink = tl.exp2(highest - higher)
         weight = tl.exp2(score - higher)

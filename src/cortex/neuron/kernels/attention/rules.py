@@ -25,6 +25,8 @@ class AttentionRules:
     """Whether each value head is normalised too, without a weight."""
     pair_distance: int = 0
     """From the first dimension of a pair to the second; 0: the number of pairs, so that all pairs lie side by side."""
+    softcap: float | None = None
+    """Scores x become softcap · tanh(x / softcap); None: they are not capped."""
 
     @property
     def half(self) -> int:

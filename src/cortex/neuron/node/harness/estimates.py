@@ -42,6 +42,14 @@ class FileFacts(Protocol):
     def num_layers(self) -> int: ...
 
     @property
+    def backend(self) -> str:
+        """What runs the model: `native`, or the name of a library."""
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether it can be divided by layers."""
+
+    @property
     def num_ranks(self) -> int:
         """Number of devices that the model is divided among. If it is more than one, these are the facts of one."""
 

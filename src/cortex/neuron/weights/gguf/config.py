@@ -12,7 +12,7 @@ from cortex.neuron.weights.gguf.keys import Keys
 from cortex.neuron.weights.gguf.metadata import GGUFFile
 from cortex.neuron.weights.gguf.rope import rope_scaling
 
-_FAMILIES: Final = {
+ARCHITECTURES: Final = {
     "cohere2": ("cohere2", "Cohere2ForCausalLM"),
     "deepseek2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
@@ -76,11 +76,10 @@ _MAX_HEADS: Final = 1 << 12
 def config_of(file: GGUFFile) -> dict[str, Any]:
     """The config of the model in the hub's format. Raises CheckpointError if it is incomplete or not supported."""
     architecture = file.metadata.get("general.architecture")
-    if architecture not in _FAMILIES:
-        raise Unsupported(
-            f"{file.path} has the architecture {str(architecture)[:80]!r}; supported in GGUF: {', '.join(_FAMILIES)}"
-        )
-    model_type, class_name = _FAMILIES[architecture]
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise Unsupported(f"{file.path} has the architecture {str(architecture)[:80]!r}; supported in GGUF: {known}")
+    model_type, class_name = ARCHITECTURES[architecture]
     keys = Keys(file, architecture)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -146,7 +145,7 @@ def delta_heads(config: Mapping[str, Any]) -> DeltaHeads | None:
         config["linear_num_value_heads"],
         config["linear_key_head_dim"],
         config["linear_value_head_dim"],
-        is_tiled=config["model_type"] in [_FAMILIES[architecture][0] for architecture in _TILED],
+        is_tiled=config["model_type"] in [ARCHITECTURES[architecture][0] for architecture in _TILED],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -35,11 +36,18 @@ class SafetensorsCheckpoint:
         self.config: Mapping[str, Any] = read_json(directory, "config.json")
         self._files: list[MappedFile] = []
         try:
-            self._stored = arranged(self.config, assemble(directory, self.config, self._open_tensors()))
+            self._published = assemble(directory, self.config, self._open_tensors())
+            self._stored = arranged(self.config, self._published)
         except BaseException:
             self.close()
             raise
-        self.tensors: Mapping[str, TensorInfo] = {name: TensorInfo.of(stored) for name, stored in self._stored.items()}
+        self.tensors: Mapping[str, TensorInfo] = _infos(self._stored)
+
+    def as_published(self) -> SafetensorsCheckpoint:
+        """The same files, with every tensor as they name and order it. The two share the files: close one of them."""
+        other = copy.copy(self)
+        other._stored, other.tensors = self._published, _infos(self._published)
+        return other
 
     def read(self, name: str) -> torch.Tensor:
         from cortex.neuron.weights.decode import decode, mapped_bytes
@@ -85,6 +93,10 @@ class SafetensorsCheckpoint:
         if len(found) == 1:
             return found[0]
         raise FilesMissing(f"{self.path} has {len(found)} safetensors files but no {_INDEX}; download the index too")
+
+
+def _infos(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorInfo]:
+    return {name: TensorInfo.of(stored) for name, stored in tensors.items()}
 
 
 def _weight_map(directory: Path) -> dict[str, str]:

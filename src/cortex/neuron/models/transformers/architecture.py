@@ -43,7 +43,7 @@ class TransformersArchitecture(Architecture):
         sizes |= {"num_key_value_heads": _num_kv_heads(self.library, raw), "head_dim": _head_dim(self.library, raw)}
         super().__init__({**sizes, "model_type": model_type, "layer_types": raw.get("layer_types")})
         self.raw = dict(raw)
-        self.notes = (f"run by transformers {library_version()} ({self.library.class_name})",)  # type: ignore[misc]
+        self.notes = (f"run by transformers {library_version()} ({self.library.class_name})",)
 
     def mixer(self, index: int) -> AttentionConfig:
         config, raw = self.config, self.raw

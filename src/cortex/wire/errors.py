@@ -35,10 +35,11 @@ def _encodable(text: str) -> str:
 
 
 class Family(StrEnum):
-    """The two formats of errors."""
+    """The formats of errors."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
+    OLLAMA = "ollama"
 
 
 class CortexError(Exception):

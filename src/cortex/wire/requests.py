@@ -160,7 +160,7 @@ class Sampling(Value, frozen=True):
 class GenerateRequest(Value, frozen=True):
     """A conversation to continue, or (for `/v1/completions`) a raw prompt.
 
-    Exactly one of `messages` and `prompt` is given. `prompt` is text or token ids, unchanged.
+    Exactly one of `messages` and `prompt` is given, unless it `loads_only`. `prompt` is text or token ids, unchanged.
     """
 
     model: str
@@ -190,7 +190,14 @@ class GenerateRequest(Value, frozen=True):
     metadata: dict[str, Any] = {}
     """Request fields that the response repeats (Responses API)."""
     truncate: bool = False
-    """Whether the oldest messages may be dropped to make the prompt fit: `truncation: "auto"` (Responses API)."""
+    """Whether the oldest messages may be dropped to make the prompt fit: `truncation: "auto"` (Responses API),
+    `truncate` (Ollama)."""
+    most_context_tokens: int | None = None
+    """A cap on prompt and response together, below the context of the model: `num_ctx` (Ollama)."""
+    loads_only: bool = False
+    """The request has no prompt and asks only that the model is loaded (Ollama)."""
+    keep_alive_s: float | None = None
+    """How long the model should stay after the response (Ollama). 0: unload it. Nothing else has an effect."""
     dropped_tools: tuple[str, ...] = ()
     """Types of tools that the codec dropped because no local model can run them; reported in a header."""
     unenforced: tuple[str, ...] = ()

@@ -30,6 +30,7 @@ from cortex.gateway.proxy.translation import ChatTranslation, foreign_error
 from cortex.http.observer import Keepalive, ObservedRelay, Outcome
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
+from cortex.http.response_head import stream_headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault
 from cortex.parsing.envelope import Envelope
@@ -39,6 +40,7 @@ from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors
 from cortex.wire.dialects.openai_responses import kept
+from cortex.wire.dialects.registry import Dialect
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import (
@@ -126,7 +128,7 @@ class ProxyRequest:
         self._accounting = RequestAccounting(
             services, route, admitted, id, span, num_bytes, num_choices, is_stream, started_at
         )
-        keepalive = _keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if is_stream else None
+        keepalive = _keepalive(route.codec, services.config.keepalive_s) if is_stream else None
         headers, capture = route.id_headers(id), None
         if keeper is not None:
             headers, capture = (*headers, *keeper.headers), keeper.capture
@@ -360,7 +362,9 @@ class ProxyRequest:
             self.keeper.ended(self._accounting.status, outcome)
 
 
-_keepalive = lru_cache(maxsize=16)(Keepalive)
+@lru_cache(maxsize=16)
+def _keepalive(codec: Dialect, interval_s: float) -> Keepalive:
+    return Keepalive(codec.KEEPALIVE, interval_s, stream_headers(codec.CONTENT_TYPE))
 
 
 @lru_cache(maxsize=4096)

@@ -41,11 +41,12 @@ from cortex.wire.fields.tables.openai_completions import FIELDS
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
 from cortex.wire.sse import COMMENT as KEEPALIVE
+from cortex.wire.sse import CONTENT_TYPE
 
 FAMILY = Family.OPENAI
 ID_PREFIX = "cmpl-"
 
-__all__ = ["FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+__all__ = ["CONTENT_TYPE", "FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
 
 
 def parse(body: bytes) -> GenerateRequest:

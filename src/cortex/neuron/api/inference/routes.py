@@ -22,6 +22,7 @@ from cortex.neuron.api.routing import ApiCall, Handler
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
+from cortex.wire import sse
 from cortex.wire.dialects import openai_responses
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.dialects.registry import DIALECTS, Dialect, EventEncoder
@@ -90,6 +91,7 @@ class Inference:
             created=created,
             principal=principal,
             token_limit=bodies.token_limit_of(http),
+            gateway_s=bodies.gateway_s_of(http),
         )
         watch.phase = lambda: session.phase
         watch.usage = lambda: session.usage
@@ -107,9 +109,17 @@ class Inference:
 
         encoder: EventEncoder = dialect.Encoder(request, id=id, created=created, model=request.model)
         if principal:
-            encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.num_choices)
+            has_lines = dialect.CONTENT_TYPE != sse.CONTENT_TYPE
+            encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.num_choices, has_lines=has_lines)
         keepalive, keepalive_s = dialect.KEEPALIVE, self.keepalive_s
-        stream = EventStream(call.exchange, self.ticker, keepalive=keepalive, keepalive_s=keepalive_s, headers=headers)
+        stream = EventStream(
+            call.exchange,
+            self.ticker,
+            keepalive=keepalive,
+            keepalive_s=keepalive_s,
+            headers=headers,
+            content_type=dialect.CONTENT_TYPE,
+        )
         async with stream:
             try:
                 async with aclosing(session.events()) as batches:

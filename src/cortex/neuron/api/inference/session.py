@@ -16,7 +16,8 @@ from cortex.neuron.api.inference.thought_budget import generate_within_budget
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.status import ServedModel
 from cortex.wire.errors import CortexError
-from cortex.wire.events import AnyEvent, Timing, Usage
+from cortex.wire.events import AnyEvent, Finish, Start, Timing, Usage
+from cortex.wire.fields.body import LARGEST_COUNT
 from cortex.wire.node.protocol import LoadRequest, ModelState
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.response import summed
@@ -37,8 +38,10 @@ class Session:
         created: int,
         principal: str,
         token_limit: int | None = None,
+        gateway_s: float = 0.0,
     ) -> None:
-        """`token_limit`: the most tokens of prompts and choices together."""
+        """`token_limit`: the most tokens of prompts and choices together. `gateway_s`: how long a gateway held the
+        request back."""
         self.phase: Phase = "load"
         """The current phase; after the end, the last one."""
         self._backend = backend
@@ -48,6 +51,7 @@ class Session:
         self._created = created
         self._principal = principal
         self._token_limit = token_limit
+        self._gateway_s = gateway_s
         self._choices: list[Choice] = []
 
     @property
@@ -60,6 +64,12 @@ class Session:
         arrived_s = time.monotonic()
         request = self._packed.head
         served = await self._drain_gate.wait_for(ready(self._backend, request.model))
+        if request.loads_only:
+            yield [
+                Start(id=self._id, model=request.model, created=self._created),
+                Finish(reason="stop", usage=Usage(), timing=Timing(gateway_s=self._gateway_s)),
+            ]
+            return
         self.phase = "render"
         text = await self._drain_gate.wait_for(self._backend.texts.text(request.model))
         preparing = self._backend.texts.prepare(self._packed, principal=self._principal)
@@ -77,7 +87,9 @@ class Session:
                 id=self._id,
                 first_index=len(jobs),
                 prompt=rendered.ids,
-                context_tokens=served.context_tokens or len(rendered.ids) + 1,
+                context_tokens=min(
+                    served.context_tokens or len(rendered.ids) + 1, request.most_context_tokens or LARGEST_COUNT
+                ),
                 defaults=served.sampling.over(text.generation),
                 eos_ids=text.eos_ids,
                 turn_ends=rendered.turn_ends,
@@ -107,7 +119,10 @@ class Session:
                     first_s = first_s or now_s
                     self.phase = "decode"
                     timing = Timing(
-                        queue_s=submitted_s - arrived_s, prefill_s=first_s - submitted_s, decode_s=now_s - first_s
+                        gateway_s=self._gateway_s,
+                        queue_s=submitted_s - arrived_s,
+                        prefill_s=first_s - submitted_s,
+                        decode_s=now_s - first_s,
                     )
                     choice = choices[index]
                     if events := choice.push(batch, timing):

@@ -12,6 +12,7 @@ from cortex.parsing.relayed import ByteRange
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import strip_billing_header
 from cortex.wire.dialects.registry import DIALECTS
+from cortex.wire.errors import InvalidValue
 from cortex.wire.fields.body import parse
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
@@ -148,7 +149,10 @@ Reply = Result | Rejected
 
 
 def translated(request: GenerateRequest, model: str, max_tokens: int | None) -> bytes:
-    """`request` for `model` in OpenAI chat, with its limit of tokens lowered to `max_tokens`."""
+    """`request` for `model` in OpenAI chat, with its limit of tokens lowered to `max_tokens`. Raises InvalidValue for
+    what chat cannot express."""
+    if request.prompt is not None:
+        raise InvalidValue("A raw prompt cannot be sent to this server; send it to /v1/completions.", param="raw")
     limits = [limit for limit in (request.sampling.max_tokens, max_tokens) if limit is not None]
     sampling = msgspec.structs.replace(request.sampling, max_tokens=min(limits, default=None))
     return openai_chat.build(msgspec.structs.replace(request, model=model, sampling=sampling))

@@ -247,6 +247,13 @@ class MethodNotAllowed(RouteNotFound):
     code = "method_not_allowed"
 
 
+class NotImplementedHere(RouteNotFound):
+    """A route that other servers have and this one does not."""
+
+    status = 501
+    code = "not_implemented"
+
+
 class RateLimitExceeded(CortexError):
     """Too many requests in the window; `Retry-After` says when to try again."""
 

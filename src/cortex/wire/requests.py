@@ -206,6 +206,11 @@ class GenerateRequest(Value, frozen=True):
     """Fields of the body that the codec does not know; reported in a header."""
 
     @property
+    def unloads_only(self) -> bool:
+        """The request has no prompt and asks only that the model is unloaded."""
+        return self.loads_only and self.keep_alive_s == 0
+
+    @property
     def one_per_prompt(self) -> tuple[GenerateRequest, ...]:
         """A request for each prompt; this request alone where there is only one, or a conversation."""
         if not self.more_prompts:

@@ -7,6 +7,7 @@ while the response is relayed. Its `RequestAccounting` records the result.
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import lru_cache
 from urllib.parse import quote
 
@@ -24,7 +25,7 @@ from cortex.gateway.proxy.redaction import (
     shown_to,
 )
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import Route, error_response
+from cortex.gateway.proxy.routes import JSON_HEADERS, Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation, foreign_error
 from cortex.http.observer import Keepalive, ObservedRelay, Outcome
@@ -42,6 +43,7 @@ from cortex.wire import errors
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.dialects.registry import Dialect
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
+from cortex.wire.events import Finish, Start, Usage
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import (
     ATTEMPT_ID,
@@ -52,7 +54,9 @@ from cortex.wire.node.headers import (
     PRINCIPAL,
     PROMPT_TOKENS,
     TOKEN_LIMIT,
+    WAITED,
 )
+from cortex.wire.requests import GenerateRequest
 
 _PRINCIPAL_HEADER = PRINCIPAL.encode()
 _ATTEMPT_HEADER = ATTEMPT_ID.encode()
@@ -60,6 +64,7 @@ _NODE_HEADER = NODE.encode()
 _NO_DETAILS_HEADER = (ERROR_DETAILS.encode(), NO_DETAILS.encode())
 _USAGE_HEADER = usage_report.HEADER.encode()
 _KEPT_HEADER = kept.HEADER.encode()
+_WAITED_HEADER = WAITED.encode()
 _TOKEN_LIMIT_HEADER = TOKEN_LIMIT.encode()
 _BUDGET_HEADER = BUDGET.encode()
 _PROMPT_TOKENS_HEADER = PROMPT_TOKENS.encode()
@@ -178,8 +183,13 @@ class ProxyRequest:
         if not self._body.choose(lease):
             self._rewriting = run_once(self._prepare_elsewhere(lease), "edit or translate a large request")
             return
+        if self.envelope.facts.loads_only and not lease.has_lifecycle:
+            self._reply_loaded()
+            return
         target, body, self._translation = self._body.made()
         self._accounting.sent(lease)
+        if self._translation is not None:
+            self._translation.gateway_s = self._accounting.held_s
         headers: Headers = (
             *node.headers,
             (b"content-type", b"application/json"),
@@ -190,6 +200,8 @@ class ProxyRequest:
         )
         if self.keeper is not None and self.keeper.kept is not None:
             headers = (*headers, (_KEPT_HEADER, self.keeper.kept.header_value.encode()))
+        if self.route.reports_durations:
+            headers = (*headers, (_WAITED_HEADER, b"%d" % (1000 * self._accounting.held_s)))
         reservation = self.admitted.reservation
         if reservation.token_limit is not None and lease.has_lifecycle:
             headers = (*headers, (_TOKEN_LIMIT_HEADER, b"%d" % reservation.token_limit))
@@ -203,6 +215,16 @@ class ProxyRequest:
             ours = (*ours, (_BUDGET_HEADER, b"%d tokens" % reservation.token_limit))
         silence_s = services.config.idle_timeout_s
         self._relay.send(node.pool, b"POST", target, headers, body, self._translation, ours, silence_s)
+
+    def _reply_loaded(self) -> None:
+        """Respond to a request that asks only for a model which a foreign server has: there is nothing to send."""
+        self._accounting.status = 200
+        name, now = self.envelope.facts.model, int(time.time())
+        request = GenerateRequest(model=name, loads_only=True)
+        events = [Start(id="", model=name, created=now), Finish(reason="stop", usage=Usage())]
+        body = self.route.codec.fold(events, request, id="", created=now, model=name)
+        if self._relay is not None:
+            self._relay.reject(200, JSON_HEADERS, body, body + b"\n")
 
     def _prompt_bytes(self) -> bytes:
         return self.envelope.prompt_bytes(MAX_PREFIX_BYTES)

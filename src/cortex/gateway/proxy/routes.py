@@ -34,6 +34,8 @@ class Route:
     """Whether its requests are charged."""
     codec: Dialect = field(init=False)
     family: Family = field(init=False)
+    reports_durations: bool = field(init=False)
+    """Whether its responses say how long the request waited."""
     span_name: str = field(init=False)
     """The span name of its requests."""
 
@@ -43,6 +45,7 @@ class Route:
         object.__setattr__(self, "uses_tokens", self.need != "count")
         object.__setattr__(self, "codec", codec)
         object.__setattr__(self, "family", codec.FAMILY)
+        object.__setattr__(self, "reports_durations", self.family is Family.OLLAMA)
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
 
     def id_headers(self, request_id: bytes) -> Headers:
@@ -58,9 +61,22 @@ MESSAGES = Route(b"/v1/messages", "anthropic_messages")
 COUNT_TOKENS = Route(b"/v1/messages/count_tokens", "anthropic_messages", need="count")
 INPUT_TOKENS = Route(b"/v1/responses/input_tokens", "openai_responses", need="count")
 EMBEDDINGS = Route(b"/v1/embeddings", "openai_chat", need="embeddings")
+OLLAMA_CHAT = Route(b"/api/chat", "ollama_chat")
+OLLAMA_GENERATE = Route(b"/api/generate", "ollama_generate")
 
 ROUTES: dict[bytes, Route] = {
-    route.path: route for route in (CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS, EMBEDDINGS)
+    route.path: route
+    for route in (
+        CHAT,
+        COMPLETIONS,
+        RESPONSES,
+        INPUT_TOKENS,
+        MESSAGES,
+        COUNT_TOKENS,
+        EMBEDDINGS,
+        OLLAMA_CHAT,
+        OLLAMA_GENERATE,
+    )
 }
 
 

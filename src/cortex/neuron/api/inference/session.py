@@ -63,7 +63,8 @@ class Session:
         """Batches of events. Raises a `CortexError` when the response cannot start or continue."""
         arrived_s = time.monotonic()
         request = self._packed.head
-        served = await self._drain_gate.wait_for(ready(self._backend, request.model))
+        if not request.unloads_only:
+            served = await self._drain_gate.wait_for(ready(self._backend, request.model))
         if request.loads_only:
             yield [
                 Start(id=self._id, model=request.model, created=self._created),

@@ -19,6 +19,7 @@ from cortex.neuron.api.peers import SHARES_PATH, accepted
 from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.api.stream import EventStream
 from cortex.wire import sse
+from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
 from cortex.wire.node.protocol import (
     Endpoint,
@@ -66,7 +67,9 @@ class Control:
             Route("GET", "/models/(?P<id>.+)", self.model),
         ]
 
-    async def about(self, _: ApiCall) -> Response:
+    async def about(self, call: ApiCall) -> Response:
+        if is_for_ollama(call.request.text(b"host")):
+            return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), RUNNING.encode())
         return responses.json(
             {
                 "name": "neuron",

@@ -65,9 +65,7 @@ class _OpenCalls:
         function = call.object("function") or call
         id = call.text("id") or f"call_{self._num_calls}"
         self._num_calls += 1
-        read = ToolCall(
-            id=id, name=function.required_text("name"), arguments=read_arguments(function, "arguments")
-        )
+        read = ToolCall(id=id, name=function.required_text("name"), arguments=read_arguments(function, "arguments"))
         self._open.append(read)
         return read
 

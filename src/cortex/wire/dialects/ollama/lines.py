@@ -53,7 +53,7 @@ class LineEncoder:
         self._head = msgspec.json.encode({"model": model, "created_at": timestamp(created)})[:-1] + b","
         """The beginning of every line, encoded once."""
         self._shows_reasoning = request.thinking.shown
-        self._loads_only = request.loads_only
+        self._request = request
         self._call: ToolCallStart | None = None
         self._arguments: list[str] = []
         self._logprobs: tuple[TokenLogprob, ...] = ()
@@ -79,7 +79,7 @@ class LineEncoder:
                 self._logprobs += tokens
                 return b""
             case Finish():
-                return self._line(self._shape(), **end_of(event, loads_only=self._loads_only))
+                return self._line(self._shape(), **end_of(event, self._request))
             case Failure(code=code, message=message):
                 return stream_error(errors.from_code(code, message))
             case Start() | UsageSoFar() | PromptLogprobs():
@@ -110,17 +110,17 @@ def whole_body(
         if index not in cut_off
     ]
     thinking = choice.reasoning if request.thinking.shown else ""
-    body = {"model": model, "created_at": timestamp(created)}
+    body: dict[str, Any] = {"model": model, "created_at": timestamp(created)}
     body |= shape(text=choice.text, thinking=thinking, calls=calls)
     if choice.logprobs:
         body["logprobs"] = logprobs_body(choice.logprobs)
-    return msgspec.json.encode(body | end_of(choice.finish, loads_only=request.loads_only))
+    return msgspec.json.encode(body | end_of(choice.finish, request))
 
 
-def end_of(finish: Finish, *, loads_only: bool = False) -> dict[str, Any]:
+def end_of(finish: Finish, request: GenerateRequest) -> dict[str, Any]:
     """The fields that the last line has in addition. Durations are nanoseconds; to load includes to wait."""
-    if loads_only:
-        return {"done": True, "done_reason": "load"}
+    if request.loads_only:
+        return {"done": True, "done_reason": "unload" if request.keep_alive_s == 0 else "load"}
     timing, usage = finish.timing, finish.usage
     load_s = timing.gateway_s + timing.queue_s
     return {

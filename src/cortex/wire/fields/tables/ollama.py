@@ -34,7 +34,7 @@ _SHARED = (
     honoured("stream", False, "`true` if absent"),
     honoured("format", "json", "`json` or a schema"),
     honoured("think", "low", "`true`, `false`, `low`, `medium`, `high` or `max`"),
-    honoured("keep_alive", 0, "0 unloads the model after the response; nothing pins it, and idle models leave by rules"),
+    honoured("keep_alive", 0, "0 unloads the model after the response; nothing pins it"),
     honoured("logprobs", True),
     honoured("top_logprobs", 2, logprobs=True),
     tolerated("shift", True, "a response ends at the end of the context"),

@@ -28,12 +28,19 @@ class Prepared:
 
 def prepare(text: TextModel, request: GenerateRequest, rules: PromptRules) -> Prepared:
     """Raises a CortexError for a request that the model cannot run, or that breaks `rules`."""
+    rules = _capped(rules, request.most_context_tokens)
     fitting = [_fitting(text, single, rules) for single in request.one_per_prompt]
     request, prompts = fitting[0][0], tuple(prompt for _, prompt in fitting)
     grammar = text.grammar(request, rules)
     has_budget = text.reasoning_budget(request) is not None and text.may_reason(request)
     response_grammar = text.response_grammar(request, rules) if has_budget and grammar is not None else None
     return Prepared(prompts, grammar, response_grammar)
+
+
+def _capped(rules: PromptRules, most: int | None) -> PromptRules:
+    if most is None or (rules.context_tokens is not None and rules.context_tokens <= most):
+        return rules
+    return replace(rules, context_tokens=most)
 
 
 def _fitting(text: TextModel, request: GenerateRequest, rules: PromptRules) -> tuple[GenerateRequest, Rendered]:

@@ -20,6 +20,7 @@ from cortex.wire.events import AnyEvent, Finish, Start, Timing, Usage
 from cortex.wire.fields.body import LARGEST_COUNT
 from cortex.wire.node.protocol import LoadRequest, ModelState
 from cortex.wire.packed_request import PackedRequest
+from cortex.wire.prompt_overflow import prompt_too_long
 from cortex.wire.response import summed
 
 Phase = Literal["load", "render", "prefill", "decode"]
@@ -77,6 +78,8 @@ class Session:
         prepared = await self._drain_gate.wait_for(preparing)
         num_prompt_tokens = sum(len(rendered.ids) for rendered in prepared.prompts)
         check_num_scores(request, num_prompt_tokens)
+        if (cap := request.most_context_tokens) is not None and num_prompt_tokens >= cap:
+            raise prompt_too_long(num_prompt_tokens, cap)
         if self._token_limit is not None:
             request = within_limit(request, num_prompt_tokens, self._token_limit)
         self.phase = "prefill"

@@ -48,8 +48,7 @@ class Texts:
         model_id = request.head.model
         path, rules = await self._path_of(model_id), self._rules_of(model_id)
         work = await self._opened(model_id, path)
-        rules = _capped(rules, request.head.most_context_tokens) if in_context else _unbounded(rules)
-        return await work.prepare(request, rules, principal)
+        return await work.prepare(request, rules if in_context else _unbounded(rules), principal)
 
     async def count_tokens(self, request: PackedRequest, *, principal: str) -> int:
         """The number of tokens in the prompt of a request, which need not fit the context."""
@@ -107,12 +106,6 @@ class Texts:
             await work.close()
             raise
         return work
-
-
-def _capped(rules: PromptRules, most: int | None) -> PromptRules:
-    if most is None or (rules.context_tokens is not None and rules.context_tokens <= most):
-        return rules
-    return replace(rules, context_tokens=most)
 
 
 def _unbounded(rules: PromptRules) -> PromptRules:

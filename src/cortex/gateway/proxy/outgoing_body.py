@@ -11,6 +11,7 @@ from functools import partial
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.ledger.meter import Reservation
 from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import CHAT, Route
@@ -19,6 +20,7 @@ from cortex.parsing import protocol
 from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.envelope import Envelope, Facts
 from cortex.parsing.parser import BodyParser
+from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
@@ -98,8 +100,12 @@ class OutgoingBody:
         else:
             self._edited = await parser.edit(self._received, self._edits, self._client, without=self._without)
 
-    def made(self) -> tuple[bytes, bytes, ChatTranslation | None]:
+    def made(self) -> tuple[bytes, bytes, ChatTranslation | EmbeddingTranslation | None]:
         """The path, the body, and the translation of the response. Raises CortexError on an invalid body."""
+        if self._route.target:
+            body = embeddings.request_body(self._received, self._admitted.model)
+            translation = EmbeddingTranslation(self._route.path.decode(), self._envelope.facts.model)
+            return self._route.target, body, translation
         translates, limit = self._form
         if translates:
             return CHAT.path, *self._translation(limit)

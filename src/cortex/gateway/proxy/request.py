@@ -7,7 +7,6 @@ while the response is relayed. Its `RequestAccounting` records the result.
 from __future__ import annotations
 
 import asyncio
-import time
 from functools import lru_cache
 from urllib.parse import quote
 
@@ -16,6 +15,7 @@ from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
 from cortex.gateway.proxy.accounting.usage import reported_usage
 from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
 from cortex.gateway.proxy.outgoing_body import OutgoingBody
 from cortex.gateway.proxy.redaction import (
     ErrorRedaction,
@@ -41,9 +41,8 @@ from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors
 from cortex.wire.dialects.openai_responses import kept
-from cortex.wire.dialects.registry import Dialect
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
-from cortex.wire.events import Finish, Start, Usage
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import (
     ATTEMPT_ID,
@@ -56,7 +55,7 @@ from cortex.wire.node.headers import (
     TOKEN_LIMIT,
     WAITED,
 )
-from cortex.wire.requests import GenerateRequest
+from cortex.wire.node.protocol import Dialect as DialectName
 
 _PRINCIPAL_HEADER = PRINCIPAL.encode()
 _ATTEMPT_HEADER = ATTEMPT_ID.encode()
@@ -124,7 +123,7 @@ class ProxyRequest:
         self._lease: Lease | None = None
         self._pending: PendingRequest | None = None
         self._excluded = NO_NODES
-        self._translation: ChatTranslation | None = None
+        self._translation: ChatTranslation | EmbeddingTranslation | None = None
         self._rewriting: asyncio.Task[None] | None = None
         """Work on a large body in another process, before it is sent."""
         self._usage_header: bytes | None = None
@@ -133,7 +132,7 @@ class ProxyRequest:
         self._accounting = RequestAccounting(
             services, route, admitted, id, span, num_bytes, num_choices, is_stream, started_at
         )
-        keepalive = _keepalive(route.codec, services.config.keepalive_s) if is_stream else None
+        keepalive = _keepalive(route.dialect, services.config.keepalive_s) if is_stream else None
         headers, capture = route.id_headers(id), None
         if keeper is not None:
             headers, capture = (*headers, *keeper.headers), keeper.capture
@@ -219,10 +218,7 @@ class ProxyRequest:
     def _reply_loaded(self) -> None:
         """Respond to a request that asks only for a model which a foreign server has: there is nothing to send."""
         self._accounting.status = 200
-        name, now = self.envelope.facts.model, int(time.time())
-        request = GenerateRequest(model=name, loads_only=True)
-        events = [Start(id="", model=name, created=now), Finish(reason="stop", usage=Usage())]
-        body = self.route.codec.fold(events, request, id="", created=now, model=name)
+        body = self.route.state_reply(self.envelope.facts.model, unloads=False)
         if self._relay is not None:
             self._relay.reject(200, JSON_HEADERS, body, body + b"\n")
 
@@ -385,7 +381,8 @@ class ProxyRequest:
 
 
 @lru_cache(maxsize=16)
-def _keepalive(codec: Dialect, interval_s: float) -> Keepalive:
+def _keepalive(dialect: DialectName, interval_s: float) -> Keepalive:
+    codec = DIALECTS[dialect]
     return Keepalive(codec.KEEPALIVE, interval_s, stream_headers(codec.CONTENT_TYPE))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,8 +13,10 @@ from cortex.http.server.server import Response
 from cortex.wire import error_encoding
 from cortex.wire.dialects.registry import DIALECTS, Dialect, family
 from cortex.wire.errors import CortexError, Family
+from cortex.wire.events import AnyEvent, Finish, Start, Usage
 from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID
 from cortex.wire.node.protocol import Dialect as DialectName
+from cortex.wire.requests import GenerateRequest
 
 _ANTHROPIC_ID = ANTHROPIC_REQUEST_ID.encode()
 JSON_HEADERS = ((b"content-type", b"application/json"),)
@@ -27,6 +30,8 @@ class Route:
     dialect: DialectName
     need: Need = "response"
     """What it needs of a node."""
+    target: bytes = b""
+    """The path at a node, if it is another one."""
     # What every request reads is computed once.
     generates: bool = field(init=False)
     """Whether it needs a generated response. Only that may be streamed and may wait for a load."""
@@ -53,6 +58,13 @@ class Route:
         ours = (b"x-request-id", request_id)
         return ((_ANTHROPIC_ID, request_id), ours) if self.family is Family.ANTHROPIC else (ours,)
 
+    def state_reply(self, model: str, *, unloads: bool) -> bytes:
+        """The response to a request without a prompt, which loads a model or unloads it."""
+        now = int(time.time())
+        request = GenerateRequest(model=model, loads_only=True, keep_alive_s=0 if unloads else None)
+        events: list[AnyEvent] = [Start(id="", model=model, created=now), Finish(reason="stop", usage=Usage())]
+        return self.codec.fold(events, request, id="", created=now, model=model)
+
 
 CHAT = Route(b"/v1/chat/completions", "openai_chat")
 COMPLETIONS = Route(b"/v1/completions", "openai_completions")
@@ -61,6 +73,8 @@ MESSAGES = Route(b"/v1/messages", "anthropic_messages")
 COUNT_TOKENS = Route(b"/v1/messages/count_tokens", "anthropic_messages", need="count")
 INPUT_TOKENS = Route(b"/v1/responses/input_tokens", "openai_responses", need="count")
 EMBEDDINGS = Route(b"/v1/embeddings", "openai_chat", need="embeddings")
+OLLAMA_EMBED = Route(b"/api/embed", "ollama_chat", need="embeddings", target=EMBEDDINGS.path)
+OLLAMA_EMBEDDINGS = Route(b"/api/embeddings", "ollama_chat", need="embeddings", target=EMBEDDINGS.path)
 OLLAMA_CHAT = Route(b"/api/chat", "ollama_chat")
 OLLAMA_GENERATE = Route(b"/api/generate", "ollama_generate")
 
@@ -76,6 +90,8 @@ ROUTES: dict[bytes, Route] = {
         EMBEDDINGS,
         OLLAMA_CHAT,
         OLLAMA_GENERATE,
+        OLLAMA_EMBED,
+        OLLAMA_EMBEDDINGS,
     )
 }
 

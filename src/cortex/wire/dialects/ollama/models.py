@@ -43,7 +43,8 @@ class OllamaModel:
     num_bytes: int = 0
     """On disk where that is known, else in memory."""
     device_bytes: int = 0
-    """On devices now; 0 when it is not loaded."""
+    """On devices now."""
+    is_loaded: bool = False
     family: str = ""
     quant: str | None = None
     context_tokens: int | None = None
@@ -87,19 +88,29 @@ def absence(path: str) -> str:
     return f"{path} is not implemented: {reason}."
 
 
-def from_status(status: ModelStatus, created: float, name: str | None = None) -> OllamaModel:
-    """A model as its node describes it, under `name`."""
+def from_status(
+    status: ModelStatus,
+    created: float,
+    *,
+    name: str | None = None,
+    device_bytes: int | None = None,
+    capabilities: Capabilities | None = None,
+    context_tokens: int | None = None,
+) -> OllamaModel:
+    """A model as its node describes it. What else is given takes precedence; `context_tokens` where the node reports
+    none."""
     sampling = ((field, getattr(status.sampling, field)) for field in status.sampling.__struct_fields__)
     in_memory = status.measured_bytes or status.estimate_bytes or 0
     return OllamaModel(
         name=name or status.id,
         created=created,
         num_bytes=status.disk_bytes or in_memory,
-        device_bytes=in_memory if status.state is ModelState.READY else 0,
+        device_bytes=in_memory if device_bytes is None else device_bytes,
+        is_loaded=status.state is ModelState.READY,
         family=status.family or "",
         quant=status.quant,
-        context_tokens=status.context_tokens,
-        capabilities=status.capabilities,
+        context_tokens=status.context_tokens or context_tokens,
+        capabilities=capabilities or status.capabilities,
         parameters=tuple((field, value) for field, value in sampling if value is not None),
     )
 
@@ -120,7 +131,7 @@ def loaded(models: Iterable[OllamaModel]) -> dict[str, Any]:
                 "context_length": model.context_tokens or 0,
             }
             for model in models
-            if model.device_bytes
+            if model.is_loaded
         ]
     }
 

@@ -59,6 +59,8 @@ class FakeFleet:
         self.recycled: list[tuple[str, tuple[int, ...]]] = []
         self.abandoned: list[str] = []
         self.polls: list[str] = []
+        self.down: set[str] = set()
+        self.forgotten: list[tuple[str, str]] = []
         self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
         self.running: dict[tuple[str, str], int] = {}
         self.event_log = EventLog()
@@ -81,11 +83,17 @@ class FakeFleet:
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self.recycled.append((node, devices))
 
+    def forget(self, node: str, model: str) -> None:
+        self.forgotten.append((node, model))
+
     def abandon(self, node: str) -> None:
         self.abandoned.append(node)
 
     def poll_now(self, node: str) -> None:
         self.polls.append(node)
+
+    def mark_down(self, node: str, *, is_down: bool) -> None:
+        (self.down.add if is_down else self.down.discard)(node)
 
     # the world
     def status(self, node: str, model: str) -> ModelStatus:

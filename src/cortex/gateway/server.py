@@ -149,7 +149,7 @@ class Gateway:
         parts = (
             self._file_routes,
             self._ollama_routes,
-            OrderRoutes(self.dispatcher, operator, board, self._metering),
+            OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, self._operator_state.store),
             JobRoutes(board, self._metering),
             ActivityRoutes(self._services.activity, self._metering, self._streams),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),

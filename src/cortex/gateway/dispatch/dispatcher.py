@@ -26,7 +26,7 @@ from cortex.gateway.dispatch.queues import Queues
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.waiting_requests import WaitingRequests
 from cortex.wire.errors import CortexError, InsufficientCapacity, NodeNotFound, ShuttingDown, shorten
-from cortex.wire.node.protocol import Discovery, Health, ModelStatus
+from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
 
 
 class Dispatcher(StateMachine):
@@ -171,7 +171,13 @@ class Dispatcher(StateMachine):
     @event
     def model_not_found(self, lease: Lease) -> None:
         """The node denies having the model, whatever its last report said."""
-        self._fleet_state.forget_ready(lease.target, self._clock())
+        self._fleet_state.forget_ready(lease.target, ModelState.COLD, self._clock())
+        self._effects.poll_now(lease.node)
+
+    @event
+    def model_recovers(self, lease: Lease) -> None:
+        """The node is loading the model again after a fault, whatever its last report said."""
+        self._fleet_state.forget_ready(lease.target, ModelState.RECOVERING, self._clock())
         self._effects.poll_now(lease.node)
 
     def close(self) -> None:
@@ -190,7 +196,12 @@ class Dispatcher(StateMachine):
                 self._jobs.abandon(section.name, "was changed in the configuration")
         self._queues.max_wait_s = settings.max_wait_s
         self._queues.max_waiting = settings.max_waiting
+        gone = self._fleet_state.settings.catalogue.ids - settings.catalogue.ids
         self._fleet_state.reconfigure(settings)
+        for node in self._fleet_state.fleet.nodes if gone else ():
+            if node.name in self._fleet_state and node.has_lifecycle and node.healthy:
+                for model in gone & node.residencies.keys():
+                    self._effects.forget(node.name, model)
 
     @event
     def tick(self) -> None:
@@ -226,6 +237,7 @@ class Dispatcher(StateMachine):
         self._leases.observed(node)
         self._leases.suspects.discard(node)
         if not was_up:
+            self._effects.mark_down(node, is_down=False)
             self._event_log.happened("node_up", node=node, models=len(health.models))
         self._jobs.observed(node, health)
 
@@ -241,6 +253,8 @@ class Dispatcher(StateMachine):
         if went_down or self._fleet_state.reported(node).missed_polls == self._fleet_state.settings.missed_polls:
             self._event_log.happened("node_down", node=node, why=why)
         if went_down:
+            if self._fleet_state.reported(node).has_lifecycle:  # a foreign server may be too busy for polls
+                self._effects.mark_down(node, is_down=True)
             self._leases.suspects.discard(node)
             self._leases.forget_cache(node)
             self._jobs.abandon(node, f"went down: {why}")

@@ -34,6 +34,9 @@ class Effects(Protocol):
         """Ends in `unload_ended`, after a fresh poll of all its nodes. With `sleep` in the request the model may be
         asleep then."""
 
+    def forget(self, node: str, model: str) -> None:
+        """Have a model that only load requests have named unloaded and listed no longer. Ends in `observed`."""
+
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         """Replace the workers of these devices, which hold no model. Ends in `recycle_ended`."""
 
@@ -42,6 +45,9 @@ class Effects(Protocol):
 
     def poll_now(self, node: str) -> None:
         """Ends in `observed` or `missed`."""
+
+    def mark_down(self, node: str, *, is_down: bool) -> None:
+        """Requests at a node that is down fail unless it still sends something; they may then be sent elsewhere."""
 
 
 class ModelJobs:
@@ -172,7 +178,7 @@ class ModelJobs:
             self._last_loads.pop(target, None)
             self._fleet_state.failures.pop(target, None)
             self._fleet_state.shortfalls.pop(target, None)
-            self._fleet_state.forget_ready(target, self._clock())
+            self._fleet_state.forget_ready(target, ModelState.COLD, self._clock())
             is_asleep = self._fleet_state.is_asleep(target)
             self._event_log.happened("model_asleep" if is_asleep else "model_unloaded", node=node, model=model)
         else:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from cortex.http.request import Headers
 from cortex.http.response_head import stream_headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.ticker import Ticker
 from cortex.wire import sse
+
+
+class Source(Protocol):
+    """Produces the events of a stream, except between `pause` and `resume`."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
 class EventStream:
@@ -29,8 +36,11 @@ class EventStream:
         keepalive_s: float,
         headers: Headers = (),
         content_type: str = sse.CONTENT_TYPE,
+        source: Source | None = None,
     ) -> None:
+        """`source`: what the events come from, if it calls `send`."""
         self._exchange = exchange
+        self._source = source
         self._ticker = ticker
         self._keepalive = keepalive
         self._keepalive_s = keepalive_s
@@ -60,15 +70,19 @@ class EventStream:
                 self._exchange.start(200, self._headers)
             self._exchange.finish()
 
-    async def write(self, data: bytes) -> None:
-        """Returns when the client's buffer has room for more. A no-op after the client has disconnected."""
+    def send(self, data: bytes) -> None:
+        """Never waits: `source` is paused while the client's buffer is full. A no-op for a disconnected client."""
         exchange = self._exchange
         self._has_written = True
         if exchange.started:
             exchange.write(data)
         else:
             exchange.start(200, self._headers, None, data)
-        if exchange.paused:
+
+    async def write(self, data: bytes) -> None:
+        """Returns when the client's buffer has room for more."""
+        self.send(data)
+        if self._exchange.paused:
             self._ready = asyncio.get_running_loop().create_future()
             await self._ready
 
@@ -91,9 +105,12 @@ class EventStream:
     # --- the listener of the exchange
 
     def on_client_full(self) -> None:
-        """`write` looks at the exchange."""
+        if self._source is not None:
+            self._source.pause()
 
     def on_client_ready(self) -> None:
+        if self._source is not None:
+            self._source.resume()
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(None)
 

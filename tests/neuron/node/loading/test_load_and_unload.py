@@ -28,6 +28,7 @@ from cortex.wire.errors import (
 )
 from cortex.wire.node.protocol import Device, LoadRequest, ModelState, UnloadRequest
 
+from ...generations import Reader
 from ..node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_bytes
 
 
@@ -46,6 +47,17 @@ async def test_loads_generates_and_unloads(tmp_path: Path) -> None:
         assert (status.state, status.measured_bytes) == (ModelState.COLD, None)
         with pytest.raises(Overloaded, match="not loaded"):
             node.generate("m", request())
+
+
+async def test_model_that_only_a_load_request_named_is_forgotten_and_a_configured_one_stays(tmp_path: Path) -> None:
+    async with running_node(tmp_path, models(tmp_path, m={})) as node:
+        source = node.model("m").source
+        assert (await load(node, "alias", source=source)).state is ModelState.READY
+        await load(node)
+        assert (await node.unload(UnloadRequest(model_id="alias", forget=True))).state is ModelState.COLD
+        assert (await node.unload(UnloadRequest(model_id="m", forget=True))).state is ModelState.READY
+        assert [model.id for model in node.models()] == ["m"]
+        assert (await load(node, "alias", source=source)).state is ModelState.READY
 
 
 async def test_unknown_model_is_not_found_and_similar_names_are_listed(tmp_path: Path) -> None:
@@ -273,7 +285,7 @@ async def test_forced_unload_ends_a_drain_in_progress(tmp_path: Path) -> None:
 async def test_load_during_an_unload_loads_the_model_again(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
-        keep = node.generate("m", request(max_tokens=10**6))
+        keep = Reader(node.generate("m", request(max_tokens=10**6)))
         unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=0.3)))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)
         assert (await load(node)).state is ModelState.READY

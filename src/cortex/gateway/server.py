@@ -20,6 +20,7 @@ from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.api.jobs import JobBoard, JobRoutes
 from cortex.gateway.api.keys import KeyRoutes
+from cortex.gateway.api.llama_cpp import LlamaCppRoutes
 from cortex.gateway.api.ollama.inference import OllamaInference
 from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
@@ -146,10 +147,13 @@ class Gateway:
         self._ollama_routes = OllamaRoutes(
             self.dispatcher, self._file_routes, self._metering, self._deferred, open_paths
         )
+        store = self._operator_state.store
+        orders = OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, store)
         parts = (
             self._file_routes,
             self._ollama_routes,
-            OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, self._operator_state.store),
+            orders,
+            LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths),
             JobRoutes(board, self._metering),
             ActivityRoutes(self._services.activity, self._metering, self._streams),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),

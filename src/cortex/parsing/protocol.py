@@ -178,7 +178,8 @@ def run(job: Job) -> Result:
             fields = parse(body)
             if "messages" in fields:
                 return _packed(openai_chat.parse(body))
-            return ParsedText(fields.model(), fields.required_text("prompt" if "prompt" in fields else "text"))
+            name = next((name for name in ("prompt", "content") if name in fields), "text")
+            return ParsedText(fields.model(), fields.required_text(name))
         case FindReferences(generates, body):
             return FoundReferences(*conversations.references_in(body, generates=generates))
         case CompleteConversation(completion, num_earlier, sizes, body):

@@ -72,6 +72,9 @@ RESPONSES = Route(b"/v1/responses", "openai_responses")
 MESSAGES = Route(b"/v1/messages", "anthropic_messages")
 COUNT_TOKENS = Route(b"/v1/messages/count_tokens", "anthropic_messages", need="count")
 INPUT_TOKENS = Route(b"/v1/responses/input_tokens", "openai_responses", need="count")
+TOKENIZE = Route(b"/tokenize", "openai_chat", need="count")
+DETOKENIZE = Route(b"/detokenize", "openai_chat", need="count")
+APPLY_TEMPLATE = Route(b"/apply-template", "openai_chat", need="count")
 EMBEDDINGS = Route(b"/v1/embeddings", "openai_chat", need="embeddings")
 OLLAMA_EMBED = Route(b"/api/embed", "ollama_chat", need="embeddings", target=EMBEDDINGS.path)
 OLLAMA_EMBEDDINGS = Route(b"/api/embeddings", "ollama_chat", need="embeddings", target=EMBEDDINGS.path)
@@ -87,6 +90,9 @@ ROUTES: dict[bytes, Route] = {
         INPUT_TOKENS,
         MESSAGES,
         COUNT_TOKENS,
+        TOKENIZE,
+        DETOKENIZE,
+        APPLY_TEMPLATE,
         EMBEDDINGS,
         OLLAMA_CHAT,
         OLLAMA_GENERATE,

@@ -1,0 +1,51 @@
+"""The bodies of llama.cpp's own routes: the list of models with their states, and the properties of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from cortex import __version__
+from cortex.wire.node.protocol import ModelState, ModelStatus
+
+_STATES = {
+    ModelState.READY: "loaded",
+    ModelState.LOADING: "loading",
+    ModelState.RECOVERING: "loading",
+    ModelState.DOWNLOADING: "downloading",
+    ModelState.ASLEEP: "sleeping",
+}
+"""Other states are `unloaded`."""
+_ORDER = ("loaded", "loading", "downloading", "sleeping", "unloaded")
+
+
+def entry(id: str, states: Iterable[ModelState], created: int) -> dict[str, Any]:
+    """One model of `/models`: with the best of its states, where several nodes have it."""
+    found = list(states)
+    values = [_STATES.get(state, "unloaded") for state in found]
+    status: dict[str, Any] = {"value": min(values, key=_ORDER.index, default="unloaded")}
+    if status["value"] == "unloaded" and ModelState.FAILED in found:
+        status["failed"] = True
+    return {"id": id, "object": "model", "owned_by": "cortex", "created": created, "status": status}
+
+
+def model_list(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return {"object": "list", "data": list(entries)}
+
+
+def props(status: ModelStatus, name: str | None = None, *, template: str = "") -> dict[str, Any]:
+    """`/props` of a model: what clients read of it. A model has no slots here, so there is one."""
+    sampling = {field: getattr(status.sampling, field) for field in status.sampling.__struct_fields__}
+    return {
+        "default_generation_settings": {
+            "n_ctx": status.context_tokens or 0,
+            "params": {field: value for field, value in sampling.items() if value is not None},
+        },
+        "total_slots": 1,
+        "model_alias": name or status.id,
+        "model_path": status.id,
+        "chat_template": template,
+        "modalities": {"vision": status.capabilities.vision, "audio": False},
+        "build_info": f"cortex {__version__}",
+        "is_sleeping": status.state is ModelState.ASLEEP,
+    }

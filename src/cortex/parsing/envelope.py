@@ -166,6 +166,17 @@ class _ChatFields(_CompletionsFields, frozen=True):
         return 1 if self.n is None and self.best_of is None else max(self.n or 1, self.best_of or 1)
 
 
+class _InfillFields(_Fields, frozen=True):
+    n_predict: int | None = None
+    input_prefix: Raw = ABSENT
+    input_suffix: Raw = ABSENT
+
+    @property
+    def completion_limit(self) -> int | None:
+        limit = self.n_predict
+        return min(limit, MAX_COMPLETION_TOKENS) if limit is not None and limit >= 1 else None
+
+
 class _OllamaOptions(msgspec.Struct, frozen=True):
     num_predict: float | None = None
 
@@ -174,6 +185,7 @@ class _OllamaFields(_Fields, frozen=True):
     options: _OllamaOptions | None = None
     keep_alive: Any = None
     images: Raw = ABSENT
+    suffix: Raw = ABSENT
 
     @property
     def completion_limit(self) -> int | None:
@@ -181,7 +193,7 @@ class _OllamaFields(_Fields, frozen=True):
         return min(int(limit), MAX_COMPLETION_TOKENS) if limit is not None and limit >= 1 else None
 
     def facts(self, model: str) -> Facts:
-        has_prompt = any(map(_has_content, (self.messages, self.prompt, self.images)))
+        has_prompt = any(map(_has_content, (self.messages, self.prompt, self.images, self.suffix)))
         keep_alive = duration_s(self.keep_alive) if isinstance(self.keep_alive, str) else self.keep_alive
         unloads = keep_alive is not None and not isinstance(keep_alive, bool) and keep_alive == 0
         stream = self.stream is not False
@@ -211,6 +223,7 @@ _decoders: dict[Dialect, msgspec.json.Decoder[_Fields]] = {
     "anthropic_messages": msgspec.json.Decoder[_Fields](_MessagesFields),
     "ollama_chat": msgspec.json.Decoder[_Fields](_OllamaFields),
     "ollama_generate": msgspec.json.Decoder[_Fields](_OllamaFields),
+    "llama_cpp_infill": msgspec.json.Decoder[_Fields](_InfillFields),
 }
 
 
@@ -230,6 +243,8 @@ def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
             f"model: the name has {len(fields.model)} characters, at most {MAX_MODEL_NAME} are allowed.",
             param="model",
         )
+    if isinstance(fields, _InfillFields):
+        return Envelope(fields.facts(fields.model), (fields.input_prefix, fields.prompt, fields.input_suffix))
     conversation = (fields.system, fields.instructions, fields.messages, fields.prompt, fields.input)
     return Envelope(fields.facts(fields.model), conversation)
 

@@ -13,6 +13,6 @@ def plain_name(name: str) -> str:
 
 
 def split_quant(name: str) -> tuple[str, str | None]:
-    """The model and the quantisation of `MODEL:QUANT`; None without one."""
+    """`owner/name:Q4_K_M` is the model `owner/name` and the quantisation `Q4_K_M`. None for a name without one."""
     model, colon, quant = name.rpartition(":")
-    return (model, quant) if colon and model and "/" not in quant else (name, None)
+    return (model, quant) if colon and "/" in model and "/" not in quant and quant else (name, None)

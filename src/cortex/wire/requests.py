@@ -168,6 +168,8 @@ class GenerateRequest(Value, frozen=True):
     prompt: Prompt | None = None
     more_prompts: tuple[Prompt, ...] = ()
     """Completions only: further prompts. Each prompt gets its own `n` choices, in the order of the prompts."""
+    suffix: str | None = None
+    """Text that follows the prompt's continuation: the model fills in between. Only with one prompt, which is text."""
     echo: bool = False
     """Completions only: return the prompt before the continuation."""
     truncate_prompt_tokens: int | None = None

@@ -162,7 +162,8 @@ def test_ollamas_port_is_an_option_of_both_programs() -> None:
 
 def test_a_taken_port_of_ollama_says_what_to_leave_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ports = Ports(*_free_ports(), ollama=taken.getsockname()[1])
+        gateway, metrics, neuron = _free_ports()
+        ports = Ports(gateway, metrics, neuron, ollama=taken.getsockname()[1])
         with pytest.raises(CommandError) as caught:
             require_free_ports("127.0.0.1", ports)
     assert "leave out --ollama" in caught.value.remedy

@@ -22,6 +22,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "messages": {"messages": HELLO, "max_tokens": 5},
     "api/chat": {"messages": HELLO},
     "api/generate": {"prompt": "hello"},
+    "infill": {"input_prefix": "hello"},
 }
 NAMES = {
     "chat": "openai_chat",
@@ -30,6 +31,7 @@ NAMES = {
     "messages": "anthropic_messages",
     "api/chat": "ollama_chat",
     "api/generate": "ollama_generate",
+    "infill": "llama_cpp_infill",
 }
 PAGE = Path(__file__).parents[3] / "docs" / "fields.md"
 

@@ -76,6 +76,7 @@ TOKENIZE = Route(b"/tokenize", "openai_chat", need="count")
 DETOKENIZE = Route(b"/detokenize", "openai_chat", need="count")
 APPLY_TEMPLATE = Route(b"/apply-template", "openai_chat", need="count")
 EMBEDDINGS = Route(b"/v1/embeddings", "openai_chat", need="embeddings")
+INFILL = Route(b"/infill", "llama_cpp_infill")
 OLLAMA_EMBED = Route(b"/api/embed", "ollama_chat", need="embeddings", target=EMBEDDINGS.path)
 OLLAMA_EMBEDDINGS = Route(b"/api/embeddings", "ollama_chat", need="embeddings", target=EMBEDDINGS.path)
 OLLAMA_CHAT = Route(b"/api/chat", "ollama_chat")
@@ -94,6 +95,7 @@ ROUTES: dict[bytes, Route] = {
         DETOKENIZE,
         APPLY_TEMPLATE,
         EMBEDDINGS,
+        INFILL,
         OLLAMA_CHAT,
         OLLAMA_GENERATE,
         OLLAMA_EMBED,

@@ -16,7 +16,7 @@ from cortex.wire.fields.body import check_content_type
 
 OPEN_PATH = b"/health"
 """Needs no key. Without one its response has only the status."""
-_INFERENCE_PATHS = (b"/v1/", b"/tokenize", b"/detokenize", b"/apply-template")
+_INFERENCE_PATHS = (b"/v1/", b"/tokenize", b"/detokenize", b"/apply-template", b"/infill")
 _OLLAMA_PATHS = b"/api/"
 _HASHED_CHARACTERS = 1024
 """The cost of a check must not depend on what an unauthenticated client sends."""

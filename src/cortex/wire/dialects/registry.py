@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from cortex.wire.dialects import anthropic_messages, openai_chat, openai_completions, openai_responses
+from cortex.wire.dialects import (
+    anthropic_messages,
+    llama_cpp_infill,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
 from cortex.wire.dialects.ollama import chat as ollama_chat
 from cortex.wire.dialects.ollama import generate as ollama_generate
 from cortex.wire.errors import CortexError, Family
@@ -58,6 +64,7 @@ DIALECTS: Mapping[DialectName, Dialect] = {
     "anthropic_messages": anthropic_messages,
     "ollama_chat": ollama_chat,
     "ollama_generate": ollama_generate,
+    "llama_cpp_infill": llama_cpp_infill,
 }
 
 ROUTES: Mapping[str, DialectName] = {
@@ -67,6 +74,7 @@ ROUTES: Mapping[str, DialectName] = {
     "/v1/messages": "anthropic_messages",
     "/api/chat": "ollama_chat",
     "/api/generate": "ollama_generate",
+    "/infill": "llama_cpp_infill",
 }
 """`POST` paths that generate, and the dialect of each."""
 

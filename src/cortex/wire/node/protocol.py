@@ -27,6 +27,7 @@ Dialect = Literal[
     "anthropic_messages",
     "ollama_chat",
     "ollama_generate",
+    "llama_cpp_infill",
 ]
 DeviceKind = Literal["cuda", "cpu"]
 Stage = Literal["resolve", "download", "read", "place", "warm"]
@@ -130,6 +131,8 @@ class Capabilities(NodeValue, frozen=True):
     reasoning: bool = False
     vision: bool = False
     embeddings: bool = False
+    insert: bool = False
+    """Whether it fills in text between a prefix and a suffix."""
     notes: tuple[str, ...] = ()
 
 

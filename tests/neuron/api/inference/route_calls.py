@@ -17,6 +17,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100},
     "/api/chat": {"messages": [{"role": "user", "content": "hi"}], "stream": False},
     "/api/generate": {"prompt": "hi", "stream": False},
+    "/infill": {"input_prefix": "hi", "input_suffix": "ho"},
 }
 
 
@@ -40,6 +41,8 @@ def text_of(reply: dict[str, Any]) -> str:
     """The text of a whole response in any dialect."""
     if "created_at" in reply and "done" in reply:
         return str(reply["message"]["content"] if "message" in reply else reply["response"])
+    if "stop_type" in reply:
+        return str(reply["content"])
     if "choices" in reply:
         choice = reply["choices"][0]
         return str(choice["text"] if "text" in choice else choice["message"]["content"])

@@ -180,3 +180,19 @@ async def test_embeddings_fail_like_those_of_openai(api: Api) -> None:
     for path, field in (("/api/embed", "input"), ("/api/embeddings", "prompt")):
         status, reply, _ = await api.post(path, {"model": "org/tiny", field: "hi"})
         assert (status, reply["code"]) == (400, "unsupported_modality")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/api/generate", {"prompt": "a(", "suffix": ")b"}),
+        ("/v1/completions", {"prompt": "a(", "suffix": ")b"}),
+        ("/infill", {"input_prefix": "a", "prompt": "(", "input_suffix": ")b"}),
+        ("/infill", {"input_extra": [], "input_prefix": "a(", "input_suffix": ")b", "samplers": []}),
+    ],
+)
+async def test_fills_in_between_prefix_and_suffix(api: Api, path: str, fields: dict[str, Any]) -> None:
+    status, _, _ = await api.post(path, {"model": "org/tiny", "stream": False, **fields})
+    assert status == 200
+    prompt = api.node.text_model.decode(api.node.submitted[-1].prompt)
+    assert prompt == "<|fim_prefix|>a(<|fim_suffix|>)b<|fim_middle|>"

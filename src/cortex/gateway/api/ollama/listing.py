@@ -63,6 +63,7 @@ def _capabilities(spec: ModelSpec) -> Capabilities | None:
         reasoning="reasoning" in has,
         vision="vision" in has,
         embeddings="embeddings" in has,
+        insert="insert" in has,
     )
 
 

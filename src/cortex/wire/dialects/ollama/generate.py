@@ -25,6 +25,10 @@ def parse(body: bytes) -> GenerateRequest:
     fields = GENERATE.read(body)
     request = read_request(fields)
     prompt, system, images = fields.text("prompt") or "", fields.text("system"), read_images(fields)
+    if suffix := fields.text("suffix"):
+        if images or system:
+            raise fields.invalid("suffix", "what is filled in is text only; leave out 'images' and 'system'")
+        return msgspec.structs.replace(request, prompt=prompt, suffix=suffix)
     if not prompt and not images:
         return msgspec.structs.replace(request, loads_only=True)
     if fields.flag("raw"):

@@ -198,6 +198,7 @@ def _capabilities(model: OllamaModel) -> list[str]:
     named = {
         "completion": has.chat,
         "tools": has.tools,
+        "insert": has.insert,
         "vision": has.vision,
         "embedding": has.embeddings,
         "thinking": has.reasoning,

@@ -60,7 +60,7 @@ GENERATE = FieldTable(
         honoured("images", ["iVBORw0KGgo="]),
         honoured("raw", True, "the prompt as it is, without the model's template"),
         tolerated("truncate", False, "a prompt that does not fit is rejected"),
-        rejected("suffix", "x", "filling in the middle is not supported here; use /infill", ""),
+        honoured("suffix", "x", "fills in before it; for models with the capability `insert`"),
         rejected("template", "x", "a model's own template is always used; remove it", ""),
         rejected("context", [1], "earlier turns are not sent as tokens; send them to /api/chat", []),
     ),

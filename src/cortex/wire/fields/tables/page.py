@@ -6,7 +6,14 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from cortex.wire.fields.tables import anthropic_messages, ollama, openai_chat, openai_completions, openai_responses
+from cortex.wire.fields.tables import (
+    anthropic_messages,
+    llama_cpp_infill,
+    ollama,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
 from cortex.wire.fields.tables.table import BodyField, Kind, Treatment
 from cortex.wire.node import headers
 
@@ -17,6 +24,7 @@ TABLES = {
     "messages": anthropic_messages.FIELDS,
     "api/chat": ollama.CHAT,
     "api/generate": ollama.GENERATE,
+    "infill": llama_cpp_infill.FIELDS,
 }
 """By the column of the page."""
 
@@ -33,7 +41,8 @@ Generated from the field tables by `make docs`; edit those, not this page. Every
 
 The table says what a gateway does; where a node that is called directly does something else, the note says so. `null`
 is the same as an absent field. The columns are `/v1/chat/completions`, `/v1/completions`, `/v1/responses`,
-`/v1/messages`, and Ollama's `/api/chat` and `/api/generate`.
+`/v1/messages`, Ollama's `/api/chat` and `/api/generate`, and llama.cpp's
+`/infill`.
 """
 
 TOOLS = f"""\

@@ -14,7 +14,7 @@ _TIMEOUT_S = 1.0
 """A shell waits for the list while the user does."""
 
 
-class ModelName(click.ParamType[str]):
+class ModelName(click.types.StringParamType):
     name = "model"
 
     def shell_complete(

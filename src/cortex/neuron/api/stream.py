@@ -13,7 +13,7 @@ from cortex.http.ticker import Ticker
 from cortex.wire import sse
 
 
-class Source(Protocol):
+class EventSource(Protocol):
     """Produces the events of a stream, except between `pause` and `resume`."""
 
     def pause(self) -> None: ...
@@ -36,7 +36,7 @@ class EventStream:
         keepalive_s: float,
         headers: Headers = (),
         content_type: str = sse.CONTENT_TYPE,
-        source: Source | None = None,
+        source: EventSource | None = None,
     ) -> None:
         """`source`: what the events come from, if it calls `send`."""
         self._exchange = exchange

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import (
+    KV_MIXERS,
     WHOLE,
-    AttentionConfig,
     GatedDeltaConfig,
     MLPConfig,
     MoEConfig,
@@ -26,6 +26,7 @@ from cortex.neuron.layers.configs import (
 from cortex.neuron.models.config import DecoderConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.sharding import (
+    MixerConfig,
     Slices,
     feed_forward_slices,
     mixer_slices,
@@ -42,6 +43,8 @@ class BlockNorms:
 
     before: str | None = None
     after: str | None = None
+    after_eps: float | None = None
+    """Of the norm after the block; None: that of the layer's norms."""
 
     @property
     def names(self) -> list[str]:
@@ -52,7 +55,7 @@ class BlockNorms:
 class LayerConfig:
     """A mixer over the tokens of a sequence, then a feed-forward block for each token."""
 
-    mixer: AttentionConfig | GatedDeltaConfig
+    mixer: MixerConfig
     feed_forward: MLPConfig | MoEConfig
     norm: NormConfig
     """It applies to all norms of the layer over the residual stream."""
@@ -76,6 +79,8 @@ class EndsConfig:
     norm: NormConfig
     """Its scale is that of the logits."""
     embedding_scale: float = 1.0
+    embedding_eps: float | None = None
+    """Of a norm of embeddings without a weight; None: there is none."""
     logit_cap: float | None = None
     """Logits x become cap · tanh(x / cap)."""
 
@@ -94,7 +99,7 @@ class Architecture(ABC):
     """Values of options that the family's configs leave out."""
     implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Options of the family's configs → their values that are implemented. The constructor rejects others."""
-    notes: ClassVar[tuple[str, ...]] = ()
+    notes: tuple[str, ...] = ()
     """What a user should know about every model of this family."""
 
     shard: Shard = WHOLE
@@ -115,7 +120,7 @@ class Architecture(ABC):
         self.layers = tuple(self._layer(index) for index in range(self.config.num_layers))
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
-        found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, AttentionConfig)} or {None}
+        found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)} or {None}
         self.windows = tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
         """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
         layers of a window are one KV group, which shares page ids."""
@@ -196,7 +201,7 @@ class Architecture(ABC):
         return EndsConfig(self.norm)
 
     @abstractmethod
-    def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:
+    def mixer(self, index: int) -> MixerConfig:
         """The first half of a layer."""
 
     @abstractmethod

@@ -19,3 +19,5 @@ class AttentionRules:
     eps: float = 0.0
     window: int | None = None
     """Positions that a token attends to, including itself; None: all."""
+    sinks: Tensor | None = None
+    """[heads] float32: a score of each head that takes part in the softmax and stands for no value; None: none"""

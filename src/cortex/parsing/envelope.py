@@ -183,7 +183,7 @@ class _OllamaOptions(msgspec.Struct, frozen=True):
 
 class _OllamaFields(_Fields, frozen=True):
     options: _OllamaOptions | None = None
-    keep_alive: Any = None
+    keep_alive: float | str | None = None
     images: Raw = ABSENT
     suffix: Raw = ABSENT
 
@@ -195,9 +195,8 @@ class _OllamaFields(_Fields, frozen=True):
     def facts(self, model: str) -> Facts:
         has_prompt = any(map(_has_content, (self.messages, self.prompt, self.images, self.suffix)))
         keep_alive = duration_s(self.keep_alive) if isinstance(self.keep_alive, str) else self.keep_alive
-        unloads = keep_alive is not None and not isinstance(keep_alive, bool) and keep_alive == 0
         stream = self.stream is not False
-        return Facts(model, stream, self.completion_limit, 1, loads_only=not has_prompt, unloads=unloads)
+        return Facts(model, stream, self.completion_limit, 1, loads_only=not has_prompt, unloads=keep_alive == 0)
 
 
 def _has_content(value: Raw) -> bool:

@@ -11,6 +11,7 @@ from cortex.parsing.envelope import Facts
 from cortex.parsing.relayed import ByteRange
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import strip_billing_header
+from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
 from cortex.wire.fields.body import parse
@@ -37,6 +38,13 @@ class TranslateRequest(ChannelMessage, frozen=True):
     model: str
     max_tokens: int | None
     """The most tokens of one choice, beyond the limit of the client; None: no further limit."""
+    body: bytes
+
+
+class TranslateEmbed(ChannelMessage, frozen=True):
+    """A request of Ollama's embedding routes, for `model` of `/v1/embeddings`; None: the model that it names."""
+
+    model: str | None
     body: bytes
 
 
@@ -136,6 +144,7 @@ class ListedItems(ChannelMessage, frozen=True):
 Job = (
     ParseRequest
     | TranslateRequest
+    | TranslateEmbed
     | EditFields
     | ReadRelayed
     | ParseTokenize
@@ -168,6 +177,8 @@ def run(job: Job) -> Result:
         case TranslateRequest(dialect, model, max_tokens, body):
             request = DIALECTS[dialect].parse(body)
             return Parsed(encode_head(request), translated(request, model, max_tokens))
+        case TranslateEmbed(model, body):
+            return Edited(embeddings.request_body(body, model))
         case EditFields(values, without, body):
             return Edited(replace_fields(body, values, without=without))
         case ReadRelayed(dialect, generates, strip_billing, body):

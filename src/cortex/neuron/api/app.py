@@ -83,7 +83,7 @@ class NodeApi:
                 *(Route("POST", path, inference.handler(name)) for path, name in ROUTES.items()),
                 *Tokens(backend, strip_billing_header, self._parser).routes(),
                 *ModelRoutes(backend).routes(),
-                *OllamaRoutes(backend, drain_gate, ticker, keepalive_s, self._by_path).routes(),
+                *OllamaRoutes(backend, drain_gate, ticker, keepalive_s, self._parser, self._by_path).routes(),
                 Route("GET", "/metrics", self._expose),
                 *usage_records.routes(),
                 *Control(backend, drain_gate, self._access, ticker, keepalive_s, scheme).routes(),

@@ -120,8 +120,8 @@ class OllamaRoutes:
         return Response(200, (), b"")
 
     def _pull(self, exchange: Exchange, by: str) -> None:
-        fields = wire_body.parse(exchange.request.body)
         name = models.read_name(exchange.request.body)
+        fields = wire_body.parse(exchange.request.body)
         job = self._files.pull(name, by)
         is_whole = fields.flag("stream") is False
         following = _wait_for(exchange, job) if is_whole else _follow(exchange, job, models.digest(name, None))

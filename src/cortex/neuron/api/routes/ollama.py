@@ -15,9 +15,11 @@ from cortex.http.server.server import Response
 from cortex.http.ticker import Ticker
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.bodies import client_of
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.api.stream import EventStream
+from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings, lines, models
 from cortex.wire.errors import LoadFailed, NotImplementedHere, from_code
 from cortex.wire.fields import body as wire_body
@@ -37,6 +39,7 @@ class OllamaRoutes:
     drain_gate: DrainGate
     ticker: Ticker
     keepalive_s: float
+    parser: BodyParser
     serve: Serve
     """Serves a call by its path."""
     created: float = field(default_factory=time.time)
@@ -80,8 +83,8 @@ class OllamaRoutes:
 
     async def pull(self, call: ApiCall) -> Response | None:
         """Starts a download, or joins one, and follows it to its end. It continues if the client disconnects."""
-        fields = wire_body.parse(call.request.body)
         model, quant = split_quant(models.read_name(call.request.body))
+        fields = wire_body.parse(call.request.body)
         digest = models.digest(model, quant)
         with self.drain_gate.enter():
             status = self.backend.files.pull(FilesRequest(model_id=model, quant=quant))
@@ -109,7 +112,7 @@ class OllamaRoutes:
     async def embed(self, call: ApiCall) -> Response | None:
         began_s = time.monotonic()
         request = call.request
-        body = embeddings.request_body(request.body)
+        body = await self.parser.translate_embed(request.body, None, client_of(request))
         inner = ApiCall(call.exchange, {})
         inner.request = Request(
             b"POST", embeddings.TARGET.encode(), b"", request.headers, body, request.client, request.keeps_alive
@@ -118,9 +121,8 @@ class OllamaRoutes:
         if response is None or response.status != 200:
             return response
         total_s = time.monotonic() - began_s
-        model = models.read_name(request.body)
         path = request.path.decode("latin-1")
-        written, _ = embeddings.response_body(response.body, path, model, load_s=0.0, total_s=total_s)
+        written, _ = embeddings.response_body(response.body, path, load_s=0.0, total_s=total_s)
         return Response(200, response.headers, written)
 
     async def _ended(self, model: str, status: PullStatus) -> PullStatus:

@@ -10,14 +10,16 @@ from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import client_of, principal_of, strips_billing
 from cortex.neuron.api.routing import ApiCall, Route
+from cortex.parsing.cost import is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
 from cortex.wire import llama_cpp
-from cortex.wire.errors import MissingModel
+from cortex.wire.errors import BodyTooLarge, MissingModel
 from cortex.wire.fields import body as wire_body
 from cortex.wire.packed_request import PackedRequest
 
-MAX_DETOKENIZED = 1 << 17
+MAX_DETOKENIZED = 1 << 16
 """Token ids that are turned into text at once, on the loop's thread."""
+MAX_DETOKENIZED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Tokens:
 
     async def tokenize(self, call: ApiCall) -> Response:
         """`prompt` (`text`, or `content` as llama.cpp names it) as it is, or `messages` through the model's
-        template. `with_pieces`: each token with its text."""
+        template. `with_pieces`: each token with its text, for a body that is not large."""
         request = call.request
         parsed = await self.parser.parse_tokenize(request.body, client_of(request))
         principal = principal_of(request)
@@ -66,13 +68,15 @@ class Tokens:
             ids = await self.backend.texts.encode(model, parsed.text, principal=principal)
         served = self.backend.served(model)
         tokens: Sequence[object] = ids
-        if wire_body.parse(request.body).flag("with_pieces"):
+        if not is_parsed_elsewhere(request.body) and wire_body.parse(request.body).flag("with_pieces"):
             text = await self.backend.texts.text(model)
             tokens = [{"id": id, "piece": text.decode([id])} for id in ids]
         return responses.json({"count": len(ids), "max_model_len": served.context_tokens, "tokens": tokens})
 
     async def detokenize(self, call: ApiCall) -> Response:
         """The text of token ids, as a continuation. Control tokens are spelled out."""
+        if len(call.request.body) > MAX_DETOKENIZED_BYTES:
+            raise BodyTooLarge(f"The body has over {MAX_DETOKENIZED_BYTES} bytes; send fewer tokens at once.")
         fields = wire_body.parse(call.request.body)
         text = await self.backend.texts.text(fields.model())
         ids = fields.integers("tokens", low=0, high=text.vocab_size - 1, most=MAX_DETOKENIZED)

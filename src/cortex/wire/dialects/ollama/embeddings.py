@@ -29,6 +29,7 @@ class _Usage(msgspec.Struct, frozen=True):
 
 class _Embeddings(msgspec.Struct, frozen=True):
     data: list[_Item]
+    model: str = ""
     usage: _Usage = _Usage()
 
 
@@ -53,9 +54,11 @@ def request_body(body: bytes, model: str | None = None) -> bytes:
     return msgspec.json.encode(sent)
 
 
-def response_body(body: bytes, path: str, model: str, *, load_s: float, total_s: float) -> tuple[bytes, Usage]:
-    """The response for the client of `path`, from that of `/v1/embeddings`, and its usage. Raises
-    UpstreamInterrupted."""
+def response_body(
+    body: bytes, path: str, model: str | None = None, *, load_s: float, total_s: float
+) -> tuple[bytes, Usage]:
+    """The response for the client of `path`, from that of `/v1/embeddings`, and its usage. `model`: its name, if not
+    that of the response. Raises UpstreamInterrupted."""
     try:
         found = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
@@ -67,7 +70,7 @@ def response_body(body: bytes, path: str, model: str, *, load_s: float, total_s:
     return (
         msgspec.json.encode(
             {
-                "model": model,
+                "model": model or found.model,
                 "embeddings": vectors,
                 "total_duration": nanoseconds(total_s),
                 "load_duration": nanoseconds(load_s),

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from cortex.wire.dialects.ollama.lines import stream_error, timestamp
-from cortex.wire.errors import CortexError, InvalidValue, MissingModel
+from cortex.wire.errors import BodyTooLarge, CortexError, InvalidValue, MissingModel
 from cortex.wire.fields import body as wire_body
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import plain_name
@@ -30,6 +30,7 @@ ABSENT = ("create", "copy", "push")
 """Routes that have no meaning here, with `BLOBS`."""
 BLOBS = "/api/blobs/(?P<digest>.+)"
 
+_MAX_BODY_BYTES = 64 * 1024
 _PARAMETERS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([bBmM])(?![A-Za-z0-9])")
 
 
@@ -68,7 +69,10 @@ def digest(name: str, quant: str | None) -> str:
 
 
 def read_name(body: bytes) -> str:
-    """The model that a request about models names, as we spell it. Raises MalformedJSON or MissingModel."""
+    """The model that a request about models names, as we spell it. Raises BodyTooLarge, MalformedJSON or
+    MissingModel."""
+    if len(body) > _MAX_BODY_BYTES:
+        raise BodyTooLarge(f"The body has {len(body)} bytes; a request about a model has at most {_MAX_BODY_BYTES}.")
     fields = wire_body.parse(body)
     name = plain_name(fields.text("model") or fields.text("name") or "")
     if not name:

@@ -153,7 +153,7 @@ class Gateway:
             self._file_routes,
             self._ollama_routes,
             orders,
-            LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths),
+            LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
             JobRoutes(board, self._metering),
             ActivityRoutes(self._services.activity, self._metering, self._streams),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),

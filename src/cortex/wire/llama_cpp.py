@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from cortex import __version__
 from cortex.wire.node.protocol import ModelState, ModelStatus
+from cortex.wire.sse import frame
 
 _STATES = {
     ModelState.READY: "loaded",
@@ -31,6 +34,16 @@ def entry(id: str, states: Iterable[ModelState], created: int) -> dict[str, Any]
 
 def model_list(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {"object": "list", "data": list(entries)}
+
+
+def router_props() -> dict[str, Any]:
+    """`/props` without a model: what the server is."""
+    return {"role": "router", "models_autoload": True, "build_info": f"cortex {__version__}"}
+
+
+def status_event(model: str, status: str) -> bytes:
+    """An event of `/models/sse`."""
+    return frame(msgspec.json.encode({"model": model, "event": "status_change", "data": {"status": status}}))
 
 
 def props(status: ModelStatus, name: str | None = None, *, template: str = "") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -31,8 +32,21 @@ async def test_models_have_states_and_are_loaded_and_unloaded(
     await until(lambda: [each.model_id for each in node.unload_requests] == ["a"])
     _, props = await client.get("/props?model=a")
     assert (props["default_generation_settings"]["n_ctx"], props["model_alias"]) == (32768, "a")
-    assert (await client.get("/props"))[0] == 400
+    assert (await client.get("/props"))[1]["role"] == "router"
     assert (await client.post("/models/load", {"model": "none"}))[0] == 404
+
+
+async def test_events_report_changes_of_states(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    node = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(node)
+    async with client.session.get(client.url + "/models/sse") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        await client.post("/models/load", {"model": "a"})
+        received = b""
+        while b'"loaded"' not in received:
+            received += await response.content.readany()
+    events = [json.loads(line[6:]) for line in received.splitlines() if line.startswith(b"data: ")]
+    assert [(event["model"], event["data"]["status"]) for event in events] == [("a", "loading"), ("a", "loaded")]
 
 
 async def test_loads_need_an_operator(neurons: StartNeuron, start_gateway: StartGateway) -> None:

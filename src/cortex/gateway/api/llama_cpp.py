@@ -1,5 +1,7 @@
-"""llama.cpp's routes about models: `/models` with states, load, unload, and `/props`. Clients such as Open WebUI use
-them to show and to choose what is loaded."""
+"""llama.cpp's routes about models: `/models` with states, load, unload and events, and `/props`.
+
+Clients such as Open WebUI use them to show and to choose what is loaded.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ from typing import Any
 
 import msgspec
 
+from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.models import offered
 from cortex.gateway.api.orders import OrderRoutes
 from cortex.gateway.api.parts import expect, listing_key, query, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
@@ -27,7 +31,17 @@ from cortex.wire.node.protocol import ModelState, ModelStatus
 _LIST = "/models"
 _LOAD = "/models/load"
 _UNLOAD = "/models/unload"
+_EVENTS = "/models/sse"
 _PROPS = "/props"
+_STATUS_AFTER = {
+    "load_started": "loading",
+    "model_loaded": "loaded",
+    "model_asleep": "sleeping",
+    "model_unloaded": "unloaded",
+    "load_failed": "unloaded",
+    "load_cancelled": "unloaded",
+}
+"""By the kind of an event of the fleet."""
 
 
 class _Order(msgspec.Struct, frozen=True):
@@ -38,8 +52,16 @@ class LlamaCppRoutes:
     """Lists for every key, loads and unloads for operators."""
 
     def __init__(
-        self, dispatcher: Dispatcher, orders: OrderRoutes, metering: Metering, open_paths: Sequence[bytes]
+        self,
+        dispatcher: Dispatcher,
+        orders: OrderRoutes,
+        metering: Metering,
+        open_paths: Sequence[bytes],
+        event_log: EventLog,
+        streams: EventStreams,
     ) -> None:
+        self._event_log = event_log
+        self._streams = streams
         self._dispatcher = dispatcher
         self._orders = orders
         self._metering = metering
@@ -47,7 +69,7 @@ class LlamaCppRoutes:
         self._created = int(time.time())
 
     def serves(self, path: str) -> bool:
-        return path in (_LIST, _LOAD, _UNLOAD, _PROPS)
+        return path in (_LIST, _LOAD, _UNLOAD, _EVENTS, _PROPS)
 
     def handle(self, exchange: Exchange, path: str) -> Response | None:
         request = exchange.request
@@ -57,11 +79,16 @@ class LlamaCppRoutes:
             model = self._resolved(read_body(request.body, _Order).model)
             self._orders.begin(model, "load" if path == _LOAD else "unload", by)
             return json_response({"success": True})
+        if path == _EVENTS:
+            expect(request, b"GET")
+            self._stream(exchange, self._metering.meter.key(request))
+            return None
         expect(request, b"GET", b"HEAD")
         key = listing_key(self._metering.meter, request, self._open_paths)
         if path == _LIST:
             return json_response(self._list(key))
-        return json_response(self._props(query(request, "model") or "", key))
+        name = query(request, "model")
+        return json_response(llama_cpp.router_props() if name is None else self._props(name, key))
 
     def _resolved(self, name: str) -> str:
         if not name:
@@ -83,6 +110,17 @@ class LlamaCppRoutes:
         held = [node.residencies[model].status for node in self._dispatcher.fleet.nodes if model in node.residencies]
         best = max(held, key=lambda status: status.state is ModelState.READY, default=None)
         return llama_cpp.props(best or ModelStatus(id=model, state=ModelState.COLD), name)
+
+    def _stream(self, exchange: Exchange, key: KeySection | None) -> None:
+        """Send changes from now on. A slow reader loses some."""
+
+        def send(event: dict[str, Any]) -> None:
+            status, model = _STATUS_AFTER.get(event["kind"]), event.get("model")
+            if status is not None and model is not None and keys.may_use(key, model) and not exchange.paused:
+                exchange.write(llama_cpp.status_event(model, status))
+
+        self._streams.begin(exchange)
+        self._streams.keep(exchange, self._event_log.subscribe(send))
 
     def _states(self, model: str) -> list[ModelState]:
         return [node.residencies[model].state for node in self._dispatcher.fleet.nodes if model in node.residencies]

@@ -13,7 +13,7 @@ from cortex.neuron.api.routing import ApiCall, Route
 from cortex.parsing.cost import is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
 from cortex.wire import llama_cpp
-from cortex.wire.errors import BodyTooLarge, MissingModel
+from cortex.wire.errors import BodyTooLarge
 from cortex.wire.fields import body as wire_body
 from cortex.wire.packed_request import PackedRequest
 
@@ -93,7 +93,7 @@ class Tokens:
     async def props(self, call: ApiCall) -> Response:
         name = call.query("model")
         if not name:
-            raise MissingModel("No model is named; send `/props?model=` with a name from /v1/models.", param="model")
+            return responses.json(llama_cpp.router_props())
         status = self.backend.model(name)
         text = await self.backend.texts.text(name)
         return responses.json(llama_cpp.props(status, template=text.template.source))

@@ -57,6 +57,7 @@ def head_of(request: GenerateRequest) -> GenerateRequest:
         prompt=None if request.prompt is None else "",
         more_prompts=("",) * len(request.more_prompts),
         suffix=None if request.suffix is None else "",
+        prediction=None,
         dropped_tools=_shown(request.dropped_tools),
         ignored_fields=_shown(request.ignored_fields),
         unenforced=_shown((*request.unenforced, *unenforced_parts(request))),

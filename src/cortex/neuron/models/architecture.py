@@ -21,6 +21,8 @@ from cortex.neuron.layers.configs import (
     MLPConfig,
     MoEConfig,
     NormConfig,
+    PerLayerInputConfig,
+    PerLayerInputsConfig,
     Shard,
 )
 from cortex.neuron.models.config import DecoderConfig
@@ -30,6 +32,7 @@ from cortex.neuron.models.sharding import (
     Slices,
     feed_forward_slices,
     mixer_slices,
+    sharded_experts,
     sharded_feed_forward,
     sharded_mixer,
 )
@@ -51,6 +54,10 @@ class BlockNorms:
         return [name for name in (self.before, self.after) if name is not None]
 
 
+EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+"""The norms where a layer has experts beside its feed-forward block: after the block, before and after the experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """A mixer over the tokens of a sequence, then a feed-forward block for each token."""
@@ -62,10 +69,17 @@ class LayerConfig:
     mixer_norms: BlockNorms
     feed_forward_norms: BlockNorms
     """None of its own: the feed-forward block has the same input as the mixer, and both are added."""
+    experts: MoEConfig | None = None
+    """Experts beside the feed-forward block, with norms of their own: `EXPERT_NORMS`."""
+    per_layer_input: PerLayerInputConfig | None = None
+    """What follows the feed-forward block, in models whose layers have inputs of their own."""
+    has_factor: bool = False
+    """Whether the residual stream after the layer is multiplied by a number of the checkpoint, `layer_scalar`."""
 
     def sharded(self, shard: Shard) -> LayerConfig:
         mixer, feed_forward = sharded_mixer(self.mixer, shard), sharded_feed_forward(self.feed_forward, shard)
-        return replace(self, mixer=mixer, feed_forward=feed_forward)
+        experts = None if self.experts is None else sharded_experts(self.experts, shard)
+        return replace(self, mixer=mixer, feed_forward=feed_forward, experts=experts)
 
     @property
     def is_parallel(self) -> bool:
@@ -83,6 +97,7 @@ class EndsConfig:
     """Of a norm of embeddings without a weight; None: there is none."""
     logit_cap: float | None = None
     """Logits x become cap · tanh(x / cap)."""
+    per_layer_inputs: PerLayerInputsConfig | None = None
 
 
 class Architecture(ABC):
@@ -117,7 +132,7 @@ class Architecture(ABC):
                 )
         self.config = DecoderConfig.read(self.raw)
         self.ends = self.read_ends()
-        self.layers = tuple(self._layer(index) for index in range(self.config.num_layers))
+        self.layers = tuple(self.layer(index) for index in range(self.config.num_layers))
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
         found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)} or {None}
@@ -125,7 +140,8 @@ class Architecture(ABC):
         """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
         layers of a window are one KV group, which shares page ids."""
 
-    def _layer(self, index: int) -> LayerConfig:
+    def layer(self, index: int) -> LayerConfig:
+        """One layer of the whole model."""
         mixer, feed_forward = self.mixer(index), self.feed_forward(index)
         return LayerConfig(mixer, feed_forward, self.norm, self.mixer_norms, self.feed_forward_norms)
 
@@ -170,9 +186,12 @@ class Architecture(ABC):
         slices: dict[str, TensorSlice | None] = {}
         for name in (f"{self.prefix}.embed_tokens.weight", "lm_head.weight"):
             slices[name] = TensorSlice(rows=(shard.part(self.config.vocab),))
+        if (inputs := self.ends.per_layer_inputs) is not None:
+            slices[f"{self.prefix}.embed_tokens_per_layer.weight"] = TensorSlice(rows=(shard.part(inputs.vocab),))
         for name, layer in self.named_layers():
             slices.update(mixer_slices(layer.mixer, shard, name))
-            slices.update(feed_forward_slices(layer.feed_forward, shard, name))
+            for block in (layer.feed_forward, layer.experts):
+                slices.update(feed_forward_slices(block, shard, name) if block is not None else ())
         return slices
 
     @property

@@ -31,12 +31,17 @@ _OWN_NAMES: Final = {
     ".mlp.gate.moe_statics.": ".mlp.gate.",
     ".mlp.router.": ".mlp.gate.",
     ".mlp.shared_experts.": ".mlp.shared_expert.",
+    ".router.proj.": ".mlp.gate.",
+    ".router.scale": ".mlp.gate.input_scale",
+    ".router.per_expert_scale": ".mlp.gate.expert_scale",
     ".w1.weight": ".gate_proj.weight",
     ".w2.weight": ".down_proj.weight",
     ".w3.weight": ".up_proj.weight",
 }
 """Parts of names in published checkpoints → what layers call them."""
 _NAMES: Final = re.compile("|".join(("^" if name[0] != "." else "") + re.escape(name) for name in _OWN_NAMES))
+_BESIDE: Final = re.compile(r"(\.layers\.\d+)\.experts\.")
+"""Experts beside a feed-forward block, which layers have in that block."""
 _BIAS_OF_CHOICE: Final = ".mlp.gate.e_score_correction_bias"
 _INTERLEAVED: Final = frozenset({"cohere2", "ernie4_5", "ernie4_5_moe", "glm4"})
 """Families that rotate pairs of adjacent dimensions; here the two halves of the rotated dimensions are pairs."""
@@ -51,7 +56,7 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
 
     Raises CheckpointError.
     """
-    tensors = {_NAMES.sub(_own_name, name): tensor for name, tensor in stored.items()}
+    tensors = {_BESIDE.sub(r"\1.mlp.experts.", _NAMES.sub(_own_name, name)): tensor for name, tensor in stored.items()}
     if len(tensors) < len(stored):
         raise Malformed("the checkpoint has tensors under two names for the same; download it again")
     for name, tensor in tensors.items():

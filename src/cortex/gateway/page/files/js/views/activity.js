@@ -121,6 +121,7 @@ function Detail({ row, onClose, onForgotten }) {
     ["First token after", seconds(full.ttft_s)], ["Total", seconds(full.duration_s)], ["Tokens per second", rate(full.tokens_per_s)],
     ["Prompt tokens", `${count(full.prompt_tokens)}, of them ${count(full.cached_tokens)} from the prefix cache`],
     ["Completion tokens", full.reasoning_tokens ? `${count(full.completion_tokens)}, of them ${count(full.reasoning_tokens)} thoughts` : count(full.completion_tokens)],
+    ["Draft tokens", full.drafted_tokens > 0 && `${count(full.drafted_tokens)}, of them ${count(full.accepted_draft_tokens)} accepted`],
     ["Error", full.error], ["Message", full.error_message],
   ];
   return html`

@@ -84,6 +84,12 @@ class BodyParser:
         found = body if reply.changed is None else reply.changed
         return RelayedBody(found, envelope_of(found, reply.facts, reply.spans), reply.is_stripped)
 
+    async def translate_embed(self, body: bytes, model: str | None, client: str) -> bytes:
+        """The body for `/v1/embeddings` of a request of Ollama's embedding routes."""
+        reply = await self._run(protocol.TranslateEmbed(model, body), client, is_parsed_elsewhere(body))
+        assert isinstance(reply, protocol.Edited)
+        return reply.body
+
     async def parse_tokenize(self, body: bytes, client: str) -> PackedRequest | protocol.ParsedText:
         """A request for the tokens of a conversation or of a text."""
         reply = await self._run(protocol.ParseTokenize(body), client, is_parsed_elsewhere(body))

@@ -31,6 +31,7 @@ from cortex.cli.up.sources import ModelSource, parse_source
 from cortex.cli.up.supervisor import ChildDied, ProcessSupervisor
 from cortex.gateway.config import load
 from cortex.gateway.configuration_files import load_catalogue
+from cortex.wire.dialects.ollama.models import PORT
 
 DEFAULT_PORTS = Ports(gateway=31313, metrics=31314, neuron=13131)
 ONE_MACHINE = {"gateway": {"listen": f"127.0.0.1:{DEFAULT_PORTS.gateway}"}}
@@ -58,6 +59,7 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
     help="Port of the local neuron (loopback only).",
 )
 @click.option("--host", help="Address to listen on; 0.0.0.0 lets other machines in. [default: 127.0.0.1]")
+@click.option("--ollama", is_flag=True, help="Also listen on Ollama's port, 11434, where clients look by themselves.")
 @click.option(
     "-c", "--config", type=click.Path(path_type=Path), help="A cortex.toml to use; the local neuron joins its nodes."
 )
@@ -68,6 +70,7 @@ def up(
     metrics_port: int | None,
     neuron_port: int,
     host: str | None,
+    ollama: bool,
     config: Path | None,
 ) -> None:
     """Serve models from this machine until Ctrl-C.
@@ -92,6 +95,7 @@ def up(
         gateway=port or listen.port,
         metrics=metrics_port or (metrics.port if metrics else DEFAULT_PORTS.metrics),
         neuron=neuron_port,
+        ollama=PORT if ollama else None,
     )
     host = host or listen.host
     require_free_ports(host, ports)
@@ -180,6 +184,8 @@ def print_ready(console: Console, plan: UpPlan, ready: Sequence[str], seconds: f
         console.print(f"  key      export CORTEX_API_KEY=…, a key of {plan.config}", soft_wrap=True)
     console.print(f"  chat     {program()} chat{where}", soft_wrap=True)
     console.print(f"  metrics  {plan.metrics_url}", soft_wrap=True)
+    if plan.ports.ollama is not None:
+        console.print(f"  ollama   http://{run_files.address(plan.host, plan.ports.ollama)}", soft_wrap=True)
     console.print(f"  logs     {plan.folder}", soft_wrap=True)
     console.print("\nCtrl-C stops everything.")
 

@@ -24,6 +24,9 @@ TOKEN_LIMIT = "x-cortex-token-limit"
 """The most tokens that a request may use, its prompt and all choices together: what its key has reserved for it. Only a
 gateway sets it."""
 
+WAITED = "x-cortex-waited-ms"
+"""How long a request waited at the gateway, for dialects whose responses report durations. Only a gateway sets it."""
+
 PROMPT_TOKENS = "x-cortex-prompt-tokens"
 """The tokens of a prompt that is larger than `TOKEN_LIMIT`, in the error of the node."""
 

@@ -81,6 +81,11 @@ class RequestAccounting:
         self.load_s += lease.load_s
 
     @property
+    def held_s(self) -> float:
+        """From the request's last byte to its latest attempt."""
+        return self.sent_at - self.started_at
+
+    @property
     def attempt_id(self) -> bytes:
         """The latest attempt, as its node knows it."""
         return b"%b-%x" % (_GATEWAY_ID, self.attempt_number)

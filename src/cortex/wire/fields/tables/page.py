@@ -6,7 +6,14 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from cortex.wire.fields.tables import anthropic_messages, openai_chat, openai_completions, openai_responses
+from cortex.wire.fields.tables import (
+    anthropic_messages,
+    llama_cpp_infill,
+    ollama,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
 from cortex.wire.fields.tables.table import BodyField, Kind, Treatment
 from cortex.wire.node import headers
 
@@ -15,6 +22,9 @@ TABLES = {
     "completions": openai_completions.FIELDS,
     "responses": openai_responses.FIELDS,
     "messages": anthropic_messages.FIELDS,
+    "api/chat": ollama.CHAT,
+    "api/generate": ollama.GENERATE,
+    "infill": llama_cpp_infill.FIELDS,
 }
 """By the column of the page."""
 
@@ -30,8 +40,9 @@ Generated from the field tables by `make docs`; edit those, not this page. Every
 - empty: not a field of this dialect. Such a field is ignored, and the header `{headers.IGNORED_FIELDS}` lists it.
 
 The table says what a gateway does; where a node that is called directly does something else, the note says so. `null`
-is the same as an absent field. The columns are `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
-`/v1/messages`.
+is the same as an absent field. The columns are `/v1/chat/completions`, `/v1/completions`, `/v1/responses`,
+`/v1/messages`, Ollama's `/api/chat` and `/api/generate`, and llama.cpp's
+`/infill`.
 """
 
 TOOLS = f"""\

@@ -76,7 +76,12 @@ class Engine:
         cls, spec: LoadSpec, device: torch.device | str, progress: Progress, cancelled: Callable[[], bool]
     ) -> Engine:
         """Raises LoadError or LoadCancelled, and then leaves nothing on the device."""
-        engine = cls(load_model(spec, torch.device(device), progress, cancelled), spec)
+        return cls.start(load_model(spec, torch.device(device), progress, cancelled), spec, progress)
+
+    @classmethod
+    def start(cls, loaded: LoadedModel, spec: LoadSpec, progress: Progress) -> Engine:
+        """An engine that is warm."""
+        engine = cls(loaded, spec)
         progress("warm", 0, 0)
         engine.warm_up()
         return engine
@@ -92,6 +97,7 @@ class Engine:
 
     @property
     def model(self) -> Decoder:
+        assert isinstance(self._loaded.model, Decoder)
         return self._loaded.model
 
     def _new_loop(self) -> StepLoop:

@@ -21,7 +21,7 @@ from cortex.neuron.engine.memory.plan import (
     penalty_bytes,
     plan_memory,
 )
-from cortex.neuron.engine.memory.sequences import SequenceMemory
+from cortex.neuron.engine.memory.sequences import NoSequences, SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.cpu.forms import best_form
 from cortex.neuron.kernels.cpu.layout import CpuForm
@@ -33,6 +33,7 @@ from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
+from cortex.neuron.models.pooling.model import PooledModel
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
@@ -49,7 +50,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: Decoder
+    model: Decoder | PooledModel
     dtype: torch.dtype
     context_tokens: int
     weight_bytes: int
@@ -180,14 +181,18 @@ def build_model(
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
     within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
     parameters = Parameters(device, dtype, packing, within_layers)
-    model = Decoder(architecture, parameters, num_positions=plan.context_tokens)
+    build = Decoder if architecture.pooling is None else PooledModel
+    model = build(architecture, parameters, num_positions=plan.context_tokens)
     fill(parameters)
+    memory: SequenceMemory = NoSequences(plan.slots)
+    if isinstance(model, Decoder):
+        memory = SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype)
     return LoadedModel(
         model=model,
         dtype=dtype,
         context_tokens=plan.context_tokens,
         weight_bytes=parameters.num_bytes,
-        memory=SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype),
+        memory=memory,
         notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
     )
 

@@ -65,8 +65,20 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledTexts:
+    """Texts of which a model makes a vector or a score each, in batches with those of other requests."""
+
+    ids: bytes
+    """The token ids of all texts, one text after another, as 32-bit integers."""
+    lengths: tuple[int, ...]
+    """The tokens of each text."""
+    first_segments: tuple[int, ...] = ()
+    """The tokens of the first of two segments, for each text; empty: every text is one segment."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence to continue. Immutable; the engine keeps its own state separately."""
+    """One sequence to continue, or texts to pool. Immutable; the engine keeps its own state separately."""
 
     id: str
     prompt: tuple[int, ...]
@@ -83,6 +95,8 @@ class EngineRequest:
     """Prompt positions (turn ends) where a model with recurrent layers should save its state for later turns."""
     prompt_logprobs: int | None = None
     """None: not of the prompt. 0: of each prompt token after the first. N: also of the N top tokens at its position."""
+    texts: PooledTexts | None = None
+    """For an embedding or rerank model, which continues no sequence: `prompt` is empty then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +123,8 @@ class StepOutput:
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """They begin with the second token of the prompt; set on the first output of a request that asks for them."""
+    vectors: bytes = b""
+    """Of a request for texts: their vectors or scores in order, as little-endian float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +218,8 @@ class EngineInfo:
     """Memory of sequences: KV pages, and recurrent states if the model has them."""
     page_tokens: int
     num_pages: int
+    vector_width: int = 0
+    """The length of a text's vector, 1 for a score; 0 for a model that generates text."""
     notes: tuple[str, ...] = ()
     """For the user: a vision tower that was not loaded, a context limited by memory."""
 

@@ -1,4 +1,5 @@
-"""Self-attention over paged KV: projections, optional q/k norms and output gate, rotary embedding, cache, attention."""
+"""Self-attention over paged KV or within whole texts: projections, optional q/k norms and output gate, rotation, cache,
+attention."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from cortex.neuron.kernels.attention.paged import attention
 from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.attention.varlen import varlen_attention
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.configs import AttentionConfig, QueryGrowth
 from cortex.neuron.layers.linear import Linear, RowParallelLinear
@@ -53,6 +55,8 @@ class Attention:
             k_scale=weights[1],
             eps=norm.norm.eps if norm is not None else 0.0,
             window=config.window,
+            is_causal=config.is_causal,
+            rotates=config.rope is not None and self._early_rope is None,
         )
         self._growth = None
         if config.query_growth is not None and ropes.num_positions > config.query_growth.trained_tokens:
@@ -73,8 +77,11 @@ class Attention:
             q, k = rotation(q), rotation(k)
         if self._growth is not None:
             q = (q * self._growth[batch.positions]).to(q.dtype)
-        cache = self.cache
-        out = attention(q, k, v, self.rules, batch.of_group(cache.group), cache.keys, cache.values)
+        if batch.has_pages:
+            cache = self.cache
+            out = attention(q, k, v, self.rules, batch.of_group(cache.group), cache.keys, cache.values)
+        else:
+            out = varlen_attention(q, k, v, self.rules, batch)
         if gate is not None:
             out = out * torch.sigmoid(gate)
         return self.output(out.flatten(1), residual=residual)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from cortex.neuron.delta_sizes import DeltaSizes
 from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
-Activation = Literal["silu", "gelu_tanh"]
-"""The functions of a gate in a feed-forward block."""
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
+"""The functions of a feed-forward block. Gates of decoders know the first two."""
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -71,7 +71,9 @@ class NormConfig:
     zero_centred: bool = False
     """Whether the checkpoint stores the weight minus one."""
     subtracts_mean: bool = False
-    """Whether the mean is subtracted first, which makes it a layer norm (without a bias)."""
+    """Whether the mean is subtracted first, which makes it a layer norm."""
+    has_bias: bool = False
+    """Whether a bias is added. Only encoders have such norms."""
     scale: float = 1.0
     """A factor of the result, which the weight in memory includes."""
 
@@ -119,6 +121,9 @@ class AttentionConfig:
     window: int | None = None
     """Positions a token attends to, including its own; None: all."""
     query_growth: QueryGrowth | None = None
+    is_causal: bool = True
+    """Whether a token attends to no later one. Otherwise it attends to all tokens of its text, and a window of n
+    reaches n - 1 positions to both sides."""
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
@@ -143,10 +148,13 @@ class MLPConfig:
     output_bias: bool = False
     activation: Activation = "silu"
     """The activation of the gate."""
+    gated: bool = True
+    """Without a gate, the activation is that of the only input projection."""
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
-        return {f"{prefix}.gate_proj": self.inner, f"{prefix}.up_proj": self.inner}
+        names = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        return {f"{prefix}.{name}": self.inner for name in names}
 
 
 @dataclass(frozen=True, slots=True)

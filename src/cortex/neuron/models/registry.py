@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.encoders.bert import Bert, Roberta
+from cortex.neuron.models.encoders.modernbert import ModernBert
+from cortex.neuron.models.encoders.nomic import NomicBert
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.cohere2 import Cohere2
 from cortex.neuron.models.families.ernie4_5 import Ernie45
@@ -57,15 +60,24 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "smollm3": SmolLM3,
 }
 """`model_type` in a model's config → the architecture that reads the config."""
+ENCODERS: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
+    "bert": Bert,
+    "camembert": Roberta,
+    "modernbert": ModernBert,
+    "nomic_bert": NomicBert,
+    "roberta": Roberta,
+    "xlm-roberta": Roberta,
+}
+"""Those of models that only make vectors and scores."""
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """The architecture that a checkpoint's config describes. Raises UnsupportedModel."""
     model_type = config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = (FAMILIES.get(model_type) or ENCODERS.get(model_type)) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedModel(
-            f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)} "
+            f"model_type {model_type!r} is not supported; supported are {', '.join([*FAMILIES, *ENCODERS])} "
             "(docs/adding-a-model.md shows how to add one)"
         )
     _reject_quantised(config)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, NormConfig
 from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.pooling.config import DenseStep, NormStep, Step
 
 _FLOAT32_BYTES = 4
 
@@ -47,7 +48,21 @@ class WeightStorage:
 def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     """All parameters of a model; of a divided one, those of this rank."""
     total = sum(layer_bytes(architecture, storage))
+    if architecture.pooling is not None:
+        total += sum(_step_bytes(step, storage) for step in architecture.pooling.steps)
     return total + end_bytes(architecture, storage) if architecture.has_ends else total
+
+
+def _step_bytes(step: Step, storage: WeightStorage) -> int:
+    """The parameters of a step after the pooling."""
+    match step:
+        case DenseStep():
+            biases = step.outputs * step.bias * storage.item_bytes
+            return storage.linear_bytes(step.inputs, {step.source: step.outputs}) + biases
+        case NormStep():
+            return step.size * (1 + step.bias) * storage.item_bytes
+        case _:
+            return 0
 
 
 def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
@@ -60,7 +75,8 @@ def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
         embedding = storage.packed_bytes(config.hidden, {f"{prefix}.embed_tokens": vocab})
         ends = storage.matrix_bytes(vocab, config.hidden) if embedding is None else embedding
         ends += storage.linear_bytes(config.hidden, {"lm_head": vocab})
-    return ends + _norm_bytes(architecture.ends.norm, config.hidden, storage)
+    ends += sum(storage.matrix_bytes(rows, config.hidden) for rows in architecture.ends.tables.values())
+    return ends + len(architecture.ends.norms) * _norm_bytes(architecture.ends.norm, config.hidden, storage)
 
 
 def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]:
@@ -82,7 +98,7 @@ def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]
 
 
 def _norm_bytes(norm: NormConfig, size: int, storage: WeightStorage) -> int:
-    return size * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
+    return size * (1 + norm.has_bias) * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
 
 
 def kv_bytes_by_window(architecture: Architecture, item_bytes: int) -> dict[int | None, int]:
@@ -132,7 +148,8 @@ def _gated_delta_bytes(config: GatedDeltaConfig, storage: WeightStorage, prefix:
 def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
     total = storage.linear_bytes(config.hidden, config.input_rows(prefix))
     total += storage.linear_bytes(config.inner, {f"{prefix}.down_proj": config.hidden})
-    return total + (2 * config.inner * config.bias + config.hidden * config.output_bias) * storage.item_bytes
+    num_biases = sum(config.input_rows(prefix).values()) * config.bias
+    return total + (num_biases + config.hidden * config.output_bias) * storage.item_bytes
 
 
 def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeGuard
 
 from cortex.neuron.weights.delta_heads import DeltaHeads, joint_gates, joint_inputs
+from cortex.neuron.weights.encoder_tensors import encoder_name, is_encoder
 from cortex.neuron.weights.errors import Malformed
 from cortex.neuron.weights.stored import StoredTensor
 
@@ -33,6 +34,7 @@ _OWN_NAMES: Final = {
     ".w3.weight": ".up_proj.weight",
 }
 """Parts of names in published checkpoints → what layers call them."""
+_BODY: Final = ("embed_tokens.", "layers.", "norm.")
 _NAMES: Final = re.compile("|".join(("^" if name[0] != "." else "") + re.escape(name) for name in _OWN_NAMES))
 _BIAS_OF_CHOICE: Final = ".mlp.gate.e_score_correction_bias"
 _INTERLEAVED: Final = frozenset({"cohere2", "ernie4_5", "ernie4_5_moe", "glm4"})
@@ -48,7 +50,16 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
 
     Raises CheckpointError.
     """
-    tensors = {_NAMES.sub(_own_name, name): tensor for name, tensor in stored.items()}
+    model_type = str(config.get("model_type"))
+    if is_encoder(model_type):
+        tensors = {encoder_name(model_type, name): tensor for name, tensor in stored.items()}
+    else:
+        # Models that were saved without their head have no prefix.
+        prefix = "model." if "embed_tokens.weight" in stored else ""
+        tensors = {
+            _NAMES.sub(_own_name, prefix + name if name.startswith(_BODY) else name): tensor
+            for name, tensor in stored.items()
+        }
     if len(tensors) < len(stored):
         raise Malformed("the checkpoint has tensors under two names for the same; download it again")
     for name, tensor in tensors.items():

@@ -19,3 +19,6 @@ class AttentionRules:
     eps: float = 0.0
     window: int | None = None
     """Positions that a token attends to, including itself; None: all."""
+    is_causal: bool = True
+    """As in `AttentionConfig`. This and `rotates` are only for texts without pages."""
+    rotates: bool = True

@@ -14,6 +14,7 @@ from cortex.wire.dialects.registry import DIALECTS, Dialect, family
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID
 from cortex.wire.node.protocol import Dialect as DialectName
+from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 
 _ANTHROPIC_ID = ANTHROPIC_REQUEST_ID.encode()
 JSON_HEADERS = ((b"content-type", b"application/json"),)
@@ -29,7 +30,9 @@ class Route:
     """What it needs of a node."""
     # What every request reads is computed once.
     generates: bool = field(init=False)
-    """Whether it needs a generated response. Only that may be streamed and may wait for a load."""
+    """Whether it needs a generated response. Only that may be streamed."""
+    runs_model: bool = field(init=False)
+    """Whether it needs a loaded model. Then it may wait for a load, and is sent to another node where one fails."""
     uses_tokens: bool = field(init=False)
     """Whether its requests are charged."""
     codec: Dialect = field(init=False)
@@ -40,6 +43,7 @@ class Route:
     def __post_init__(self) -> None:
         codec = DIALECTS[self.dialect]
         object.__setattr__(self, "generates", self.need == "response")
+        object.__setattr__(self, "runs_model", self.need != "count")
         object.__setattr__(self, "uses_tokens", self.need != "count")
         object.__setattr__(self, "codec", codec)
         object.__setattr__(self, "family", codec.FAMILY)
@@ -57,10 +61,13 @@ RESPONSES = Route(b"/v1/responses", "openai_responses")
 MESSAGES = Route(b"/v1/messages", "anthropic_messages")
 COUNT_TOKENS = Route(b"/v1/messages/count_tokens", "anthropic_messages", need="count")
 INPUT_TOKENS = Route(b"/v1/responses/input_tokens", "openai_responses", need="count")
-EMBEDDINGS = Route(b"/v1/embeddings", "openai_chat", need="embeddings")
+POOLING = tuple(
+    Route(path.encode(), "openai_chat", need="embeddings" if "embed" in path else "rerank") for path in POOLING_ROUTES
+)
+"""Embeddings, rerank and scores; their errors are those of OpenAI."""
 
 ROUTES: dict[bytes, Route] = {
-    route.path: route for route in (CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS, EMBEDDINGS)
+    route.path: route for route in (CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS, *POOLING)
 }
 
 

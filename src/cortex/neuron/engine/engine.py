@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -31,6 +32,25 @@ CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
 """A checkpoint costs a step of its own, about as much time as it takes to compute this many tokens."""
 
 
+class RequestLoop(Protocol):
+    """Runs the requests of a model that is awake: `StepLoop`, or that of a model that pools texts."""
+
+    @property
+    def counters(self) -> Counters: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def submit(self, request: EngineRequest) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def step(self) -> list[StepOutput]: ...
+    def isolate(self) -> bool: ...
+    def prepare(self) -> bool: ...
+    def self_test(self) -> tuple[int, ...]: ...
+    def stats(self) -> EngineStats: ...
+    def check_integrity(self) -> None: ...
+
+
 class Engine:
     """Belongs to the engine thread of its device's worker; no other thread may call it."""
 
@@ -38,7 +58,7 @@ class Engine:
         self, loaded: LoadedModel, spec: LoadSpec, *, overlaps: bool | None = None, moves_weights: bool | None = None
     ) -> None:
         """`overlaps`: see `StepLoop`; `moves_weights`: see `ModelSleep`. By default, a GPU does both."""
-        device = loaded.model.parameters.device
+        device = loaded.body.parameters.device
         is_gpu = device.type == "cuda"
         memory = loaded.memory
         self._loaded = loaded
@@ -54,16 +74,16 @@ class Engine:
             context_tokens=loaded.context_tokens,
             reserved_tokens=RESERVED_TOKENS,
         )
-        self._constraints = Constraints(Path(spec.path), loaded.model.config.vocab, device)
+        self._constraints = Constraints(Path(spec.path), loaded.body.config.vocab, device)
         self._counters = Counters()
         self._asleep: ModelSleep | None = None
-        self._loop: StepLoop | None = self._new_loop()
+        self._loop: RequestLoop | None = self._new_loop()
         """None while the model is asleep."""
         self.info = EngineInfo(
-            family=str(loaded.model.architecture.raw["model_type"]),
+            family=str(loaded.body.architecture.raw["model_type"]),
             dtype=str(loaded.dtype).removeprefix("torch."),
             context_tokens=loaded.context_tokens,
-            vocab_size=loaded.model.config.vocab,
+            vocab_size=loaded.body.config.vocab,
             weight_bytes=loaded.weight_bytes,
             kv_bytes=memory.num_bytes,
             page_tokens=memory.page_tokens,
@@ -97,10 +117,9 @@ class Engine:
 
     @property
     def model(self) -> Decoder:
-        assert isinstance(self._loaded.model, Decoder)
         return self._loaded.model
 
-    def _new_loop(self) -> StepLoop:
+    def _new_loop(self) -> RequestLoop:
         """Builds what runs requests. The memory for sequences must be allocated."""
         memory, limits = self._loaded.memory, self._limits
         checkpoints = None
@@ -120,7 +139,7 @@ class Engine:
         sizes = (memory.page_tokens, limits.max_rows, limits.context_tokens, limits.step_tokens)
         return (self.model, *sizes, memory.states)
 
-    def _awake(self) -> StepLoop:
+    def _awake(self) -> RequestLoop:
         if self._loop is None:
             raise RequestError("the model is asleep; wake it first")
         return self._loop

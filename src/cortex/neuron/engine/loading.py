@@ -50,12 +50,18 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: Decoder | PooledModel
+    body: Decoder | PooledModel
     dtype: torch.dtype
     context_tokens: int
     weight_bytes: int
     memory: SequenceMemory
     notes: tuple[str, ...]
+
+    @property
+    def model(self) -> Decoder:
+        """Of a model that generates text."""
+        assert isinstance(self.body, Decoder), "the model pools texts"
+        return self.body
 
 
 class AgreeingGroup(ParallelGroup, Protocol):
@@ -188,7 +194,7 @@ def build_model(
     if isinstance(model, Decoder):
         memory = SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype)
     return LoadedModel(
-        model=model,
+        body=model,
         dtype=dtype,
         context_tokens=plan.context_tokens,
         weight_bytes=parameters.num_bytes,

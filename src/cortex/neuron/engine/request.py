@@ -74,6 +74,10 @@ class PooledTexts:
     """The tokens of each text."""
     first_segments: tuple[int, ...] = ()
     """The tokens of the first of two segments, for each text; empty: every text is one segment."""
+    dimensions: int | None = None
+    """The first elements of each vector, as many as this; None: all."""
+    normalize: bool = False
+    """At length one, after vectors are cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +222,10 @@ class EngineInfo:
     """Memory of sequences: KV pages, and recurrent states if the model has them."""
     page_tokens: int
     num_pages: int
-    vector_width: int = 0
-    """The length of a text's vector, 1 for a score; 0 for a model that generates text."""
     notes: tuple[str, ...] = ()
     """For the user: a vision tower that was not loaded, a context limited by memory."""
+    vector_width: int = 0
+    """The length of a text's vector, 1 for a score; 0 for a model that generates text."""
 
 
 @dataclass(frozen=True, slots=True)

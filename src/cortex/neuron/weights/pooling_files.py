@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from cortex.neuron.weights.directory import MAX_JSON_BYTES, model_file, parse_json, read_json
 from cortex.neuron.weights.encoder_tensors import is_encoder
@@ -157,10 +157,11 @@ def _vocabulary_ids(directory: Path, tokens: tuple[str, ...]) -> list[int]:
     else:
         model = read_json(directory, "tokenizer.json").get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    ids = [vocabulary.get(token) if isinstance(vocabulary, dict) else None for token in tokens]
-    if not all(map(_is_size, ids)):
+    found = [vocabulary.get(token) if isinstance(vocabulary, dict) else None for token in tokens]
+    ids = [id for id in found if _is_size(id)]
+    if len(ids) < len(tokens):
         raise Malformed(f"{directory} has no tokens {' and '.join(tokens)}, whose logits a reranker compares")
-    return [int(id) for id in ids]
+    return ids
 
 
 def _template(config: Mapping[str, Any], directory: Path) -> str:
@@ -302,5 +303,5 @@ def _size(options: Mapping[str, Any], name: str, directory: Path) -> int:
     return value
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < _MAX_SIZE

@@ -121,6 +121,7 @@ class Capabilities(NodeValue, frozen=True):
     reasoning: bool = False
     vision: bool = False
     embeddings: bool = False
+    rerank: bool = False
     notes: tuple[str, ...] = ()
 
 

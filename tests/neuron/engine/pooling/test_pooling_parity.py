@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,26 @@ import torch.nn.functional as F
 import transformers
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from torch import Tensor
 
 from cortex.neuron.models.sizes import WeightStorage, weight_bytes
 
 from .pooled_models import EMBEDDERS, LENGTHS, QWEN3, RERANKERS, SIZES, load, request_of, run, texts_of
+
+
+def weighted_mean(states: Tensor) -> Tensor:
+    weights = torch.arange(1, len(states) + 1).float()[:, None]
+    return (states * weights).sum(0) / weights.sum()
+
+
+POOLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "pooling_mode_cls_token": lambda states: states[0],
+    "pooling_mode_lasttoken": lambda states: states[-1],
+    "pooling_mode_max_tokens": lambda states: states.amax(0),
+    "pooling_mode_mean_tokens": lambda states: states.mean(0),
+    "pooling_mode_mean_sqrt_len_tokens": lambda states: states.sum(0) / len(states) ** 0.5,
+    "pooling_mode_weightedmean_tokens": weighted_mean,
+}
 
 
 def expected_vectors(directory: Path, reference: Any, texts: list[NDArray[np.uint32]]) -> NDArray[np.float32]:
@@ -28,17 +45,7 @@ def expected_vectors(directory: Path, reference: Any, texts: list[NDArray[np.uin
     vectors = []
     for text in texts:
         states = reference(torch.from_numpy(text.astype(np.int64))[None]).last_hidden_state[0].float()
-        weights = torch.arange(1, len(states) + 1).float()[:, None]
-        vector = {
-            "pooling_mode_cls_token": lambda states=states: states[0],
-            "pooling_mode_lasttoken": lambda states=states: states[-1],
-            "pooling_mode_max_tokens": lambda states=states: states.amax(0),
-            "pooling_mode_mean_tokens": lambda states=states: states.mean(0),
-            "pooling_mode_mean_sqrt_len_tokens": lambda states=states: states.sum(0) / len(states) ** 0.5,
-            "pooling_mode_weightedmean_tokens": lambda states=states, weights=weights: (
-                (states * weights).sum(0) / weights.sum()
-            ),
-        }[mode]()
+        vector = POOLED[mode](states)
         for path in modules[1:]:
             if path.endswith("Dense"):
                 tensors = load_file(directory / path / "model.safetensors")
@@ -50,8 +57,9 @@ def expected_vectors(directory: Path, reference: Any, texts: list[NDArray[np.uin
 
 
 def cosines(one: NDArray[np.float32], other: NDArray[np.float32]) -> NDArray[np.float32]:
-    product: NDArray[np.float32] = (one * other).sum(-1)
-    return product / np.linalg.norm(one, axis=-1) / np.linalg.norm(other, axis=-1)
+    lengths = np.linalg.norm(one, axis=-1) * np.linalg.norm(other, axis=-1)
+    found: NDArray[np.float32] = (one * other).sum(-1) / lengths
+    return found
 
 
 @pytest.mark.parametrize("name", EMBEDDERS)

@@ -55,6 +55,8 @@ class RequestAccounting:
     error_message: str | None = None
     """For operators: it may name nodes and files."""
     capture: Capture | None = None
+    dimensions: int | None = None
+    """The length of the vectors in the response."""
     waited_s: float = 0.0
     """Time in queues."""
     load_s: float = 0.0
@@ -170,6 +172,7 @@ class RequestAccounting:
                 duration_s=ended_at - self.started_at,
                 num_attempts=self.num_attempts,
                 usage=usage,
+                dimensions=self.dimensions,
                 error_code=self._failure(),
                 error_message=self.error_message,
                 reason=reason,

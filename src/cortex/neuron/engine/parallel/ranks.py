@@ -34,7 +34,7 @@ def load_engine(
     """
     if spec.rank is None:
         loaded = load_model(spec, torch.device(device), progress, cancelled)
-        kind = PoolingEngine if isinstance(loaded.model, PooledModel) else Engine
+        kind = PoolingEngine if isinstance(loaded.body, PooledModel) else Engine
         return kind.start(loaded, spec, progress)
     return _load_rank(spec, spec.rank, torch.device(device), progress, cancelled, link)
 

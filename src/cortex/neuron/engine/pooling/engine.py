@@ -19,8 +19,8 @@ class PoolingEngine(Engine):
     """Belongs to the engine thread of its device's worker."""
 
     def __init__(self, loaded: LoadedModel, spec: LoadSpec) -> None:
-        assert isinstance(loaded.model, PooledModel)
-        self.pooled = loaded.model
+        assert isinstance(loaded.body, PooledModel)
+        self.pooled = loaded.body
         super().__init__(loaded, spec)
         self.info = replace(self.info, vector_width=self.pooled.width)
 

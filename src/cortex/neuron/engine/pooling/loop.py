@@ -36,6 +36,15 @@ class _Request:
         ids = np.frombuffer(self.texts.ids, dtype=np.uint32)
         return ids[self.offsets[index] : self.offsets[index + 1]]
 
+    def result(self) -> NDArray[np.float32]:
+        """The vectors as the request wants them."""
+        vectors = self.vectors[:, : self.texts.dimensions]
+        if not self.texts.normalize:
+            return vectors
+        lengths = np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+        normal: NDArray[np.float32] = (vectors / lengths).astype("<f4")
+        return normal
+
     def first_segment(self, index: int) -> int:
         return self.texts.first_segments[index] if self.texts.first_segments else 0
 
@@ -126,8 +135,8 @@ class PoolingLoop:
 
     def _pass_of(self, texts: tuple[QueuedText, ...]) -> TextPass:
         owners = [self._requests[text.request_id] for text in texts]
-        tokens = [owner.tokens(text.index) for owner, text in zip(owners, texts, strict=True)]
-        segments = [owner.first_segment(text.index) for owner, text in zip(owners, texts, strict=True)]
+        tokens = [owner.tokens(text.number) for owner, text in zip(owners, texts, strict=True)]
+        segments = [owner.first_segment(text.number) for owner, text in zip(owners, texts, strict=True)]
         return TextPass(self._model, tokens, segments)
 
     def _advance(self, running: _Running) -> None:
@@ -153,13 +162,13 @@ class PoolingLoop:
             owner = self._requests.get(text.request_id)
             if owner is None:
                 continue  # cancelled meanwhile
-            owner.vectors[text.index] = vector
+            owner.vectors[text.number] = vector
             owner.num_left -= 1
             if not np.isfinite(vector).all():
                 message = "the model computed a vector that is not finite for a text; the request was ended"
                 self._finish(StepOutput(text.request_id, finish="error", error=message))
             elif not owner.num_left:
-                self._finish(StepOutput(text.request_id, finish="stop", vectors=owner.vectors.tobytes()))
+                self._finish(StepOutput(text.request_id, finish="stop", vectors=owner.result().tobytes()))
 
     def _retract(self, texts: tuple[QueuedText, ...]) -> None:
         """The texts of a batch that failed wait again."""

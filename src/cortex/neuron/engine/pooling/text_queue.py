@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 class QueuedText(NamedTuple):
     request_id: str
-    index: int
+    number: int
     """Its place among the texts of its request."""
     num_tokens: int
 

@@ -48,7 +48,7 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, bat
 
     assert batch.prefill_offsets is not None
     before = -1 if rules.window is None else rules.window - 1
-    return varlen_attn(
+    out = varlen_attn(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
@@ -60,6 +60,8 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, bat
         window_size=(before, 0 if rules.is_causal else before),
         enable_gqa=q.shape[1] != k.shape[1],
     )
+    assert isinstance(out, Tensor)
+    return out
 
 
 def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch) -> Tensor:
@@ -71,12 +73,14 @@ def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, rules: Attention
         while last + 1 < len(rows) and rows[last + 1].count == rows[first].count:
             last += 1
         start, num_texts, length = rows[first].offset, last + 1 - first, rows[first].count
-        texts = [
+        query, key, value = (
             each[start : start + num_texts * length].unflatten(0, (num_texts, length)).transpose(1, 2)
             for each in (q, k, v)
-        ]
+        )
         out = F.scaled_dot_product_attention(
-            *texts,
+            query,
+            key,
+            value,
             attn_mask=_window_mask(length, rules, q.device),
             is_causal=rules.is_causal and (rules.window is None or rules.window >= length),
             scale=rules.scale,

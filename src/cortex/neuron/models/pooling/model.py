@@ -131,7 +131,11 @@ def _step(step: Step, parameters: Parameters, body: Encoder | DecoderBody) -> Ca
         case DenseStep():
             linear = Linear(parameters, step.inputs, {step.source: step.outputs}, bias=step.bias)
             activation = ACTIVATIONS[step.activation]
-            return lambda x: activation(linear(x.to(parameters.dtype)).float())
+
+            def dense(x: Tensor) -> Tensor:
+                return activation(linear(x.to(parameters.dtype)).float())
+
+            return dense
         case NormStep():
             norm = LayerNorm(parameters, step.size, step.eps, step.source, bias=step.bias)
             return lambda x: norm(x.to(parameters.dtype)).float()
@@ -145,6 +149,6 @@ def _step(step: Step, parameters: Parameters, body: Encoder | DecoderBody) -> Ca
 def _logit(x: Tensor, step: LogitStep, body: DecoderBody) -> Tensor:
     """x: [texts, hidden] → [texts, 1]"""
     if step.false_token is None:
-        return x @ body.token_rows([step.true_token]).T
+        return F.linear(x, body.token_rows([step.true_token]))
     true_row, false_row = body.token_rows([step.true_token, step.false_token])
-    return x @ (true_row - false_row)[:, None]
+    return F.linear(x, (true_row - false_row)[None])

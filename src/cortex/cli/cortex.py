@@ -7,6 +7,7 @@ import click
 from cortex import __version__
 from cortex.cli.commands.chat import chat
 from cortex.cli.commands.doctor.command import doctor
+from cortex.cli.commands.embed import embed
 from cortex.cli.commands.explain import explain
 from cortex.cli.commands.files import pull, rm
 from cortex.cli.commands.keys import keys
@@ -30,7 +31,7 @@ def cortex() -> None:
 
 
 _LOOK = (status, ps, models, logs, jobs, explain, doctor)
-_USE = (run_model, chat)
+_USE = (run_model, chat, embed)
 _CONTROL = (load, unload, pin, unpin, move, pull, rm, drain, undrain)
 
 for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, serve):

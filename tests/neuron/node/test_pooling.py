@@ -48,7 +48,7 @@ async def serving(tmp_path: Path, workers: WorkerFactory) -> AsyncIterator[Serve
         ModelEntry(id="reranker", source=write_reranker(tmp_path / "reranker")),
         ModelEntry(id="chat", source=write_source(tmp_path / "chat", seed=1), context_tokens=512),
     )
-    config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8), drain_s=1.0)
+    config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0)
     node = await Node.start(config, Parts(make_workers=lambda: workers))
     try:
         async with served(node) as (host, port), aiohttp.ClientSession() as http:

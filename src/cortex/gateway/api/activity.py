@@ -158,6 +158,7 @@ def _as_json(record: RequestRecord, key: KeySection | None, *, in_full: bool = F
         "cached_tokens": usage.cached_tokens if usage is not None else None,
         "completion_tokens": usage.completion_tokens if usage is not None else None,
         "reasoning_tokens": usage.reasoning_tokens if usage is not None else None,
+        "dimensions": record.dimensions,
         "attempts": record.num_attempts,
         "reason": record.reason if is_operator else None,
         "error": record.error_code,

@@ -183,7 +183,7 @@ class LeasePool:
             name: getattr(held.status.capabilities, capability)
             for node in self._fleet_state.fleet.nodes
             for name, held in node.residencies.items()
-            if held.status.family is not None or not node.has_lifecycle
+            if held.status.family is not None or held.state is ModelState.READY
         }
         if known.get(model, True):
             return

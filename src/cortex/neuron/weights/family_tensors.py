@@ -51,7 +51,7 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
     Raises CheckpointError.
     """
     model_type = str(config.get("model_type"))
-    if is_encoder(model_type):
+    if is_encoder(model_type) and "model.embed_tokens.weight" not in stored:
         tensors = {encoder_name(model_type, name): tensor for name, tensor in stored.items()}
     else:
         # Models that were saved without their head have no prefix.

@@ -87,6 +87,7 @@ MODERN = Pooled(transformers.ModernBertModel, transformers.ModernBertConfig, MOD
 GEMMA_SIZES = DECODER | {
     "num_hidden_layers": 4,
     "sliding_window": 16,
+    "query_pre_attn_scalar": 12,
     "use_bidirectional_attention": True,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }

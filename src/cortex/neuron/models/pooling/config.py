@@ -46,6 +46,11 @@ class NormalizeStep:
 
 
 @dataclass(frozen=True, slots=True)
+class DifferenceStep:
+    """The first of two elements, less the second."""
+
+
+@dataclass(frozen=True, slots=True)
 class LogitStep:
     """The logit of one token, less that of another."""
 
@@ -53,11 +58,12 @@ class LogitStep:
     false_token: int | None = None
 
 
-Step = DenseStep | NormStep | NormalizeStep | LogitStep
+Step = DenseStep | NormStep | NormalizeStep | DifferenceStep | LogitStep
 _STEPS: Final[Mapping[str, Callable[..., Step]]] = {
     "dense": DenseStep,
     "norm": NormStep,
     "normalize": NormalizeStep,
+    "difference": DifferenceStep,
     "logit": LogitStep,
 }
 
@@ -102,19 +108,29 @@ class PoolingConfig:
         return self.task == "score" and self.template is None
 
     def width(self, hidden: int) -> int:
-        """The length of the vectors."""
+        """The length of the vectors. Raises UnsupportedModel for steps that do not fit each other."""
         size = hidden * len(self.modes)
         for step in self.steps:
-            size = step.outputs if isinstance(step, DenseStep) else 1 if isinstance(step, LogitStep) else size
+            match step:
+                case DenseStep():
+                    inputs, outputs = step.inputs, step.outputs
+                case NormStep():
+                    inputs, outputs = step.size, step.size
+                case DifferenceStep():
+                    inputs, outputs = 2, 1
+                case LogitStep():
+                    inputs, outputs = hidden, 1
+                case NormalizeStep():
+                    inputs, outputs = size, size
+            if inputs != size:
+                raise UnsupportedModel(f"a step after the pooling expects {inputs} elements, but gets {size}")
+            size = outputs
         return size
 
     def check(self, hidden: int) -> None:
-        """Raises UnsupportedModel for steps that do not fit each other."""
-        size = hidden * len(self.modes)
-        for step in self.steps:
-            inputs = step.inputs if isinstance(step, DenseStep) else step.size if isinstance(step, NormStep) else size
-            if inputs != size:
-                raise UnsupportedModel(f"a step after the pooling expects {inputs} elements, but gets {size}")
-            size = step.outputs if isinstance(step, DenseStep) else 1 if isinstance(step, LogitStep) else size
+        """Raises UnsupportedModel for what cannot be computed."""
+        if not self.modes:
+            raise UnsupportedModel("the pooling config of the model selects no mode")
+        size = self.width(hidden)
         if self.task == "score" and size != 1:
             raise UnsupportedModel(f"a reranker has one score for each text; this model has {size} labels")

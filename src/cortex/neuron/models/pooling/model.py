@@ -19,7 +19,15 @@ from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.encoders.architecture import EncoderArchitecture
 from cortex.neuron.models.encoders.encoder import Encoder
-from cortex.neuron.models.pooling.config import DenseStep, LogitStep, NormalizeStep, NormStep, PoolingMode, Step
+from cortex.neuron.models.pooling.config import (
+    DenseStep,
+    DifferenceStep,
+    LogitStep,
+    NormalizeStep,
+    NormStep,
+    PoolingMode,
+    Step,
+)
 
 Layer = Callable[[Tensor, Batch], Tensor]
 
@@ -141,6 +149,8 @@ def _step(step: Step, parameters: Parameters, body: Encoder | DecoderBody) -> Ca
             return lambda x: norm(x.to(parameters.dtype)).float()
         case NormalizeStep():
             return lambda x: F.normalize(x, dim=-1)
+        case DifferenceStep():
+            return lambda x: x[:, :1] - x[:, 1:]
         case LogitStep():
             assert isinstance(body, DecoderBody), "only decoders have logits"
             return lambda x: _logit(x, step, body)

@@ -107,7 +107,7 @@ class GGUFCheckpoint:
             return
         if self._architecture in PLUS_ONE_NORMS and name.endswith("norm.weight"):
             stored = replace(stored, adjustment=Adjustment.PLUS_ONE)
-        if name.endswith(".shared_expert_gate.weight") and len(stored.shape) == 1:
+        if name.endswith((".shared_expert_gate.weight", "cls.output.weight")) and len(stored.shape) == 1:
             stored = replace(stored, shape=(1, *stored.shape))
         self._add(name, replace(stored, interleaved_rows=self._interleaved_rows(name, tensor)))
 

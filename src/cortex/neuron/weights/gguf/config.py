@@ -7,16 +7,19 @@ from typing import Any, Final
 
 from cortex.neuron.weights.delta_heads import DeltaHeads
 from cortex.neuron.weights.errors import Malformed, Unsupported
+from cortex.neuron.weights.gguf.encoders import ENCODERS, encoder_config, gguf_pooling
 from cortex.neuron.weights.gguf.family_options import OPTIONS
 from cortex.neuron.weights.gguf.keys import Keys
 from cortex.neuron.weights.gguf.metadata import GGUFFile
 from cortex.neuron.weights.gguf.rope import rope_scaling
+from cortex.neuron.weights.pooling_files import with_pooling
 
 _FAMILIES: Final = {
     "cohere2": ("cohere2", "Cohere2ForCausalLM"),
     "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
     "ernie4_5-moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
+    "gemma-embedding": ("gemma3_text", "Gemma3TextModel"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
@@ -43,7 +46,7 @@ _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""
 _PARTIAL: Final = frozenset({"glm4", "glm4moe", "minimax-m2", "phi3"}) | _HYBRIDS
 """Architectures that rotate a part of each head."""
-PLUS_ONE_NORMS: Final = frozenset({"gemma3"}) | _HYBRIDS
+PLUS_ONE_NORMS: Final = frozenset({"gemma3", "gemma-embedding"}) | _HYBRIDS
 """Architectures whose converters add one to the weights of norms."""
 _TILED: Final = frozenset({"qwen35", "qwen35moe"})
 """Architectures whose value heads converters put into another order."""
@@ -56,16 +59,18 @@ _MAX_HEADS: Final = 1 << 12
 def config_of(file: GGUFFile) -> dict[str, Any]:
     """The config of the model in the hub's format. Raises CheckpointError if it is incomplete or not supported."""
     architecture = file.metadata.get("general.architecture")
-    if architecture not in _FAMILIES:
-        raise Unsupported(
-            f"{file.path} has the architecture {str(architecture)[:80]!r}; supported in GGUF: {', '.join(_FAMILIES)}"
-        )
-    model_type, class_name = _FAMILIES[architecture]
+    if architecture not in _FAMILIES and architecture not in ENCODERS:
+        known = ", ".join([*_FAMILIES, *ENCODERS])
+        raise Unsupported(f"{file.path} has the architecture {str(architecture)[:80]!r}; supported in GGUF: {known}")
     keys = Keys(file, architecture)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise Malformed(f"{file.path} has no token_embd.weight; is the model complete?")
+    pooling = gguf_pooling(file, architecture, keys.count("embedding_length"))
+    if architecture in ENCODERS:
+        return with_pooling(encoder_config(file, architecture, keys), pooling)
 
+    model_type, class_name = _FAMILIES[architecture]
     hidden_size = keys.count("embedding_length")
     num_heads = keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", hidden_size // num_heads)
@@ -107,7 +112,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         config |= _gated_delta(keys)
     if architecture in OPTIONS:
         config |= OPTIONS[architecture](keys, config)
-    return config
+    return with_pooling(config, pooling)
 
 
 def delta_heads(config: Mapping[str, Any]) -> DeltaHeads | None:

@@ -49,6 +49,10 @@ def _gemma3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma_embedding(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_gemma3(keys, config), "use_bidirectional_attention": True}
+
+
 def _glm4moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     _check_scoring(keys, SIGMOID)
     return {
@@ -131,6 +135,7 @@ OPTIONS: Final[Mapping[str, Callable[[Keys, Mapping[str, Any]], dict[str, Any]]]
     "cohere2": _cohere2,
     "ernie4_5-moe": _ernie4_5_moe,
     "exaone4": _exaone4,
+    "gemma-embedding": _gemma_embedding,
     "gemma3": _gemma3,
     "glm4moe": _glm4moe,
     "granite": _granite,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from cortex.neuron.weights.errors import Unsupported
+from cortex.neuron.weights.gguf.encoders import ENCODERS, encoder_tensor
 
 _WHOLE_MODEL: Final = {
     "token_embd": "model.embed_tokens",
@@ -50,6 +51,7 @@ _FUSED: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "ernie4_5-moe": _SHARED,
     "exaone4": _AFTER_BLOCKS,
+    "gemma-embedding": {**_AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"},
     "gemma3": {**_AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"},
     "glm4": {
         **_FUSED,
@@ -66,6 +68,7 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
 }
 """Architecture → tensors of a layer that have another meaning than in Llama, or that Llama lacks."""
+_OF_POOLING: Final = frozenset({"dense_2.weight", "dense_3.weight", "cls.output.weight", "cls.output.bias"})
 _LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 _IN_LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _GLOBAL: Final = re.compile(r"(\w+)\.(weight|bias)")
@@ -88,6 +91,10 @@ def hub_name(name: str, architecture: str = "llama") -> str:
 
     Raises Unsupported for an unknown tensor: dropping it would change the output of the model.
     """
+    if architecture in ENCODERS:
+        return encoder_tensor(name, architecture)
+    if name in _OF_POOLING:
+        return name
     if match := _LAYER.fullmatch(name):
         layer, part, kind = match.groups()
         if part == "exp_probs_b" and kind == "bias":

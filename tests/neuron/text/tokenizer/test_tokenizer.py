@@ -148,7 +148,7 @@ def test_begin_and_end_tokens_are_added_to_documents_only_if_the_file_asks(gguf_
     ("change", "error", "word"),
     [
         ({"tokenizer.ggml.pre": "brand-new"}, TokenizerUnsupported, "brand-new"),
-        ({"tokenizer.ggml.model": "bert"}, TokenizerUnsupported, "bert"),
+        ({"tokenizer.ggml.model": "rwkv"}, TokenizerUnsupported, "rwkv"),
         ({"tokenizer.ggml.tokens": []}, TokenizerMissing, "vocabulary"),
         ({"tokenizer.ggml.merges": ["nopair"]}, TextFileMalformed, "nopair"),
     ],

@@ -118,8 +118,9 @@ def _wordpiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
         else f"##{token}"
         for token in tokens
     ]
-    begin, end = names.get("cls_token") or names.get("bos_token"), names.get("sep_token") or names.get("eos_token")
-    if begin is None or end is None:
+    begin = names.get("cls_token") or names.get("bos_token", "")
+    end = names.get("sep_token") or names.get("eos_token", "")
+    if begin not in words or end not in words:
         raise TextFileMalformed("the GGUF vocabulary names no tokens for the ends of a text; download a complete file")
     tokenizer = Tokenizer(models.WordPiece(_ids(words), unk_token=names.get("unk_token", "[UNK]")))
     tokenizer.normalizer = normalizers.BertNormalizer()

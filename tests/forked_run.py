@@ -182,18 +182,18 @@ def _run_groups(
     """In a forked process: runs the groups that it gets until there are no more."""
     die_with_parent(parent_id)
     signal.signal(signal.SIGINT, _interrupt_once)
-    folders = _folders(session)
-    folders._basetemp = folders.mktemp("process")  # noqa: SLF001
-    plugins = session.config.pluginmanager
-    plugins.unregister(name="terminalreporter")
-    plugins.register(_Sender(session.config, connection))
-    capture = plugins.getplugin("capturemanager")
-    if capture is not None:  # its files are shared with the other processes
-        capture.stop_global_capturing()
-        capture.start_global_capturing()
-        capture.suspend_global_capture()
-    items = {item.nodeid: item for item in session.items}
     try:
+        folders = _folders(session)
+        folders._basetemp = folders.mktemp("process")  # noqa: SLF001
+        plugins = session.config.pluginmanager
+        plugins.unregister(name="terminalreporter")
+        plugins.register(_Sender(session.config, connection))
+        capture = plugins.getplugin("capturemanager")
+        if capture is not None:  # its files are shared with the other processes
+            capture.stop_global_capturing()
+            capture.start_global_capturing()
+            capture.suspend_global_capture()
+        items = {item.nodeid: item for item in session.items}
         while group := _next_group(connection):
             # After the last test of a group, at most what belongs to the session stays set up.
             end = None if ends_session(group[0]) else session

@@ -149,15 +149,16 @@ def test_first_failure_stops_the_run_and_what_was_set_up_is_torn_down(tmp_path: 
 import pathlib, pytest, time
 @pytest.fixture
 def lasting():
-    pathlib.Path("set_up").touch()
     yield
     pathlib.Path("torn_down").touch()
-def test_waits(lasting): time.sleep(600)
+def test_waits(lasting):
+    pathlib.Path("running").touch()
+    time.sleep(600)
 """
     fails = """
 import pathlib, time
 def test_fails():
-    while not pathlib.Path("set_up").exists():
+    while not pathlib.Path("running").exists():
         time.sleep(0.01)
     raise AssertionError
 """
@@ -171,14 +172,15 @@ def test_ctrl_c_names_the_running_test_and_lets_it_tear_down(tmp_path: Path) -> 
 import pathlib, pytest, time
 @pytest.fixture(scope="session")
 def lasting():
-    pathlib.Path("set_up").touch()
     yield
     time.sleep(2)
     pathlib.Path("torn_down").touch()
-def test_waits(lasting): time.sleep(600)
+def test_waits(lasting):
+    pathlib.Path("running").touch()
+    time.sleep(600)
 """
     started = start(tmp_path, waits=waits)
-    press_ctrl_c(started, tmp_path / "set_up")
+    press_ctrl_c(started, tmp_path / "running")
     done = end(started)
     assert (tmp_path / "torn_down").exists(), done.stderr
     assert done.returncode == pytest.ExitCode.INTERRUPTED
@@ -190,14 +192,15 @@ def test_second_ctrl_c_ends_a_teardown(tmp_path: Path) -> None:
 import pathlib, pytest, time
 @pytest.fixture
 def lasting():
-    pathlib.Path("set_up").touch()
     yield
     pathlib.Path("tearing_down").touch()
     time.sleep(600)
-def test_waits(lasting): time.sleep(600)
+def test_waits(lasting):
+    pathlib.Path("running").touch()
+    time.sleep(600)
 """
     started = start(tmp_path, waits=waits)
-    press_ctrl_c(started, tmp_path / "set_up")
+    press_ctrl_c(started, tmp_path / "running")
     while started.poll() is None:  # the process that collects may have taken two signals for one
         press_ctrl_c(started, tmp_path / "tearing_down")
         with suppress(subprocess.TimeoutExpired):
@@ -209,7 +212,7 @@ def test_stopped_run_ends_when_a_test_swallows_the_interrupt(tmp_path: Path) -> 
     swallows = """
 import pathlib, time
 def test_swallows():
-    pathlib.Path("set_up").touch()
+    pathlib.Path("running").touch()
     try:
         time.sleep(600)
     except BaseException:
@@ -218,7 +221,7 @@ def test_swallows():
     fails = """
 import pathlib, time
 def test_fails():
-    while not pathlib.Path("set_up").exists():
+    while not pathlib.Path("running").exists():
         time.sleep(0.01)
     raise AssertionError
 """

@@ -68,8 +68,8 @@ class DirectedNode(FakeNeuron):
     reasons: dict[str, str] = field(default_factory=dict)
     temperature_c: float | None = 51.0
     utilisation: float | None = 0.37
-    script: list[dict[str, Any]] = field(default_factory=lambda: list(REPLY))
-    """The deltas of every streamed response."""
+    script: list[dict[str, Any] | asyncio.Event] = field(default_factory=lambda: list(REPLY))
+    """The deltas of every streamed response. It waits at each event until the event is set."""
     first_pause_s: Callable[[], float] = lambda: 0.0
     """Before the first delta."""
     pause_s: float = 0.0
@@ -136,8 +136,11 @@ async def _play(node: FakeNeuron, request: web.Request, body: dict[str, Any]) ->
     spent = node.usage() if callable(node.usage) else node.usage
     response = await begin_stream(request)
     await asyncio.sleep(node.first_pause_s())
-    for delta in node.script:
-        await response.write(chunk(body["model"], delta))
+    for each in node.script:
+        if isinstance(each, asyncio.Event):
+            await each.wait()
+            continue
+        await response.write(chunk(body["model"], each))
         await asyncio.sleep(node.pause_s)
     await response.write(chunk(body["model"], {}, "stop"))
     usage = {
@@ -174,7 +177,7 @@ class Stage:
         return node
 
     def gate(self) -> asyncio.Event:
-        """An event of the stage's loop, for `DirectedNode.load_gate`."""
+        """An event of the stage's loop, for `DirectedNode.load_gate` and `script`."""
 
         async def make() -> asyncio.Event:
             return asyncio.Event()

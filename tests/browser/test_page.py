@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -46,7 +47,7 @@ def node(stage: Stage, wide: DirectedNode) -> DirectedNode:
 
 @pytest.fixture(autouse=True)
 def _as_before(node: DirectedNode) -> None:
-    node.script, node.pause_s, node.load_gate = list(REPLY), 0.0, opened_gate()
+    node.script, node.load_gate = list(REPLY), opened_gate()
     node.progress.clear()
     for model in ("large", "cold"):
         node.states.pop(model, None)
@@ -227,11 +228,13 @@ def say(page: Page, text: str) -> None:
     page.keyboard.press("Enter")
 
 
-def test_chat_streams_text_thoughts_code_and_numbers(page: Page, node: DirectedNode) -> None:
-    node.pause_s = 0.2
+def test_chat_streams_text_thoughts_code_and_numbers(page: Page, stage: Stage, node: DirectedNode) -> None:
+    seen = stage.gate()
+    node.script = [*REPLY[:3], seen, *REPLY[3:]]
     page.goto("#/playground")
     say(page, "make me a list")
     page.get_by_text("Thinking…").wait_for()
+    stage.open(seen)
     reply = page.get_by_label("Response of small")
     reply.get_by_text(re.compile(r"first token .* tok/s · 7 in · 4 cached · 3 out")).wait_for()
     assert reply.locator("strong").inner_text() == "what"
@@ -244,14 +247,21 @@ def test_chat_streams_text_thoughts_code_and_numbers(page: Page, node: DirectedN
     assert page.get_by_label("Response of small").locator("strong").inner_text() == "what", "kept in this browser"
 
 
-def test_response_is_stopped_regenerated_and_edited(page: Page, node: DirectedNode) -> None:
-    node.script, node.pause_s = [{"content": f"word{index} "} for index in range(200)], 0.05
+def unfinished(stage: Stage) -> tuple[list[dict[str, Any] | asyncio.Event], asyncio.Event]:
+    """A response that stops after a few words, until the event is set."""
+    gate = stage.gate()
+    return [*({"content": f"word{index} "} for index in range(4)), gate], gate
+
+
+def test_response_is_stopped_regenerated_and_edited(page: Page, stage: Stage, node: DirectedNode) -> None:
+    node.script, stopped = unfinished(stage)
     page.goto("#/playground")
     say(page, "first question")
     page.get_by_text("word3").wait_for()
     page.get_by_role("button", name="Stop").click()
     page.get_by_text("stopped ·").wait_for()
-    node.script, node.pause_s = [{"content": "a new one"}], 0.0
+    stage.open(stopped)
+    node.script = [{"content": "a new one"}]
     page.get_by_role("button", name="Regenerate").click()
     page.get_by_text("a new one").wait_for()
     page.get_by_role("button", name="Edit").click()
@@ -342,7 +352,7 @@ def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page: Page, node
 
 
 def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page: Page, stage: Stage, node: DirectedNode) -> None:
-    node.script, node.pause_s = [{"content": f"word{index} "} for index in range(400)], 0.05
+    node.script, cut_off = unfinished(stage)
     page.goto("#/playground")
     page.get_by_label("Model", exact=True).select_option("small")
     say(page, "a long story")
@@ -350,8 +360,9 @@ def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page: Page, sta
     stage.stop_gateway()
     page.get_by_text("The connection to the gateway was lost before the response was complete").wait_for()
     stage.start_gateway()
+    stage.open(cut_off)
     assert "word3" in page.get_by_label("Response of small").inner_text()
-    node.script, node.pause_s = [{"content": "the whole story"}], 0.0
+    node.script = [{"content": "the whole story"}]
     page.get_by_role("button", name="Try again").click()
     page.get_by_text("the whole story").wait_for()
 

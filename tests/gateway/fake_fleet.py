@@ -59,6 +59,7 @@ class FakeFleet:
         self.recycled: list[tuple[str, tuple[int, ...]]] = []
         self.abandoned: list[str] = []
         self.polls: list[str] = []
+        self.down: set[str] = set()
         self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
         self.running: dict[tuple[str, str], int] = {}
         self.event_log = EventLog()
@@ -86,6 +87,9 @@ class FakeFleet:
 
     def poll_now(self, node: str) -> None:
         self.polls.append(node)
+
+    def mark_down(self, node: str, *, is_down: bool) -> None:
+        (self.down.add if is_down else self.down.discard)(node)
 
     # the world
     def status(self, node: str, model: str) -> ModelStatus:

@@ -142,7 +142,7 @@ class Gateway:
         self._file_routes = FileRoutes(self.dispatcher, self._nodes, board, self._metering, self._deferred)
         parts = (
             self._file_routes,
-            OrderRoutes(self.dispatcher, operator, board, self._metering),
+            OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, self._operator_state.store),
             JobRoutes(board, self._metering),
             ActivityRoutes(self._services.activity, self._metering, self._streams),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),

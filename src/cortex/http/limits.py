@@ -57,6 +57,8 @@ class UpstreamLimits:
     connect_s: float = 5.0
     silence_s: float = 600.0
     """How long a node may send nothing while a response is due. There is no total timeout."""
+    silence_when_down_s: float = 5.0
+    """The same while the node is known to be down."""
     keep_s: float = 30.0
     """How long an idle connection is kept; should be less than the node's own keep-alive timeout."""
     num_kept: int = 256

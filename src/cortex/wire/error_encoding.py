@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cortex.wire.errors import CortexError, Family
-from cortex.wire.node.headers import PROMPT_TOKENS
+from cortex.wire.errors import CortexError, Family, Recovering
+from cortex.wire.node.headers import PROMPT_TOKENS, RECOVERS
 from cortex.wire.words import whole_seconds
 
 
@@ -33,7 +33,7 @@ def envelope(error: CortexError, family: Family) -> dict[str, Any]:
 
 def headers(error: CortexError) -> dict[str, str]:
     """`Retry-After` in whole seconds, at least one, for an error that has a time to wait. `Allow` for a method that is
-    not allowed. The size of a prompt that is over a budget."""
+    not allowed. The size of a prompt that is over a budget. That the model recovers from a fault."""
     found: dict[str, str] = {}
     if error.retry_after_s is not None:
         found["retry-after"] = str(max(1, whole_seconds(error.retry_after_s)))
@@ -41,4 +41,6 @@ def headers(error: CortexError) -> dict[str, str]:
         found["allow"] = ", ".join(allowed_methods)
     if prompt_tokens := error.details.get("prompt_tokens"):
         found[PROMPT_TOKENS] = str(prompt_tokens)
+    if isinstance(error, Recovering):
+        found[RECOVERS] = "true"
     return found

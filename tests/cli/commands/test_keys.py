@@ -52,6 +52,21 @@ def test_key_is_not_added_to_an_invalid_config(invoke: Invoke, tmp_path: Path) -
     assert config.read_text() == "[gatewy]\n"
 
 
+def test_name_that_a_key_has_is_replaced_only_on_request(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text("")
+    add_anna = ("keys", "add", "anna", "--json", "--config", str(config))
+    first = json.loads(invoke(*add_anna, "--window-tokens", "1000").stdout)
+    text = config.read_text()
+    again = invoke(*add_anna)
+    assert (again.code, config.read_text()) == (ExitCode.USAGE, text)
+    assert "has a key for anna already" in again.error
+    second = json.loads(invoke(*add_anna, "--replace").stdout)
+    assert first["id"] not in config.read_text()
+    (listed,) = json.loads(invoke("keys", "list", "--config", str(config), "--json").stdout)
+    assert (listed["id"], listed["window_tokens"]) == (second["id"], None)
+
+
 @pytest.mark.parametrize("command", ["add", "remove"])
 def test_keys_of_a_file_in_a_missing_directory_are_an_invalid_configuration(
     invoke: Invoke, tmp_path: Path, command: str

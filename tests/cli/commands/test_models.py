@@ -42,6 +42,20 @@ def test_lifecycle_commands_send_their_request(
     assert [(path, body) for _method, path, body, _headers in sent] == [(path, body)]
 
 
+def test_drain_waits_until_the_running_requests_have_ended(
+    gateway: CannedGateway, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway.responses["POST", "/fleet/nodes/beast/drain"] = {"node": "beast", "drained": True}
+    gateway.responses["GET", "/fleet/status"] = fleet({**READY, "in_flight": 2})
+
+    def end_requests(_seconds: float) -> None:
+        gateway.responses["GET", "/fleet/status"] = fleet({**READY, "in_flight": 0, "load": {}})
+
+    monkeypatch.setattr("cortex.cli.commands.nodes.time.sleep", end_requests)
+    shown = invoke("drain", "beast", "--wait").stdout
+    assert shown == "beast gets no new requests\n2 requests still running\nbeast is idle\n"
+
+
 def test_failed_load_and_status_show_the_reason_once(gateway: CannedGateway, invoke: Invoke) -> None:
     gateway.responses["POST", "/fleet/models/small/load"] = (202, {"model": "small", "job": job("running")})
     error = {"code": "insufficient_capacity", "message": "small does not fit."}

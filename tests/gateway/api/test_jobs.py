@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node.protocol import HubRepository, HubVariant, ModelState, PullStatus
 from cortex.wire.node.sampling import SamplingDefaults
@@ -210,6 +214,27 @@ async def test_pin_and_drain_survive_a_restart(neurons: StartNeuron, start_gatew
     await second.post("/fleet/nodes/other/undrain")
     assert (await second.chat("b"))[0] == 200
     assert (await second.post("/fleet/nodes/nowhere/drain"))[0] == 404
+
+
+async def test_pins_and_drained_nodes_are_stored_when_the_order_is_confirmed(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("cortex.gateway.dispatch.operator.state.INTERVAL_S", 3600)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+
+    def stored(table: str) -> list[tuple[str, ...]]:
+        with closing(sqlite3.connect(Config().database(tmp_path))) as database:
+            return database.execute(f"SELECT * FROM {table}").fetchall()
+
+    for order, table, expected in (
+        ("models/a/pin", "pin", [("beast", "a")]),
+        ("models/a/unpin", "pin", []),
+        ("nodes/beast/drain", "drained", [("beast",)]),
+        ("nodes/beast/undrain", "drained", []),
+    ):
+        assert (await client.post(f"/fleet/{order}"))[0] == 200
+        assert stored(table) == expected, order
 
 
 async def test_pull_is_a_job_on_the_node_with_room(neurons: StartNeuron, start_gateway: StartGateway) -> None:

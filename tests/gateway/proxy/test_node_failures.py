@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from aiohttp import web
@@ -105,6 +105,82 @@ async def test_silent_stream_ends_after_the_idle_timeout(neurons: StartNeuron, s
     client = await start_gateway(bad, idle_timeout_s=0.5, keepalive_s=0.2)
     text = await client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True})
     assert b'"upstream_interrupted"' in text
+
+
+async def _hang_with(node: FakeNeuron) -> NoReturn:
+    """The whole node hangs from now on, as a stopped process does."""
+    node.silent = True
+    await hang()
+
+
+async def test_request_at_a_node_that_hangs_moves_when_the_node_is_down(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang_at_once(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await _hang_with(node)
+
+    monkeypatch.setattr("cortex.gateway.dispatch.nodes.client.POLL_TIMEOUT_S", 0.2)
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, respond=hang_at_once)
+    good = await neurons("good", sizes={"a": GB})
+    client = await start_gateway(bad, good)
+    status, response = await client.chat("a")
+    assert (status, response["choices"][0]["message"]["content"]) == (200, "from good")
+
+
+async def test_stream_of_a_node_that_hangs_ends_when_the_node_is_down(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang_in_the_middle(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(chunk(body["model"], {"content": "half"}))
+        await _hang_with(node)
+
+    monkeypatch.setattr("cortex.gateway.dispatch.nodes.client.POLL_TIMEOUT_S", 0.2)
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, respond=hang_in_the_middle)
+    client = await start_gateway(bad)
+    text = await client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True})
+    assert b'"upstream_interrupted"' in text
+
+
+async def test_stream_of_a_node_that_is_down_goes_on_while_it_sends(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        node.silent = True
+        await response.write(chunk(body["model"], {"content": "first"}))
+        await until(lambda: "bad" in down)
+        await response.write(chunk(body["model"], {"content": "last"}, "stop"))
+        await response.write_eof(b"data: [DONE]\n\n")
+        return response
+
+    monkeypatch.setattr("cortex.gateway.dispatch.nodes.client.POLL_TIMEOUT_S", 0.2)
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, respond=respond)
+    client = await start_gateway(bad)
+    down = set[str]()
+    nodes = client.gateway.dispatcher
+
+    def note_down() -> bool:
+        down.update(node.name for node in nodes.fleet.nodes if not node.healthy)
+        return bool(down)
+
+    stream = asyncio.create_task(client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True}))
+    await until(note_down)
+    assert b"last" in await stream
+
+
+async def test_request_waits_for_a_model_that_recovers(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    async def recover(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        node.states["a"], node.respond = ModelState.RECOVERING, None
+        error = {"message": "recovers", "code": "recovering", "type": "x"}
+        return web.json_response({"error": error}, status=503, headers={"x-cortex-recovers": "true"})
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=recover)
+    client = await start_gateway(beast)
+    response = asyncio.create_task(client.chat("a"))
+    await until(lambda: client.gateway.dispatcher.queue_depths == {"a": 1})
+    beast.states["a"] = READY
+    assert (await response)[0] == 200
 
 
 async def test_one_missed_poll_does_not_take_a_node_down(

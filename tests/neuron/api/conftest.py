@@ -44,6 +44,7 @@ from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.prompt_overflow import prompt_too_long
 
+from ..generations import PlayedGeneration
 from .served import served
 
 TEMPLATE = (
@@ -107,18 +108,6 @@ class Script:
     cached: int = 0
 
 
-class ScriptedGeneration:
-    def __init__(self, outputs: AsyncIterator[list[StepOutput]]) -> None:
-        self._outputs = outputs
-        self.cancelled = asyncio.Event()
-
-    def __aiter__(self) -> AsyncIterator[list[StepOutput]]:
-        return self._outputs
-
-    def cancel(self) -> None:
-        self.cancelled.set()
-
-
 @dataclass
 class ScriptedFiles:
     """Downloads that begin, and end when they are cancelled."""
@@ -160,7 +149,7 @@ class ScriptedNode:
     load_error: CortexError | None = None
     submit_error: Exception | None = None
     submitted: list[EngineRequest] = field(default_factory=list)
-    generations: list[ScriptedGeneration] = field(default_factory=list)
+    generations: list[PlayedGeneration] = field(default_factory=list)
     num_taken_outputs: int = 0
     """Outputs after which the API has asked for more."""
     loads: list[LoadRequest] = field(default_factory=list)
@@ -258,13 +247,13 @@ class ScriptedNode:
         async for message in connection:
             await connection.send(message)
 
-    def generate(self, model_id: str, request: EngineRequest) -> ScriptedGeneration:
+    def generate(self, model_id: str, request: EngineRequest) -> PlayedGeneration:
         if self.submit_error is not None:
             raise self.submit_error
         if len(request.prompt) >= self.context_tokens:
             raise prompt_too_long(len(request.prompt), self.context_tokens)
         self.submitted.append(request)
-        generation = ScriptedGeneration(self._outputs(request))
+        generation = PlayedGeneration(self._outputs(request))
         self.generations.append(generation)
         return generation
 

@@ -15,6 +15,7 @@ from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.node import Node
 from cortex.wire.node.protocol import LoadRequest, ModelStatus
 
+from ..generations import Reader
 from ..tiny_models import write_llama
 
 WAIT_S = 60.0
@@ -25,8 +26,9 @@ def request(request_id: str = "r", token: int = faulty_engine.PLAIN, max_tokens:
     return EngineRequest(id=request_id, prompt=(token,), max_tokens=max_tokens)
 
 
-async def tokens_of(generation: Generation) -> list[int]:
-    return [token async for batch in generation for output in batch for token in output.tokens]
+async def tokens_of(generation: Generation | Reader) -> list[int]:
+    reader = generation if isinstance(generation, Reader) else Reader(generation)
+    return [token async for batch in reader for output in batch for token in output.tokens]
 
 
 async def load(

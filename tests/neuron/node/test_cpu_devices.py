@@ -13,6 +13,8 @@ from cortex.neuron.engine.request import EngineRequest
 from cortex.wire.errors import LoadFailed, Recovering
 from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
+from ..generations import Reader
+
 
 async def test_places_models_on_any_of_several_cpu_devices(tmp_path: Path) -> None:
     models = [
@@ -35,7 +37,7 @@ async def test_replicas_serve_side_by_side_and_a_lost_one_comes_back(tmp_path: P
     async with running_node(tmp_path, {"models": models, "cpu_devices": 2}) as node:
         assert (await node.load(LoadRequest(model_id="m"), wait=True)).devices == (0, 1)
         streams = [
-            node.generate("m", EngineRequest(id=str(number), prompt=(PLAIN, number), max_tokens=2000))
+            Reader(node.generate("m", EngineRequest(id=str(number), prompt=(PLAIN, number), max_tokens=2000)))
             for number in range(2)
         ]
         for stream in streams:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cortex.neuron.node.lifecycle import Lifecycle, transition
+from cortex.neuron.node.lifecycle import FAILURE_S, Lifecycle, transition
 from cortex.neuron.node.lifecycle_events import (
     DownloadStarted,
     Effect,
@@ -86,6 +86,14 @@ def test_stays_failed_until_loaded_again_or_unloaded() -> None:
     assert effects[-1] == NotifyFailed(BAD_FILES)
     assert play(EnsureReady(), life=failed)[1] == [StartLoad(2)]
     assert play(EnsureGone(), life=failed)[0].state is ModelState.COLD
+
+
+def test_failure_is_reported_for_a_while_and_its_reason_stays() -> None:
+    failed, _ = play(EnsureReady(), LoadEnded(1, BAD_FILES))
+    over_at = failed.since_s + FAILURE_S
+    assert [failed.reported_state(now) for now in (over_at - 1, over_at)] == [ModelState.FAILED, ModelState.COLD]
+    assert failed.reason == "bad files"
+    assert READY.reported_state(over_at) is ModelState.READY
 
 
 def test_unload_during_a_load_cancels_it_and_notifies_both_callers() -> None:

@@ -17,6 +17,7 @@ from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.errors import InvalidValue, Recovering
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
+from ..generations import Reader
 from .node_calls import generate, load, worker_bytes, worker_of, write_source
 
 MEBIBYTE = 1 << 20
@@ -38,7 +39,7 @@ async def test_killed_worker_recovers_and_the_model_generates_the_same(tmp_path:
         await load(node, "a")
         first = await generate(node, "a")
         assert len(first) == 8
-        stream = node.generate("a", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=400))
+        stream = Reader(node.generate("a", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=400)))
         await anext(stream)
         os.kill(worker_of(node), signal.SIGKILL)
         with pytest.raises(Recovering):
@@ -62,16 +63,16 @@ async def test_invalid_parameters_end_only_their_own_requests(tmp_path: Path, wo
     ]
     try:
         await load(node, "a")
-        stream = node.generate("a", EngineRequest(id="live", prompt=(1, 2, 3), max_tokens=60))
+        stream = Reader(node.generate("a", EngineRequest(id="live", prompt=(1, 2, 3), max_tokens=60)))
         num_tokens = sum(len(output.tokens) for output in await anext(stream))
         for number, params in enumerate(invalid):
             request = EngineRequest(id=f"params {number}", prompt=(4, 5), max_tokens=5, sampling=params)
             with pytest.raises(InvalidValue):
-                async for _ in node.generate("a", request):
+                async for _ in Reader(node.generate("a", request)):
                     pass
         huge = SamplingParams(top_k=2**63 - 1, repetition_window=2**63 - 1, repetition_penalty=1.1)
         request = EngineRequest(id="huge", prompt=(4, 5), max_tokens=5, sampling=huge)
-        assert sum([len(output.tokens) async for batch in node.generate("a", request) for output in batch]) == 5
+        assert sum([len(output.tokens) async for batch in Reader(node.generate("a", request)) for output in batch]) == 5
         async for batch in stream:
             num_tokens += sum(len(output.tokens) for output in batch)
         assert num_tokens == 60

@@ -17,6 +17,7 @@ from cortex.wire.errors import (
 )
 from cortex.wire.node.protocol import ModelState
 
+from ..generations import Reader
 from .node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_of
 
 
@@ -24,7 +25,7 @@ async def test_recovers_each_time_its_worker_is_killed_mid_stream(tmp_path: Path
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
         for _ in range(6):
-            stream = node.generate("m", request("long", max_tokens=10**6))
+            stream = Reader(node.generate("m", request("long", max_tokens=10**6)))
             await anext(stream)
             os.kill(worker_of(node), signal.SIGKILL)
             with pytest.raises(Recovering):
@@ -43,7 +44,7 @@ async def test_device_fault_ends_streams_with_a_retryable_error_and_the_models_r
     async with running_node(tmp_path, models(tmp_path, m={}, other={}), timeouts=timeouts) as node:
         await load(node)
         await load(node, "other")
-        innocent = node.generate("other", request("innocent", max_tokens=10**6))
+        innocent = Reader(node.generate("other", request("innocent", max_tokens=10**6)))
         await anext(innocent)
         with pytest.raises(Recovering):
             await tokens_of(node.generate("m", request("fatal", token)))

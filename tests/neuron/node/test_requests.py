@@ -20,6 +20,7 @@ from cortex.wire.errors import (
 from cortex.wire.node.protocol import LoadRequest, ModelState
 
 from ...processes import alive
+from ..generations import Reader
 from .node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_of
 
 
@@ -29,7 +30,7 @@ async def test_error_of_one_request_does_not_affect_others(tmp_path: Path) -> No
         models(tmp_path, m={}),
     ) as node:
         await load(node)
-        other = node.generate("m", request("other", max_tokens=300))
+        other = Reader(node.generate("m", request("other", max_tokens=300)))
         first = await anext(other)
         with pytest.raises(InvalidValue, match="top_k"):
             await tokens_of(node.generate("m", request("rejected", faulty_engine.REFUSED)))
@@ -69,8 +70,8 @@ async def test_cancelled_request_frees_its_slot_in_every_phase(tmp_path: Path) -
     config = {**models(tmp_path, m={}), "limits": {"max_num_seqs": 1, "max_queue": 4}}
     async with running_node(tmp_path, config) as node:
         await load(node)
-        running = node.generate("m", request("running", max_tokens=10**6))
-        queued = node.generate("m", request("queued"))
+        running = Reader(node.generate("m", request("running", max_tokens=10**6)))
+        queued = Reader(node.generate("m", request("queued")))
         await anext(running)
         assert (node.model("m").load.running, node.model("m").load.waiting) == (1, 1)
         queued.cancel()
@@ -87,8 +88,8 @@ async def test_full_queue_rejects_with_retry_after(tmp_path: Path) -> None:
     config = {**models(tmp_path, m={}), "limits": {"max_num_seqs": 1, "max_queue": 1}}
     async with running_node(tmp_path, config) as node:
         await load(node)
-        first = node.generate("m", request("first", max_tokens=10**6))
-        second = node.generate("m", request("second"))
+        first = Reader(node.generate("m", request("first", max_tokens=10**6)))
+        second = Reader(node.generate("m", request("second")))
         with pytest.raises(Overloaded) as rejected:
             node.generate("m", request("third"))
         assert rejected.value.retry_after_s is not None
@@ -100,10 +101,10 @@ async def test_full_queue_rejects_with_retry_after(tmp_path: Path) -> None:
 async def test_keeps_requests_in_the_queue_while_the_cache_is_full(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={"num_pages": 1})) as node:
         await load(node)
-        first = node.generate("m", request("first", max_tokens=10**6))
+        first = Reader(node.generate("m", request("first", max_tokens=10**6)))
         await anext(first)
         await until(lambda: node.model("m").load.kv_used_fraction == 1.0)
-        second = node.generate("m", request("second"))
+        second = Reader(node.generate("m", request("second")))
         assert (node.model("m").load.running, node.model("m").load.waiting) == (1, 1)
         first.cancel()
         assert await tokens_of(second) == [1, 2, 3, 4, 5]

@@ -15,6 +15,7 @@ from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import InsufficientCapacity, ModelInUse, Overloaded
 from cortex.wire.node.protocol import Device, LoadRequest, ModelState, ModelStatus, UnloadRequest
 
+from ..generations import Reader
 from .node_calls import has_worker, load, request, tokens_of, until, worker_of
 
 MEBIBYTE = 1 << 20
@@ -209,7 +210,7 @@ async def test_sleeping_model_is_loaded_in_one_of_two_quantisations_that_are_ord
 async def test_load_ordered_during_an_unload_keeps_its_quantisation(tmp_path: Path, to_sleep: bool) -> None:
     async with running_node(tmp_path, config(tmp_path, m={"step_s": 0.02})) as node:
         await load(node)
-        generation = node.generate("m", request(max_tokens=100_000))
+        generation = Reader(node.generate("m", request(max_tokens=100_000)))
         await anext(generation)
         unload = asyncio.create_task(node.unload(UnloadRequest(model_id="m", sleep=to_sleep, drain_s=600.0)))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)

@@ -17,7 +17,7 @@ from cortex.cli.ledger_source import ask, configuration
 from cortex.cli.output import console, json_option, print_json, table
 from cortex.gateway.config import Config, load
 from cortex.gateway.database import StoreError
-from cortex.gateway.ledger.key_file import AmbiguousKey, KeyFile, KeyFileError, UnknownKey
+from cortex.gateway.ledger.key_file import AmbiguousKey, KeyFile, KeyFileError, NameTaken, UnknownKey
 from cortex.gateway.ledger.keys import KeySection, as_toml, generate
 from cortex.gateway.ledger.limits import MINUTE_S, Spent
 from cortex.gateway.ledger.store import open_store
@@ -41,6 +41,7 @@ def keys() -> None:
 @click.option(
     "-c", "--config", type=click.Path(path_type=Path), help="Add it to this cortex.toml; printed when absent."
 )
+@click.option("--replace", is_flag=True, help="Replace the key that NAME has: it and its limits are gone.")
 @json_option
 def add(
     name: str,
@@ -52,6 +53,7 @@ def add(
     expires: str | None,
     operator: bool,
     config: Path | None,
+    replace: bool,
     as_json: bool,
 ) -> None:
     """Create a key for NAME and show it, once.
@@ -76,7 +78,10 @@ def add(
     except ValueError as problem:
         raise click.BadParameter(str(problem), param_hint="--expires") from problem
     if config is not None:
-        KeyFile(config).add(made.section)
+        try:
+            KeyFile(config).add(made.section, replace=replace)
+        except KeyFileError as problem:
+            raise _command_error(problem) from problem
     if as_json:
         print_json({"key": made.text, **msgspec.to_builtins(made.section)})
         return
@@ -160,7 +165,7 @@ def remove(key: str, config: Path, as_json: bool) -> None:
 
 
 def _command_error(problem: KeyFileError) -> CommandError:
-    codes = {UnknownKey: ExitCode.NOT_FOUND, AmbiguousKey: ExitCode.USAGE}
+    codes = {UnknownKey: ExitCode.NOT_FOUND, AmbiguousKey: ExitCode.USAGE, NameTaken: ExitCode.USAGE}
     return CommandError(problem.message, problem.remedy, codes.get(type(problem), ExitCode.FAILED))
 
 

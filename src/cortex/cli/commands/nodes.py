@@ -16,7 +16,10 @@ from cortex.cli.output import console, json_option, print_json, size, state, tab
 from cortex.cli.views.jobs import parse
 from cortex.cli.views.load import describe, memory_of
 from cortex.wire.node.protocol import ModelState
-from cortex.wire.words import duration
+from cortex.wire.words import duration, plural
+
+WAIT_S = 0.5
+"""Between two looks at a node that is drained."""
 
 
 @click.command(cls=Command)
@@ -100,14 +103,17 @@ def _cancelled(gateway: GatewayClient, job_id: str) -> Any:
 
 @click.command(cls=Command)
 @click.argument("node")
+@click.option("--wait", is_flag=True, help="Return when its running requests have ended.")
 @gateway_options
 @json_option
-def drain(node: str, gateway: GatewayClient, as_json: bool) -> None:
+def drain(node: str, wait: bool, gateway: GatewayClient, as_json: bool) -> None:
     """Send no new requests and loads to a node.
 
     Running requests end normally, and its models stay loaded. It lasts until `cortex undrain`, also over restarts.
     """
     _drain(gateway, node, "drain", "gets no new requests", as_json)
+    if wait:
+        _wait_until_idle(gateway, node, as_json)
 
 
 @click.command(cls=Command)
@@ -117,6 +123,23 @@ def drain(node: str, gateway: GatewayClient, as_json: bool) -> None:
 def undrain(node: str, gateway: GatewayClient, as_json: bool) -> None:
     """Send requests and loads to a node again."""
     _drain(gateway, node, "undrain", "gets requests again", as_json)
+
+
+def _wait_until_idle(gateway: GatewayClient, name: str, as_json: bool) -> None:
+    """Returns also when the node is down or gone: nothing runs there then."""
+    shown = 0
+    while running := _num_running(fleet_view.fetch(gateway), name):
+        if running != shown and not as_json:
+            console().print(f"{plural(running, 'request')} still running", soft_wrap=True)
+        shown = running
+        time.sleep(WAIT_S)
+    if not as_json:
+        console().print(f"{name} is idle", soft_wrap=True)
+
+
+def _num_running(fleet: fleet_view.FleetView, name: str) -> int:
+    held = [model for node in fleet.nodes if node.name == name and node.up for model in node.models]
+    return sum(max(model.in_flight, model.load.running + model.load.waiting) for model in held)
 
 
 def _drain(gateway: GatewayClient, node: str, order: str, result: str, as_json: bool) -> None:

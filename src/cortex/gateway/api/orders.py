@@ -7,7 +7,7 @@ An order that takes a while is a job. The response follows when the job has ende
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 from cortex.fleet.placement import explain
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.api.jobs import Job, JobBoard, JobKind
-from cortex.gateway.api.parts import expect, read_body
+from cortex.gateway.api.parts import DeferredResponses, expect, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.model_jobs import Watched
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
@@ -53,11 +53,22 @@ class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class OrderRoutes:
     """Carries out orders, each as one job."""
 
-    def __init__(self, dispatcher: Dispatcher, operator: OperatorCommands, board: JobBoard, metering: Metering) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        operator: OperatorCommands,
+        board: JobBoard,
+        metering: Metering,
+        deferred: DeferredResponses,
+        store: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`store` returns when pins and drained nodes are written."""
         self._dispatcher = dispatcher
         self._operator = operator
         self._board = board
         self._metering = metering
+        self._deferred = deferred
+        self._store = store
 
     def serves(self, path: str) -> bool:
         return _split(path, _MODELS, _MODEL_ORDERS) is not None or _split(path, _NODES, _NODE_ORDERS) is not None
@@ -68,7 +79,8 @@ class OrderRoutes:
         by = self._metering.meter.authenticate_operator(request)
         if (on_node := _split(path, _NODES, _NODE_ORDERS)) is not None:
             read_body(request.body, _Nothing)
-            return self._drain(*on_node)
+            self._respond_stored(exchange, self._drain(*on_node))
+            return None
         on_model = _split(path, _MODELS, _MODEL_ORDERS)
         if on_model is None:
             raise RouteNotFound(f"There is no {shorten(path)}; GET / lists the routes.")
@@ -78,14 +90,27 @@ class OrderRoutes:
         if order == "unpin" or (order == "pin" and not details.pinned):
             if details.dry_run:
                 raise InvalidValue("There is no dry run of an unpin: it loads and unloads nothing.", param="dry_run")
-            return json_response({"model": model, "nodes": self._operator.unpin(model, details.node)})
+            nodes = self._operator.unpin(model, details.node)
+            self._respond_stored(exchange, json_response({"model": model, "nodes": nodes}))
+            return None
         if details.dry_run:
             return json_response({"dry_run": True} | self._preview(model, order, details))
         job, nodes = self._start(model, order, details, by)
-        if not details.wait:
-            return json_response({"model": model, "nodes": nodes, "job": job.as_json()}, 202)
-        job.on_end(partial(_respond, exchange, job, nodes))
+        if details.wait:
+            job.on_end(lambda: self._respond_stored(exchange, _ended(job, nodes)))
+        else:
+            body = {"model": model, "nodes": nodes, "job": job.as_json()}
+            self._respond_stored(exchange, json_response(body, 202))
         return None
+
+    def _respond_stored(self, exchange: Exchange, response: Response) -> None:
+        """Respond once a kill of this process would not undo the order."""
+
+        async def stored() -> Response:
+            await self._store()
+            return response
+
+        self._deferred.respond(exchange, stored())
 
     def _drain(self, node: str, order: str) -> Response:
         self._operator.drain(node, drained=order == "drain")
@@ -169,13 +194,10 @@ def _split(path: str, prefix: str, orders: Sequence[str]) -> tuple[str, str] | N
     return (name, order) if path.startswith(prefix) and name and order in orders else None
 
 
-def _respond(exchange: Exchange, job: Job, nodes: Sequence[str]) -> None:
-    if exchange.closed:
-        return
+def _ended(job: Job, nodes: Sequence[str]) -> Response:
     if job.error is not None:
-        exchange.respond(*error_response(job.error, Family.OPENAI))
-    else:
-        exchange.respond(*json_response({"model": job.model, "nodes": nodes, "job": job.as_json()}))
+        return error_response(job.error, Family.OPENAI)
+    return json_response({"model": job.model, "nodes": nodes, "job": job.as_json()})
 
 
 def _read(body: bytes) -> _Order:

@@ -26,7 +26,7 @@ from cortex.gateway.dispatch.queues import Queues
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.waiting_requests import WaitingRequests
 from cortex.wire.errors import CortexError, InsufficientCapacity, NodeNotFound, ShuttingDown, shorten
-from cortex.wire.node.protocol import Discovery, Health, ModelStatus
+from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
 
 
 class Dispatcher(StateMachine):
@@ -177,7 +177,13 @@ class Dispatcher(StateMachine):
     @event
     def model_not_found(self, lease: Lease) -> None:
         """The node denies having the model, whatever its last report said."""
-        self._fleet_state.forget_ready(lease.target, self._clock())
+        self._fleet_state.forget_ready(lease.target, ModelState.COLD, self._clock())
+        self._effects.poll_now(lease.node)
+
+    @event
+    def model_recovers(self, lease: Lease) -> None:
+        """The node is loading the model again after a fault, whatever its last report said."""
+        self._fleet_state.forget_ready(lease.target, ModelState.RECOVERING, self._clock())
         self._effects.poll_now(lease.node)
 
     def close(self) -> None:
@@ -232,6 +238,7 @@ class Dispatcher(StateMachine):
         self._leases.observed(node)
         self._leases.suspects.discard(node)
         if not was_up:
+            self._effects.mark_down(node, is_down=False)
             self._event_log.happened("node_up", node=node, models=len(health.models))
         self._jobs.observed(node, health)
 
@@ -247,6 +254,8 @@ class Dispatcher(StateMachine):
         if went_down or self._fleet_state.reported(node).missed_polls == self._fleet_state.settings.missed_polls:
             self._event_log.happened("node_down", node=node, why=why)
         if went_down:
+            if self._fleet_state.reported(node).has_lifecycle:  # a foreign server may be too busy for polls
+                self._effects.mark_down(node, is_down=True)
             self._leases.suspects.discard(node)
             self._leases.forget_cache(node)
             self._jobs.abandon(node, f"went down: {why}")

@@ -73,6 +73,10 @@ class NodeEffects:
         if poller is not None:
             poller.poll_soon()
 
+    def mark_down(self, node: str, *, is_down: bool) -> None:
+        if (client := self._nodes.get(node)) is not None:
+            client.pool.is_down = is_down
+
     async def close(self) -> None:
         """Stop waiting for orders under way; nodes finish them without us."""
         for task in self._tasks:

@@ -169,12 +169,11 @@ class FleetState:
             residencies = {**reported.residencies, status.id: Residency(status=status, seen_at=now)}
             self._reported[node] = msgspec.structs.replace(reported, residencies=residencies)
 
-    def forget_ready(self, target: ModelOnNode, now: float) -> None:
-        """The node does not have the model ready any more. One that is asleep stays so."""
+    def forget_ready(self, target: ModelOnNode, state: ModelState, now: float) -> None:
+        """The node does not have the model ready any more, it is in this `state`. One that is asleep stays so."""
         held = self._residency(target)
         if held is not None and held.state is not ModelState.ASLEEP:
-            cold = msgspec.structs.replace(held.status, state=ModelState.COLD, state_age_s=0.0)
-            self.update_model(target.node, cold, now)
+            self.update_model(target.node, msgspec.structs.replace(held.status, state=state, state_age_s=0.0), now)
 
     def count_load(self, node: str) -> None:
         if (reported := self._reported.get(node)) is not None:

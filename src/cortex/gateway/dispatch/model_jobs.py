@@ -43,6 +43,9 @@ class Effects(Protocol):
     def poll_now(self, node: str) -> None:
         """Ends in `observed` or `missed`."""
 
+    def mark_down(self, node: str, *, is_down: bool) -> None:
+        """Requests at a node that is down fail unless it still sends something; they may then be sent elsewhere."""
+
 
 class ModelJobs:
     """Owned by the dispatcher; every method runs inside one of its events."""
@@ -172,7 +175,7 @@ class ModelJobs:
             self._last_loads.pop(target, None)
             self._fleet_state.failures.pop(target, None)
             self._fleet_state.shortfalls.pop(target, None)
-            self._fleet_state.forget_ready(target, self._clock())
+            self._fleet_state.forget_ready(target, ModelState.COLD, self._clock())
             is_asleep = self._fleet_state.is_asleep(target)
             self._event_log.happened("model_asleep" if is_asleep else "model_unloaded", node=node, model=model)
         else:

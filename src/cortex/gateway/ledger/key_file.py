@@ -43,6 +43,10 @@ class AmbiguousKey(KeyFileError):
     """Several keys have that name."""
 
 
+class NameTaken(KeyFileError):
+    """Another key has that name."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeyFile:
     """One configuration file. Calls block. Each raises KeyFileError, SettingsError or OSError, and then nothing has
@@ -50,11 +54,22 @@ class KeyFile:
 
     path: Path
 
-    def add(self, section: KeySection) -> None:
-        """Append the key to the file, which must be valid before and after."""
+    def add(self, section: KeySection, *, replace: bool = False) -> None:
+        """Append the key to the file, which must be valid before and after; with `replace` in place of the key of that
+        name. Raises NameTaken."""
         with self._locked():
             load(self.path, os.environ)
-            text = f"{self._text().rstrip()}\n\n{as_toml(section)}"
+            before = self._read()
+            text = self._text()
+            namesakes = [other for other in before.keys if other.name == section.name]
+            if namesakes and not replace:
+                raise NameTaken(
+                    f"{self.path} has a key for {section.name} already",
+                    "choose another name, change it with `cortex keys change`, or replace it with `--replace`",
+                )
+            for other in namesakes:
+                text = self._without(text, other)
+            text = f"{text.rstrip()}\n\n{as_toml(section)}"
             settings.loads(Config, text, file=self.path)
             self._replace(text)
 
@@ -107,10 +122,19 @@ class KeyFile:
         """Put `table` in the place of the key's table; the file must then have exactly these `keys`."""
         text = _with_table(self._text(), section.id, table)
         if text is None or settings.loads(Config, text, file=self.path) != msgspec.structs.replace(before, keys=keys):
-            raise KeyFileError(
-                f"the table of {section.name} in {self.path} cannot be edited by program", "edit it by hand"
-            )
+            raise self._not_editable(section)
         self._replace(text)
+
+    def _without(self, text: str, section: KeySection) -> str:
+        shorter = _with_table(text, section.id, "")
+        if shorter is None:
+            raise self._not_editable(section)
+        return shorter
+
+    def _not_editable(self, section: KeySection) -> KeyFileError:
+        return KeyFileError(
+            f"the table of {section.name} in {self.path} cannot be edited by program", "edit it by hand"
+        )
 
     def _replace(self, text: str) -> None:
         """Replace the contents of the file atomically and durably; its mode and its owner stay, and so does a link to

@@ -50,6 +50,7 @@ from cortex.wire.node.headers import (
     NODE,
     PRINCIPAL,
     PROMPT_TOKENS,
+    RECOVERS,
     TOKEN_LIMIT,
 )
 
@@ -63,6 +64,9 @@ _KEPT_HEADER = kept.HEADER.encode()
 _TOKEN_LIMIT_HEADER = TOKEN_LIMIT.encode()
 _BUDGET_HEADER = BUDGET.encode()
 _PROMPT_TOKENS_HEADER = PROMPT_TOKENS.encode()
+
+_RECOVERS_HEADER = RECOVERS.encode()
+_OVERLOADED = (503, 529)
 
 MAX_ATTEMPTS = 3
 """How often one request may be sent before it is rejected."""
@@ -262,7 +266,10 @@ class ProxyRequest:
             # The model was there at the last poll and has been unloaded since. Its node will load it again.
             self.services.dispatcher.model_not_found(lease)
             self._excluded = NO_NODES
-        elif status in (503, 529) and lease.has_alternatives:
+        elif status in _OVERLOADED and lease.has_lifecycle and any(name == _RECOVERS_HEADER for name, _ in headers):
+            self.services.dispatcher.model_recovers(lease)
+            self._excluded = NO_NODES
+        elif status in _OVERLOADED and lease.has_alternatives:
             self._excluded |= {lease.node}
         elif status == errors.InsufficientQuota.status and lease.has_lifecycle and self._has_more_tokens(headers):
             self._release(f"status {status}")

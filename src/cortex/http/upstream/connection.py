@@ -23,6 +23,7 @@ class PoolContext(Protocol):
     """What a connection needs of its pool."""
 
     origin: str
+    is_down: bool
     limits: UpstreamLimits
     ticker: Ticker
     connections: set[UpstreamConnection]
@@ -305,5 +306,9 @@ class UpstreamConnection(asyncio.Protocol):
         if call is None:
             if silence_s >= self._pool.limits.keep_s:
                 self.transport.abort()
-        elif not self._reading_paused and silence_s >= call.silence_s:
-            self._fail(UpstreamSilent(f"{self._pool.origin} sent nothing for {call.silence_s:g} s"))
+        elif not self._reading_paused:
+            limits = self._pool.limits
+            limit_s = min(call.silence_s, limits.silence_when_down_s) if self._pool.is_down else call.silence_s
+            if silence_s >= limit_s:
+                why = ", and it does not respond to polls" if self._pool.is_down else ""
+                self._fail(UpstreamSilent(f"{self._pool.origin} sent nothing for {limit_s:g} s{why}"))

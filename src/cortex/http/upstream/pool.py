@@ -52,6 +52,8 @@ class Pool:
         """Running calls, including those that are connecting; updated by the calls."""
         self.connections: set[UpstreamConnection] = set()
         """Open connections; updated by themselves."""
+        self.is_down = False
+        """The node is known to be down: its calls may be silent for `limits.silence_when_down_s` only."""
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
-from cortex.neuron.engine.request import EngineRequest, EngineStats, PooledTexts, StepOutput
+from cortex.neuron.engine.request import EngineRequest, EngineStats, PooledTexts
+from cortex.neuron.node.generation import Fail, Receive
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.status import ServedModel
 from cortex.neuron.text.model import TextModel
@@ -27,9 +28,11 @@ from cortex.wire.packed_request import PackedRequest
 
 
 class GenerationStream(Protocol):
-    """One sequence's outputs. `cancel` may be called at any time and repeatedly."""
+    """One sequence's outputs, as `Generation` delivers them."""
 
-    def __aiter__(self) -> AsyncIterator[list[StepOutput]]: ...
+    def follow(self, receive: Receive, fail: Fail) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
     def cancel(self) -> None: ...
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from cortex.http.request import Headers
 from cortex.http.response_head import STREAM_HEADERS
 from cortex.http.server.exchange import Exchange
 from cortex.http.ticker import Ticker
+
+
+class Source(Protocol):
+    """Produces the events of a stream, except between `pause` and `resume`."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
 class EventStream:
@@ -20,9 +27,18 @@ class EventStream:
     """
 
     def __init__(
-        self, exchange: Exchange, ticker: Ticker, *, keepalive: bytes, keepalive_s: float, headers: Headers = ()
+        self,
+        exchange: Exchange,
+        ticker: Ticker,
+        *,
+        keepalive: bytes,
+        keepalive_s: float,
+        headers: Headers = (),
+        source: Source | None = None,
     ) -> None:
+        """`source`: what the events come from, if it calls `send`."""
         self._exchange = exchange
+        self._source = source
         self._ticker = ticker
         self._keepalive = keepalive
         self._keepalive_s = keepalive_s
@@ -52,15 +68,19 @@ class EventStream:
                 self._exchange.start(200, self._headers)
             self._exchange.finish()
 
-    async def write(self, data: bytes) -> None:
-        """Returns when the client's buffer has room for more. A no-op after the client has disconnected."""
+    def send(self, data: bytes) -> None:
+        """Never waits: `source` is paused while the client's buffer is full. A no-op for a disconnected client."""
         exchange = self._exchange
         self._has_written = True
         if exchange.started:
             exchange.write(data)
         else:
             exchange.start(200, self._headers, None, data)
-        if exchange.paused:
+
+    async def write(self, data: bytes) -> None:
+        """Returns when the client's buffer has room for more."""
+        self.send(data)
+        if self._exchange.paused:
             self._ready = asyncio.get_running_loop().create_future()
             await self._ready
 
@@ -83,9 +103,12 @@ class EventStream:
     # --- the listener of the exchange
 
     def on_client_full(self) -> None:
-        """`write` looks at the exchange."""
+        if self._source is not None:
+            self._source.pause()
 
     def on_client_ready(self) -> None:
+        if self._source is not None:
+            self._source.resume()
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(None)
 

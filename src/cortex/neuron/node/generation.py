@@ -1,63 +1,79 @@
-"""One request's outputs as an async iterator of batches of `StepOutput`."""
+"""One request's outputs, delivered to a follower as they come."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cortex.neuron.engine.request import StepOutput
 from cortex.wire.errors import CortexError
 
+Receive = Callable[[Sequence[StepOutput]], None]
+"""Takes the next outputs, in order. Must not raise."""
+Fail = Callable[[CortexError], None]
+"""Takes the error that ended the sequence, after its outputs. Must not raise."""
+
 
 class Generation:
-    """Read by one task. Ends with StopAsyncIteration after the output with `finish`, or by raising a CortexError.
+    """Delivers outputs at once, on the loop's thread and without a task: an event of a stream costs no switch.
 
-    A batch is everything produced since the last read. Unread outputs are kept; `max_tokens` bounds their number.
+    Outputs are kept before `follow` and between `pause` and `resume`; `max_tokens` bounds their number. The last one
+    has a `finish`, unless the request failed.
     """
+
+    __slots__ = ("_ended", "_error", "_fail", "_is_paused", "_on_cancel", "_receive", "_unread", "request_id")
 
     def __init__(self, request_id: str, on_cancel: Callable[[], None]) -> None:
         self.request_id = request_id
         self._on_cancel = on_cancel
+        self._receive: Receive | None = None
+        self._fail: Fail | None = None
+        self._is_paused = False
         self._unread: list[StepOutput] = []
         self._error: CortexError | None = None
         self._ended = False
-        self._changed: asyncio.Future[None] | None = None
+
+    def follow(self, receive: Receive, fail: Fail) -> None:
+        """Call `receive` with what there is and what comes, and `fail` if the request fails."""
+        self._receive, self._fail = receive, fail
+        self._deliver()
+
+    def pause(self) -> None:
+        """Deliver nothing until `resume`, which delivers everything since as one batch."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self._deliver()
 
     def cancel(self) -> None:
-        """Ends the request in any phase. May be called at any time and repeatedly; reading on is optional."""
+        """Ends the request in any phase. May be called at any time and repeatedly."""
         if not self._ended:
             self._on_cancel()
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> list[StepOutput]:
-        while not self._unread:
-            if self._error is not None:
-                raise self._error.with_traceback(None)  # several generations may share one error
-            if self._ended:
-                raise StopAsyncIteration
-            self._changed = asyncio.get_running_loop().create_future()
-            await self._changed
-        batch, self._unread = self._unread, []
-        return batch
 
     # For the instance
 
     def push(self, output: StepOutput) -> None:
         if self._ended:
             return
-        self._unread.append(output)
         self._ended = output.finish is not None
-        self._wake_reader()
+        if self._receive is None or self._is_paused:
+            self._unread.append(output)
+        else:
+            self._receive((output,))
 
     def fail(self, error: CortexError) -> None:
-        """Ends the generation: the reader gets the unread outputs, then `error`."""
+        """Ends the generation: the follower gets the unread outputs, then `error`."""
         if self._ended:
             return
         self._error, self._ended = error, True
-        self._wake_reader()
+        self._deliver()
 
-    def _wake_reader(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
+    def _deliver(self) -> None:
+        if self._receive is None or self._is_paused:
+            return
+        if self._unread:
+            batch, self._unread = self._unread, []
+            self._receive(batch)
+        if self._error is not None and self._fail is not None and not self._is_paused:
+            error, self._error = self._error, None
+            self._fail(error)

@@ -16,6 +16,9 @@ from cortex.neuron.worker.backoff import BackoffPolicy, FaultHistory
 from cortex.wire.errors import CortexError, LoadFailed, UnloadedWhileLoading
 from cortex.wire.node.protocol import ModelState
 
+FAILURE_S = 30.0
+"""How long a model is reported as failed after its last load."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lifecycle:
@@ -32,6 +35,11 @@ class Lifecycle:
     error: CortexError | None = None
     """What callers of a failed model get."""
     faults: FaultHistory = field(default_factory=FaultHistory)
+
+    def reported_state(self, now_s: float) -> ModelState:
+        """`state`, but a failure ends after a while: only its reason is left, and the next request loads the model."""
+        is_over = self.state is ModelState.FAILED and now_s - self.since_s >= FAILURE_S
+        return ModelState.COLD if is_over else self.state
 
 
 Transition = tuple[Lifecycle, tuple[events.Effect, ...]]

@@ -82,9 +82,10 @@ def describe_model(
     resident = instance.resident if instance is not None else None
     served = served_model(model, controller, survey)
     context_tokens = served.context_tokens
+    now_s = time.monotonic()
     return ModelStatus(
         id=model.id,
-        state=served.state,
+        state=life.reported_state(now_s) if life is not None else served.state,
         devices=instance.host.device_indices if instance is not None else model.devices,
         num_devices=model.num_devices,
         replicas=len(instance.host.replica_devices) if instance is not None else model.replicas,
@@ -116,7 +117,7 @@ def describe_model(
         progress=controller.progress.snapshot() if controller is not None and controller.progress is not None else None,
         load=instance.load(num_in_preparation) if instance is not None else ModelLoad(),
         reason=(life.reason if life is not None else None) or damage,
-        state_age_s=round(time.monotonic() - life.since_s, 3) if life is not None else 0.0,
+        state_age_s=round(now_s - life.since_s, 3) if life is not None else 0.0,
         idle_s=round(instance.idle_s, 3) if instance is not None else 0.0,
     )
 

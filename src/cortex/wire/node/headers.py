@@ -27,6 +27,9 @@ gateway sets it."""
 PROMPT_TOKENS = "x-cortex-prompt-tokens"
 """The tokens of a prompt that is larger than `TOKEN_LIMIT`, in the error of the node."""
 
+RECOVERS = "x-cortex-recovers"
+"""In the error of a node that loads the model again after a fault: the request can wait for that, or go elsewhere."""
+
 BUDGET = "x-cortex-budget"
 """The tokens that a request may use, its prompt included, where the budget of its key may end the response, from the
 gateway to the client."""

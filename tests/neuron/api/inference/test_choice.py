@@ -6,16 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cortex.neuron.api.inference.choice import Choice, ChoiceContext
+from cortex.neuron.api.inference.choice import Choice, ChoiceContext, Stopwatch
 from cortex.neuron.engine.request import StepOutput
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.prompt import Rendered
 from cortex.wire.errors import GenerationFailed, Overloaded
-from cortex.wire.events import AnyEvent, Timing
+from cortex.wire.events import AnyEvent
 from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Tool, ToolCall
 from cortex.wire.response import Block, gather
 
-TIMING = Timing()
+STOPWATCH = Stopwatch(0.0, 0.0)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 OUTPUT = "I think.\n</think>\n\nSo: naïve 🙂 answer. " + CALL
 
@@ -38,7 +38,7 @@ def push_in_pieces(choice: Choice, ids: list[int], cuts: list[int], finish: Any 
         last = end == len(ids)
         cached = 2 if start == 0 else None
         output = StepOutput("r", tuple(ids[start:end]), (), cached, finish if last else None)
-        events += choice.push([output], TIMING)
+        events += choice.push([output], STOPWATCH)
     return events
 
 
@@ -98,11 +98,11 @@ def test_reasoning_cut_by_the_limit_stays_reasoning(text: TextModel) -> None:
 
 def test_stop_string_ends_the_choice_before_the_engine(text: TextModel) -> None:
     choice = Choice(context(text, stop=("END",), thinks=False), 0)
-    events = choice.push([StepOutput("r", tuple(text.encode("one END two")), (), 0, None)], TIMING)
+    events = choice.push([StepOutput("r", tuple(text.encode("one END two")), (), 0, None)], STOPWATCH)
     (message,) = gather(events)
     assert (message.text, message.finish.stop_sequence) == ("one ", "END")
     assert choice.ended
-    assert choice.push([StepOutput("r", (1,), (), None, "length")], TIMING) == []
+    assert choice.push([StepOutput("r", (1,), (), None, "length")], STOPWATCH) == []
 
 
 def test_shows_a_partial_stop_string_at_the_end(text: TextModel) -> None:
@@ -125,6 +125,6 @@ def test_counts_the_prompt_once_among_choices(text: TextModel) -> None:
 
 def test_raises_when_the_engine_ends_the_request(text: TextModel) -> None:
     with pytest.raises(GenerationFailed, match="not finite"):
-        Choice(context(text), 0).push([StepOutput("r", finish="error", error="numbers are not finite")], TIMING)
+        Choice(context(text), 0).push([StepOutput("r", finish="error", error="numbers are not finite")], STOPWATCH)
     with pytest.raises(Overloaded):
-        Choice(context(text), 0).push([StepOutput("r", finish="cancelled")], TIMING)
+        Choice(context(text), 0).push([StepOutput("r", finish="cancelled")], STOPWATCH)

@@ -19,6 +19,8 @@ from cortex.neuron.text.preparation import prepare
 from cortex.neuron.text.template.prompt import NO_RULES, Rendered
 from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Text, Thinking
 
+from ...generations import PlayedGeneration, Reader
+
 THOUGHT = "Let me see whether this goes on for ever and ever. "
 ANSWER = "Forty-two."
 
@@ -38,16 +40,15 @@ class Engine:
         self.jobs.append(job)
         return Engine.Run(self, job)
 
-    class Run:
+    class Run(PlayedGeneration):
         def __init__(self, engine: Engine, job: EngineRequest) -> None:
+            super().__init__(self.outputs(engine, job))
             self.engine = engine
-            self.job = job
 
         def cancel(self) -> None:
             self.engine.num_cancelled += 1
 
-        async def __aiter__(self) -> AsyncIterator[list[StepOutput]]:
-            engine, job = self.engine, self.job
+        async def outputs(self, engine: Engine, job: EngineRequest) -> AsyncIterator[list[StepOutput]]:
             answers = engine.text.decode(job.prompt).endswith("</think>\n\n")
             output = ANSWER if answers else THOUGHT * (1 if engine.closes else 100)
             if engine.closes and not answers:
@@ -77,7 +78,7 @@ async def run(
     rendered = Rendered("<think>\n", (1, 2), (), starts_in_reasoning=True)
     backend = cast(Backend, engine)  # `submit` uses nothing else of it
     stream = generate_within_budget(backend, engine.text, generate_request, rendered, job, grammar)
-    outputs = [output async for batch in stream for output in batch]
+    outputs = [output async for batch in Reader(stream) for output in batch]
     return engine.text.decode(itertools.chain(*(output.tokens for output in outputs))), outputs[-1].finish
 
 

@@ -22,6 +22,7 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import Recovering
 from cortex.wire.node.protocol import ModelState
 
+from ...generations import Reader
 from ..node_calls import generate, load, worker_of, write_source
 
 FAULTS: list[tuple[int, signal.Signals | str]] = [
@@ -40,7 +41,7 @@ async def recover_from_every_fault(node: Node, model_id: str, source: str, devic
     await load(node, model_id)
     first = await generate(node, model_id)
     for number, (place, fault) in enumerate(itertools.islice(itertools.cycle(FAULTS), NUM_FAULTS)):
-        stream = node.generate(model_id, EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=400))
+        stream = Reader(node.generate(model_id, EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=400)))
         await anext(stream)
         group = [worker_of(node, device) for device in devices]
         if isinstance(fault, signal.Signals):

@@ -17,6 +17,7 @@ from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
+from ...generations import Reader
 from ..node_calls import generate, load, write_source
 
 
@@ -52,7 +53,7 @@ async def test_stages_serve_sleep_wake_and_unload_beside_other_divisions(
     assert sum(status.stage_layers) == 5
     assert sum(status.device_bytes) == status.measured_bytes
     # A worker that loads one model, and leads or follows others, takes part in their steps meanwhile.
-    stream = node.generate("stages", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=500))
+    stream = Reader(node.generate("stages", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=500)))
     others = ("whole", "shares", "turned")
     await asyncio.gather(*(load(node, name) for name in others))
     names = ("stages", *others)

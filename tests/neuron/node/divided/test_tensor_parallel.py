@@ -20,6 +20,7 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
+from ...generations import Reader
 from ..node_calls import generate, load, tokens_of, write_source
 
 ROUNDS = int(os.environ.get("CORTEX_GROUP_ROUNDS", "3"))
@@ -59,7 +60,7 @@ async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices
     status = await load(node, "divided")
     assert (status.state, status.devices, status.num_devices) == (ModelState.READY, (0, 1), 2)
     # A worker that loads one model, and leads or follows others, takes part in their steps meanwhile.
-    stream = node.generate("divided", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=500))
+    stream = Reader(node.generate("divided", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=500)))
     others = ("whole", "second", "third")
     await asyncio.gather(*(load(node, name) for name in others))
     names = ("divided", *others)

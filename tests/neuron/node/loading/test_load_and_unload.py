@@ -28,6 +28,7 @@ from cortex.wire.errors import (
 )
 from cortex.wire.node.protocol import Device, LoadRequest, ModelState, UnloadRequest
 
+from ...generations import Reader
 from ..node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_bytes
 
 
@@ -273,7 +274,7 @@ async def test_forced_unload_ends_a_drain_in_progress(tmp_path: Path) -> None:
 async def test_load_during_an_unload_loads_the_model_again(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
-        keep = node.generate("m", request(max_tokens=10**6))
+        keep = Reader(node.generate("m", request(max_tokens=10**6)))
         unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=0.3)))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)
         assert (await load(node)).state is ModelState.READY

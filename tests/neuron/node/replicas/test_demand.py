@@ -14,13 +14,13 @@ from faulty_engine import PLAIN
 from faulty_models import running_node, write_model
 
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.node import Node
 from cortex.neuron.node.replicas.demand import Demand, ReplicaRules
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import CortexError, Recovering
 from cortex.wire.node.protocol import Device, ModelState, UnloadRequest
 
+from ...generations import Reader
 from ..node_calls import load, tokens_of, until, worker_of
 
 FREE_BYTES = 1 << 43
@@ -71,11 +71,11 @@ def settings(tmp_path: Path, **limits: Any) -> dict[str, Any]:
     }
 
 
-def submit(node: Node, name: str, max_tokens: int = 100_000) -> Generation:
-    return node.generate("m", EngineRequest(id=name, prompt=(PLAIN,), max_tokens=max_tokens))
+def submit(node: Node, name: str, max_tokens: int = 100_000) -> Reader:
+    return Reader(node.generate("m", EngineRequest(id=name, prompt=(PLAIN,), max_tokens=max_tokens)))
 
 
-async def with_two_requests(node: Node) -> list[Generation]:
+async def with_two_requests(node: Node) -> list[Reader]:
     """Both run, because the model has got a second replica."""
     await load(node)
     streams = [submit(node, "first"), submit(node, "second")]
@@ -92,7 +92,7 @@ async def error_of(stream: AsyncIterator[Any]) -> CortexError:
     return raised.value
 
 
-async def cancelled(streams: list[Generation]) -> None:
+async def cancelled(streams: list[Reader]) -> None:
     for stream in streams:
         stream.cancel()
         await tokens_of(stream)

@@ -18,6 +18,7 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, Recovering
 from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
+from ...generations import Reader
 from ..node_calls import generate, greedy_request, load, tokens_of, until, worker_of, write_source
 
 BOTH = ("first", "second")
@@ -309,7 +310,7 @@ async def test_peer_that_shuts_down_lets_requests_end_and_replaces_no_worker(nod
     await load(nodes.first, "two")
     expected = await generate(nodes.first, "two", max_tokens=100)
     process = worker_of(nodes.first)
-    running = nodes.first.generate("two", greedy_request("running", max_tokens=100))
+    running = Reader(nodes.first.generate("two", greedy_request("running", max_tokens=100)))
     first = await anext(aiter(running))
     ending = asyncio.create_task(nodes.second.close())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ SCHEMA = (
     "CREATE TABLE IF NOT EXISTS drained (node TEXT PRIMARY KEY)",
 )
 INTERVAL_S = 1.0
+STORE_S = 10.0
+"""How long an order waits for the database; what it changed is written later then."""
 READ_EVERY = 5
 """A gateway that has nothing to write reads the changes of other gateways once in this many calls."""
 
@@ -48,7 +51,7 @@ class Decisions(NamedTuple):
 
 
 class OperatorState:
-    """Keeps the dispatcher and the database equal. Owned by the loop; one `synchronise` runs at a time."""
+    """Keeps the dispatcher and the database equal. Owned by the loop."""
 
     def __init__(self, dispatcher: Dispatcher, location: str) -> None:
         """`location`: a file path or a URL. A file is created only when there is something to store."""
@@ -61,6 +64,7 @@ class OperatorState:
         self.is_failing = False
         """Whether the database could not be used; what changes is kept in memory meanwhile."""
         self._is_closed = False
+        self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="operator state")
 
     async def run(self) -> None:
@@ -71,6 +75,16 @@ class OperatorState:
 
     async def synchronise(self) -> None:
         """Write what changed here, and adopt what changed elsewhere. Never raises: a failure is logged once."""
+        async with self._turn:
+            await self._synchronise()
+
+    async def store(self) -> None:
+        """Returns when what was decided here is written, or cannot be for now."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STORE_S):
+                await self.synchronise()
+
+    async def _synchronise(self) -> None:
         local = self._local()
         added, removed = local.since(self._stored)
         is_due = self._num_calls % READ_EVERY == 0

@@ -105,7 +105,7 @@ class RequestAccounting:
         has_response = self.first_data_at is not None and self.status < 400 and self.route.uses_tokens
         usage = reported if has_response else None
         estimate = self._estimate(num_response_bytes) if has_response and usage is None else None
-        if disconnected and usage is None and lease is not None and lease.has_lifecycle and self.route.generates:
+        if disconnected and usage is None and lease is not None and lease.has_lifecycle and self.route.runs_model:
             services.disconnected_usage.fetch(
                 services.nodes.get(node), self.attempt_id.decode(), estimate, partial(self._settle, lease, outcome, now)
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,29 @@ class ChoiceContext:
     stop_token_ids: tuple[int, ...]
 
 
+class Stopwatch:
+    """When a response began, and how long each part of it took."""
+
+    __slots__ = ("_arrived_s", "_first_s", "_submitted_s")
+
+    def __init__(self, arrived_s: float, submitted_s: float) -> None:
+        self._arrived_s = arrived_s
+        self._submitted_s = submitted_s
+        self._first_s: float | None = None
+
+    def note_output(self) -> None:
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+
+    def timing(self) -> Timing:
+        """Until now."""
+        now_s = time.monotonic()
+        first_s = now_s if self._first_s is None else self._first_s
+        return Timing(
+            queue_s=self._submitted_s - self._arrived_s, prefill_s=first_s - self._submitted_s, decode_s=now_s - first_s
+        )
+
+
 class Choice:
     """Outputs in, events out: detokenized, cut at stop strings, parsed. Owned by one request.
 
@@ -81,13 +105,14 @@ class Choice:
             reasoning_tokens=self._num_reasoning_tokens,
         )
 
-    def push(self, outputs: Iterable[StepOutput], timing: Timing) -> list[AnyEvent]:
+    def push(self, outputs: Iterable[StepOutput], stopwatch: Stopwatch) -> list[AnyEvent]:
         """Raises `GenerationFailed` or `Overloaded` when the engine ended the request by itself."""
+        stopwatch.note_output()
         events: list[AnyEvent] = []
         for output in outputs:
             if self.ended:
                 break
-            events += self._take(output, timing)
+            events += self._take(output, stopwatch)
         if events and self._context.request.continuous_usage:
             place = 1 if isinstance(events[0], Start) else 0
             events.insert(place, UsageSoFar(index=self.index, usage=self.usage))
@@ -97,7 +122,7 @@ class Choice:
         """The whole choice of a request for no tokens: the prompt alone."""
         return [*self._start(cached_tokens=0), *self._end("length", None, Timing())]
 
-    def _take(self, output: StepOutput, timing: Timing) -> list[AnyEvent]:
+    def _take(self, output: StepOutput, stopwatch: Stopwatch) -> list[AnyEvent]:
         if output.finish == "error":
             raise GenerationFailed(output.error or "The engine gave no reason; see the node's log.")
         if output.finish == "cancelled":
@@ -106,7 +131,7 @@ class Choice:
         if not self._started:
             events += self._start(output.cached_tokens or 0, output.prompt_logprobs)
         if self._context.request.sampling.max_tokens == 0:
-            return [*events, *self._end("length", None, timing)]
+            return [*events, *self._end("length", None, stopwatch.timing())]
         self.num_tokens += len(output.tokens)
         if output.logprobs:
             events.append(Logprobs(index=self.index, tokens=self._logprobs(output.tokens, output.logprobs)))
@@ -118,16 +143,17 @@ class Choice:
             text += self._stops.flush()
         events += self._parse(text, len(output.tokens))
         if stop is not None:
-            events += self._end("stop", stop, timing)
+            events += self._end("stop", stop, stopwatch.timing())
         elif output.finish is not None:
-            events += self._end(output.finish, None, timing)
-        return events if self._context.request.tool_choice.parallel else self._until_call(events, timing)
+            events += self._end(output.finish, None, stopwatch.timing())
+        return events if self._context.request.tool_choice.parallel else self._until_call(events, stopwatch)
 
-    def _until_call(self, events: list[AnyEvent], timing: Timing) -> list[AnyEvent]:
+    def _until_call(self, events: list[AnyEvent], stopwatch: Stopwatch) -> list[AnyEvent]:
         """The events up to the end of a complete call, with which a response without parallel calls ends."""
         for place, event in enumerate(events, start=1):
             if isinstance(event, ToolCallStop) and event.is_complete:
                 self.ended = True
+                timing = stopwatch.timing()
                 return [*events[:place], Finish(index=self.index, reason="tool_calls", usage=self.usage, timing=timing)]
         return events
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cortex.http.server.server import Response
@@ -18,7 +18,7 @@ from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.routes.metrics import RequestWatch
 from cortex.neuron.api.routing import ApiCall, Handler, Route
-from cortex.neuron.engine.request import EngineRequest, PooledTexts
+from cortex.neuron.engine.request import EngineRequest, PooledTexts, StepOutput
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.wire.errors import CortexError, InsufficientQuota, LoadFailed
 from cortex.wire.events import Usage
@@ -81,7 +81,6 @@ class PoolingRoutes:
         watch.usage = lambda: usage
         watch.phase = lambda: "prefill"
         vectors = await self._pooled(request.model, EngineRequest(id, (), 0, principal=principal, texts=texts))
-        watch.count(usage)
         headers = [(_USAGE, usage_report.header_value(usage).encode())] if principal else []
         if request.task == "embed":
             width = len(vectors) // 4 // len(texts.lengths)
@@ -92,6 +91,7 @@ class PoolingRoutes:
             body = scores_body(request, scores, num_tokens, id=id, created=created)
         if ignored := our_headers.listed(request.ignored_fields):
             headers.append((_IGNORED, ignored.encode()))
+        watch.count(usage)
         return Response(200, (*responses.JSON, *headers), body)
 
     async def _tokens(
@@ -117,15 +117,26 @@ class PoolingRoutes:
 
     async def _pooled(self, model_id: str, job: EngineRequest) -> bytes:
         """The vectors or scores of the texts, as little-endian float32."""
+        made: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        def receive(outputs: Sequence[StepOutput]) -> None:
+            for output in outputs:
+                if output.finish is not None and not made.done():
+                    made.set_result(output.vectors)
+
+        def fail(error: CortexError) -> None:
+            if not made.done():
+                made.set_exception(error)
+
         generation = self.inference.backend.generate(model_id, job)
         try:
-            async for outputs in generation:
-                for output in outputs:
-                    if output.vectors:
-                        return output.vectors
+            generation.follow(receive, fail)
+            vectors = await made
         finally:
             generation.cancel()
-        raise CortexError("The engine stopped before the texts were computed; try again.")
+        if not vectors:
+            raise CortexError("The engine stopped before the texts were computed; try again.")
+        return vectors
 
 
 def _activated(score: float, request: PoolingRequest, pooling: PoolingConfig) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from contextlib import aclosing
 from dataclasses import dataclass
 
 from cortex.http.server.server import Response
@@ -98,10 +97,12 @@ class Inference:
         headers = [(name.encode(), value.encode()) for name, value in our_headers.notes(request).items()]
         if not request.stream:
             events: list[AnyEvent] = []
-            async with aclosing(session.events()) as batches:
-                async for batch in batches:
-                    watch.observe(batch)
-                    events += batch
+
+            def keep(batch: list[AnyEvent]) -> None:
+                watch.observe(batch)
+                events.extend(batch)
+
+            await session.run(keep)
             body = dialect.fold(events, request, id=id, created=created, model=request.model)
             if principal:
                 headers.append((_USAGE, usage_report.header_value(session.usage).encode()))
@@ -111,14 +112,18 @@ class Inference:
         if principal:
             encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.num_choices)
         keepalive, keepalive_s = dialect.KEEPALIVE, self.keepalive_s
-        stream = EventStream(call.exchange, self.ticker, keepalive=keepalive, keepalive_s=keepalive_s, headers=headers)
+        stream = EventStream(
+            call.exchange, self.ticker, keepalive=keepalive, keepalive_s=keepalive_s, headers=headers, source=session
+        )
+
+        def send(batch: list[AnyEvent]) -> None:
+            watch.observe(batch)
+            if data := b"".join(map(encoder.encode, batch)):
+                stream.send(data)
+
         async with stream:
             try:
-                async with aclosing(session.events()) as batches:
-                    async for batch in batches:
-                        watch.observe(batch)
-                        if data := b"".join(map(encoder.encode, batch)):
-                            await stream.write(data)
+                await session.run(send)
             except Exception as problem:
                 if not stream.opened:
                     raise
@@ -127,5 +132,5 @@ class Inference:
                 stream_failure.set(f" failed {error.code}: {error.message}")
                 hides_details = http.text(_ERROR_DETAILS) == our_headers.NO_DETAILS
                 shown = public(error) if hides_details else error
-                await stream.write(encoder.encode(Failure(code=shown.code, message=shown.message)))
+                stream.send(encoder.encode(Failure(code=shown.code, message=shown.message)))
         return None

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from cortex.neuron.api.backend import Backend, GenerationStream
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.inference.choice import Choice, ChoiceContext
+from cortex.neuron.api.inference.choice import Choice, ChoiceContext, Stopwatch
 from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, scores_prompt, within_limit
 from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.api.inference.thought_budget import generate_within_budget
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.status import ServedModel
-from cortex.wire.errors import CortexError
-from cortex.wire.events import AnyEvent, Timing, Usage
+from cortex.wire.events import AnyEvent, Usage
 from cortex.wire.node.protocol import LoadRequest, ModelState
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.response import summed
 
 Phase = Literal["load", "render", "prefill", "decode"]
+Deliver = Callable[[list[AnyEvent]], None]
+"""Takes a batch of events of the response."""
 
 
 class Session:
@@ -50,14 +51,19 @@ class Session:
         self._principal = principal
         self._token_limit = token_limit
         self._choices: list[Choice] = []
+        self._generations: list[GenerationStream] = []
+        self._stopwatch: Stopwatch
+        self._ended: asyncio.Future[None] | None = None
+        """Set while outputs are awaited."""
 
     @property
     def usage(self) -> Usage:
         """Usage of all choices so far."""
         return summed(choice.usage for choice in self._choices)
 
-    async def events(self) -> AsyncGenerator[list[AnyEvent], None]:
-        """Batches of events. Raises a `CortexError` when the response cannot start or continue."""
+    async def run(self, deliver: Deliver) -> None:
+        """Calls `deliver` with batches of events, to the last one. Raises a `CortexError` when the response cannot
+        start or continue, and what `deliver` raises."""
         arrived_s = time.monotonic()
         request = self._packed.head
         served = await self._drain_gate.wait_for(ready(self._backend, request.model))
@@ -91,37 +97,54 @@ class Session:
             choices += [Choice(context, len(jobs) + number) for number in range(len(continuations))]
             jobs += continuations
         if request.sampling.max_tokens == 0 and not scores_prompt(request):
-            yield [event for choice in choices for event in choice.echo()]
+            deliver([event for choice in choices for event in choice.echo()])
             return
-        generations: list[GenerationStream] = []
-        submitted_s = time.monotonic()
-        first_s: float | None = None
+        self._stopwatch = Stopwatch(arrived_s, submitted_s=time.monotonic())
+        ended = self._ended = asyncio.get_running_loop().create_future()
         try:
             for choice, job in zip(choices, jobs, strict=True):
-                generations.append(
-                    generate_within_budget(
-                        self._backend, text, request, choice.rendered, job, prepared.response_grammar
-                    )
+                generation = generate_within_budget(
+                    self._backend, text, request, choice.rendered, job, prepared.response_grammar
                 )
-            async with aclosing(_merged(generations)) as outputs:
-                async for index, batch in outputs:
-                    now_s = time.monotonic()
-                    first_s = first_s or now_s
-                    self.phase = "decode"
-                    timing = Timing(
-                        queue_s=submitted_s - arrived_s, prefill_s=first_s - submitted_s, decode_s=now_s - first_s
-                    )
-                    choice = choices[index]
-                    if events := choice.push(batch, timing):
-                        yield events
-                    if choice.ended:
-                        generations[index].cancel()
-                        if all(choice.ended for choice in choices):
-                            return
-            raise CortexError("The engine stopped before the response was complete; try again.")
+                self._generations.append(generation)
+                generation.follow(partial(self._receive, deliver, choice, generation), self._fail)
+            await ended
         finally:
-            for generation in generations:
+            self._ended = None
+            for generation in self._generations:
                 generation.cancel()
+            self._generations.clear()
+
+    def pause(self) -> None:
+        """Deliver nothing until `resume`: the client does not keep up."""
+        for generation in self._generations:
+            generation.pause()
+
+    def resume(self) -> None:
+        for generation in list(self._generations):
+            generation.resume()
+
+    def _receive(
+        self, deliver: Deliver, choice: Choice, generation: GenerationStream, outputs: Sequence[StepOutput]
+    ) -> None:
+        """Never raises: what goes wrong in one response must not end the others."""
+        if self._ended is None or self._ended.done():
+            return
+        self.phase = "decode"
+        try:
+            if events := choice.push(outputs, self._stopwatch):
+                deliver(events)
+        except Exception as problem:  # noqa: BLE001 - `run` raises it
+            self._fail(problem)
+            return
+        if choice.ended:
+            generation.cancel()
+            if all(each.ended for each in self._choices):
+                self._ended.set_result(None)
+
+    def _fail(self, problem: Exception) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(problem.with_traceback(None))  # several generations may share one error
 
 
 async def ready(backend: Backend, model_id: str) -> ServedModel:
@@ -131,37 +154,3 @@ async def ready(backend: Backend, model_id: str) -> ServedModel:
         return served
     await backend.load(LoadRequest(model_id=model_id), wait=True)
     return backend.served(model_id)
-
-
-async def _merged(generations: Sequence[GenerationStream]) -> AsyncGenerator[tuple[int, list[StepOutput]], None]:
-    """The outputs of all choices in order of arrival, each with its choice's index."""
-    if len(generations) == 1:
-        async for batch in generations[0]:
-            yield 0, batch
-        return
-    arrived: asyncio.Queue[tuple[int, list[StepOutput]] | Exception | None] = asyncio.Queue()
-
-    async def pump(index: int, generation: GenerationStream) -> None:
-        try:
-            async for batch in generation:
-                arrived.put_nowait((index, batch))
-        except CortexError as error:
-            arrived.put_nowait(error)
-        else:
-            arrived.put_nowait(None)
-
-    pumps = [asyncio.create_task(pump(index, generation)) for index, generation in enumerate(generations)]
-    try:
-        running = len(pumps)
-        while running:
-            item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield item
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)

@@ -7,14 +7,16 @@ depends on its tokens only, not on how they were batched.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from cortex.neuron.api.backend import Backend, GenerationStream
 from cortex.neuron.engine.request import EngineRequest, StepOutput
+from cortex.neuron.node.generation import Fail, Receive
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.prompt import Rendered
+from cortex.wire.errors import CortexError
 from cortex.wire.requests import GenerateRequest
 
 
@@ -58,32 +60,56 @@ class BudgetedGeneration:
         self._budget_tokens = budget_tokens
         self._watch = text.reasoning_watch(rendered)
         self._thought: list[int] = []
+        self._is_cut = False
+        self._is_paused = False
+        self._is_cancelled = False
         self._running = begin(job)
 
-    def __aiter__(self) -> AsyncIterator[list[StepOutput]]:
-        return self._outputs()
+    def follow(self, receive: Receive, fail: Fail) -> None:
+        self._running.follow(partial(self._receive_thought, receive, fail), partial(self._fail_thought, fail))
+
+    def pause(self) -> None:
+        self._is_paused = True
+        self._running.pause()
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self._running.resume()
 
     def cancel(self) -> None:
+        self._is_cancelled = True
         self._running.cancel()
 
-    async def _outputs(self) -> AsyncGenerator[list[StepOutput], None]:
-        async for batch in self._running:
-            cut = self._cut(batch)
-            yield batch if cut is None else cut
-            if cut is not None:
-                break
-        else:
+    def _receive_thought(self, receive: Receive, fail: Fail, batch: Sequence[StepOutput]) -> None:
+        if self._is_cut:  # the end of the cancelled sequence
             return
+        cut = self._cut(batch)
+        if cut is None:
+            receive(batch)
+            return
+        self._is_cut = True
         self._running.cancel()
         closing = self._text.reasoning_end
         num_left = self._job.max_tokens - len(self._thought) - len(closing)
-        yield [StepOutput(self._job.id, closing, finish=None if num_left > 0 else "length")]
-        if num_left > 0:
-            self._running = self._begin(self._conclusion(closing, num_left))
-            async for batch in self._running:
-                yield batch
+        receive([*cut, StepOutput(self._job.id, closing, finish=None if num_left > 0 else "length")])
+        if num_left > 0 and not self._is_cancelled:
+            self._answer(receive, fail, self._conclusion(closing, num_left))
 
-    def _cut(self, batch: list[StepOutput]) -> list[StepOutput] | None:
+    def _answer(self, receive: Receive, fail: Fail, job: EngineRequest) -> None:
+        try:
+            self._running = self._begin(job)
+        except CortexError as error:
+            fail(error)
+            return
+        if self._is_paused:
+            self._running.pause()
+        self._running.follow(receive, fail)
+
+    def _fail_thought(self, fail: Fail, error: CortexError) -> None:
+        if not self._is_cut:
+            fail(error)
+
+    def _cut(self, batch: Sequence[StepOutput]) -> list[StepOutput] | None:
         """The part of `batch` within the budget; None if all of it is, or if the sequence ends by itself."""
         for number, output in enumerate(batch):
             for place, token in enumerate(output.tokens, start=1):

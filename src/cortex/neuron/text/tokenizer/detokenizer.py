@@ -18,10 +18,20 @@ class Detokenizer:
         self._spelled = tokenizer.token_bytes
         self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_inside = False
+        """Bytes of an incomplete character are held back."""
 
     def push(self, ids: Iterable[int]) -> str:
         """The characters that `ids` complete; bytes of an incomplete character are held back."""
-        return self._decoder.decode(b"".join([self._spelled(i) for i in ids if i not in self._hidden]))
+        spelled = b"".join([self._spelled(i) for i in ids if i not in self._hidden])
+        if not self._is_inside:
+            try:
+                return spelled.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(spelled)
+        self._is_inside = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """The rest, after the last push: a replacement character if the last one is incomplete."""

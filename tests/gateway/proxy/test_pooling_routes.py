@@ -13,8 +13,8 @@ from cortex.wire.node import usage_report
 from cortex.wire.node.headers import DIMENSIONS
 from cortex.wire.node.protocol import Capabilities, ModelState
 
-from ..conftest import StartGateway, StartNeuron
-from ..fake_neuron import GB, FakeNeuron
+from ..fake_neuron import GB, FakeNeuron, StartNeuron
+from ..started_gateway import StartGateway
 
 EMBEDDER = Capabilities(chat=False, embeddings=True)
 RERANKER = Capabilities(chat=False, rerank=True)

@@ -170,6 +170,8 @@ def build_model(
     `packing`: the layouts of tensors that stay quantised. `group`: see `load_model`.
     """
     architecture = _share_of(read_architecture(config), spec, group)
+    if architecture.pooling is not None and spec.deterministic:
+        raise UnsupportedModel("deterministic is only for models that generate text; omit it")
     dtype = compute_dtype(spec.dtype, device)
     kv_dtype = kv_cache_dtype(spec, dtype, device)
     storage = WeightStorage(dtype.itemsize, {} if packing is None else packing, kv_dtype.itemsize)

@@ -143,6 +143,8 @@ class Architecture(ABC):
 
     def _layer(self, index: int) -> LayerConfig:
         mixer, feed_forward = self.mixer(index), self.feed_forward(index)
+        if self.pooling is not None and self.raw.get("is_causal") is False and isinstance(mixer, AttentionConfig):
+            mixer = replace(mixer, is_causal=False)  # decoders that were trained further as encoders
         return LayerConfig(mixer, feed_forward, self.norm, self.mixer_norms, self.feed_forward_norms)
 
     def sharded(self, shard: Shard) -> Architecture:

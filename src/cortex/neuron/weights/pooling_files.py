@@ -289,6 +289,8 @@ def module_folder(directory: Path, folder: str) -> Path:
     """The folder of a module, which must be in `directory` itself. Raises Malformed."""
     if folder != Path(folder).name or "\\" in folder or "\0" in folder or folder in ("", ".", ".."):
         raise Malformed(f"{directory} has a module in {folder[:80]!r}, outside its directory; do not trust this model")
+    if (directory / folder).is_symlink():
+        raise Malformed(f"{directory / folder} is a link; copy the folder instead")
     return directory / folder
 
 

@@ -44,6 +44,13 @@ def test_requests_share_batches_and_keep_the_order_of_their_texts(engine: Poolin
     assert engine.stats().prompt_tokens == 2 * num_tokens
 
 
+@pytest.mark.parametrize(
+    ("layer_token_s", "expected"), [(None, 16_384), (1e-9, 16_384), (1e-6, 8_000), (1e-2, 128), (0.0, 16_384)]
+)
+def test_batch_of_a_slow_device_is_small(layer_token_s: float | None, expected: int) -> None:
+    assert loop.batch_tokens(16_384, layer_token_s) == expected
+
+
 def test_batch_runs_in_slices_of_layers(engine: PoolingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "SLICE_S", 0.0)
     engine.submit(request_of("r", texts_of([8])))

@@ -14,6 +14,10 @@ from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.prompt_overflow import text_too_long
 
+MAX_TOKENS: Final = 1 << 22
+"""Of all texts of a request together."""
+MAX_ELEMENTS: Final = 1 << 23
+"""Of all vectors of a response together: as numbers they take about 160 MB."""
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 """What rerankers with instructions look for, unless a request says otherwise."""
 _PROMPTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -88,8 +92,16 @@ def engine_texts(
     return replace(encoded, dimensions=dimensions, normalize=normalize)
 
 
-def check_lengths(texts: PooledTexts, context_tokens: int) -> None:
-    """Raises InvalidValue for a text without tokens, ContextLengthExceeded for one that is too long."""
+def check_lengths(texts: PooledTexts, context_tokens: int, vector_width: int) -> None:
+    """Raises InvalidValue for a text without tokens, or for more texts than one request should have,
+    ContextLengthExceeded for a text that is too long."""
+    num_tokens, num_elements = sum(texts.lengths), len(texts.lengths) * (texts.dimensions or vector_width)
+    if num_tokens > MAX_TOKENS or num_elements > MAX_ELEMENTS:
+        raise InvalidValue(
+            f"{len(texts.lengths)} texts have {num_tokens} tokens, and their vectors {num_elements} elements; one "
+            f"request may have {MAX_TOKENS} tokens and {MAX_ELEMENTS} elements. Send the texts in several requests.",
+            param="input",
+        )
     for index, length in enumerate(texts.lengths):
         if length == 0:
             raise InvalidValue(f"Text {index} has no tokens; leave it out.", param="input")

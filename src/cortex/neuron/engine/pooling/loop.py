@@ -19,7 +19,16 @@ from cortex.neuron.models.pooling.model import PooledModel
 
 SLICE_S = 0.008
 """A step takes about this long, at least one layer: other models of the device wait no longer for their tokens."""
+_MIN_BATCH_TOKENS = 128
+"""Fewer do not fill the cores of a CPU."""
 _SELF_TEST_TOKENS = 4
+
+
+def batch_tokens(most: int, layer_token_s: float | None) -> int:
+    """The tokens of the next batch: so few that one layer takes no longer than a slice, where the device is slow."""
+    if layer_token_s is None:
+        return most
+    return min(most, max(_MIN_BATCH_TOKENS, int(SLICE_S / max(layer_token_s, 1e-12))))
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +140,8 @@ class PoolingLoop:
     def _take(self) -> tuple[QueuedText, ...]:
         while self._suspects and self._suspects[0] not in self._requests:
             self._suspects.popleft()
-        return tuple(self._queue.take(self._batch_tokens, self._suspects[0] if self._suspects else None))
+        only = self._suspects[0] if self._suspects else None
+        return tuple(self._queue.take(batch_tokens(self._batch_tokens, self._layer_token_s), only))
 
     def _pass_of(self, texts: tuple[QueuedText, ...]) -> TextPass:
         owners = [self._requests[text.request_id] for text in texts]

@@ -48,7 +48,11 @@ class Pooled:
     def build(self, directory: Path) -> Any:
         """Writes the model; its reference."""
         config = self.config(**self.options, attn_implementation="eager")
-        reference = randomised(lambda: self.model(config), 0.15, 0.3)
+        reference = randomised(lambda: self.model(config), 0.3, 0.3)
+        if self.config is not transformers.Gemma3TextConfig:  # whose norms add one
+            for name, parameter in reference.named_parameters():
+                if parameter.dim() == 1 and name.endswith("weight"):
+                    parameter.data += 1.0  # otherwise every text has about the same vector
         reference.save_pretrained(directory)
         if self.modules:
             write_modules(directory, self.mode, self.modules, SIZES["hidden_size"])

@@ -22,7 +22,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, bat
     """
     q, k = _rotated(q, k, rules, batch)
     if _has_flash(q):
-        return _flash_attention(q, k, v, rules, batch)
+        return flash_attention(q, k, v, rules, batch)
     return varlen_attention_reference(q, k, v, rules, batch)
 
 
@@ -43,22 +43,24 @@ def _has_flash(q: Tensor) -> bool:
     return q.is_cuda and is_half and dim <= _MAX_FLASH_DIM and dim % _FLASH_DIM_STEP == 0
 
 
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # as it is needed: torch has it since 2.10
-
-    assert batch.prefill_offsets is not None
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch) -> Tensor:
+    """By torch's own operation: its public name has another signature in each version."""
+    offsets, length = batch.prefill_offsets, batch.max_length
     before = -1 if rules.window is None else rules.window - 1
-    out = varlen_attn(
+    out, *_ = torch.ops.aten._flash_attention_forward(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
-        batch.prefill_offsets,
-        batch.prefill_offsets,
-        batch.max_length,
-        batch.max_length,
+        offsets,
+        offsets,
+        length,
+        length,
+        0.0,  # dropout
+        rules.is_causal,
+        False,  # no mask for debugging
         scale=rules.scale,
-        window_size=(before, 0 if rules.is_causal else before),
-        enable_gqa=q.shape[1] != k.shape[1],
+        window_size_left=before,
+        window_size_right=0 if rules.is_causal else before,
     )
     assert isinstance(out, Tensor)
     return out

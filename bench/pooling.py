@@ -92,7 +92,7 @@ def engine_rates(options: argparse.Namespace) -> dict[str, float]:
 def _layer_weights(layer: Any) -> int:
     mixer, block = layer.mixer, layer.feed_forward
     heads = (2 * mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
-    return mixer.hidden * heads + block.hidden * block.inner * (3 if block.gated else 2)
+    return int(mixer.hidden * heads + block.hidden * block.inner * (3 if block.gated else 2))
 
 
 def loaded(checkpoint: Path | None, device: torch.device) -> PoolingEngine:

@@ -71,8 +71,8 @@ class Gemma3(Llama):
         is_bidirectional = bool(self.raw.get("use_bidirectional_attention"))
         if is_bidirectional and self.pooling is None:
             raise UnsupportedModel(
-                "use_bidirectional_attention is True: the model attends to later tokens, so it generates no text, and it "
-                "has no modules.json for embeddings"
+                "use_bidirectional_attention is True: the model attends to later tokens, so it generates no text, and "
+                "it has no modules.json for embeddings"
             )
         return is_bidirectional
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.matrix import Matrix
 from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.quantised.layout import FP4
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import Parameters
@@ -67,22 +69,51 @@ class Everything(Mapping[str, MatrixLayout]):
         return 0
 
 
+class ExpertsInFourBits(Mapping[str, MatrixLayout]):
+    """Experts in MXFP4 and all other matrices dense, as gpt-oss is published."""
+
+    def __getitem__(self, name: str) -> MatrixLayout:
+        if ".experts." not in name:
+            raise KeyError(name)
+        return FP4
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
 def packing(quant: str | None) -> Mapping[str, MatrixLayout]:
     if quant is None:
         return {}
+    if quant == "mxfp4":
+        return ExpertsInFourBits()
     recipe = recipe_of(quant)
     if recipe is None:
-        raise SystemExit(f"--quant {quant} is not known; choose one of {', '.join(RECIPES)}")
+        raise SystemExit(f"--quant {quant} is not known; choose one of {', '.join(RECIPES)} or mxfp4")
     return Everything(recipe)
+
+
+def random_four_bits(rows: int, inputs: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and minimums of weights in MXFP4, about as large as those of `random_engine`."""
+    assert FP4.zero is not None
+    codebook = torch.tensor(FP4.codebook, device=device) + FP4.zero
+    codes = codebook[torch.randint(0, len(codebook), (rows, inputs), device=device)].to(torch.uint8)
+    scales = torch.full((rows, inputs // FP4.group), 2.0 ** round(math.log2(inputs**-0.5 / 5)), device=device)
+    return codes, scales, scales * -FP4.zero
 
 
 def random_engine(shape: str, device: torch.device, spec: LoadSpec, quant: str | None) -> Engine:
     def fill(parameters: Parameters) -> None:
         for packed in parameters.packed_bindings:
             for first in range(0, packed.num_rows, 4096):
-                rows = min(4096, packed.num_rows - first)
-                numbers = torch.randn(rows, packed.matrix.inputs, device=device) * packed.matrix.inputs**-0.5
-                packed.matrix.put_values(packed.first_row + first, numbers)
+                rows, inputs = min(4096, packed.num_rows - first), packed.matrix.inputs
+                if quant == "mxfp4":
+                    packed.matrix.put_codes(packed.first_row + first, *random_four_bits(rows, inputs, device))
+                else:
+                    numbers = torch.randn(rows, inputs, device=device) * inputs**-0.5
+                    packed.matrix.put_values(packed.first_row + first, numbers)
         for binding in parameters.bindings:
             view = binding.destination
             view.normal_(1.0, 0.1) if view.dim() == 1 else view.normal_(0.0, view.shape[-1] ** -0.5)
@@ -234,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--checkpoint", type=Path, help="a model directory or GGUF file, instead of random weights")
-    parser.add_argument("--quant", help="quantise random weights: q4, q5, q6 or q8, in any spelling, or fp8")
+    parser.add_argument("--quant", help="quantise random weights: q4, q5, q6 or q8, in any spelling, fp8, or mxfp4")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--scenarios", help=f"default: {','.join(SCENARIOS)}; on a CPU {','.join(CPU_SCENARIOS)}")
     parser.add_argument("--max-num-seqs", type=int, default=256)

@@ -41,6 +41,11 @@ from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Floa
 from cortex.neuron.kernels.float8.one_row import one_row_float8_product
 from cortex.neuron.kernels.float8.product import float8_product, widened_product
 from cortex.neuron.kernels.float8.rows import float8_rows
+from cortex.neuron.kernels.latent.decode import decode_latent_attention
+from cortex.neuron.kernels.latent.heads import product_by_head
+from cortex.neuron.kernels.latent.inputs import store_latents
+from cortex.neuron.kernels.latent.prefill import prefill_latent_attention
+from cortex.neuron.kernels.latent.rules import LatentRules
 from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, ExpertMatrix, Prologue
 from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
@@ -61,6 +66,8 @@ FITTED = (
     "dense.product",
     "dense.experts",
     "delta.chunks",
+    "latent.decode",
+    "latent.prefill",
     "quantised.product",
     "quantised.experts",
     "float8.product",
@@ -136,6 +143,19 @@ def attention(dim: int, heads: int, kv_heads: int, decodes: int, window: int | N
     if window is None:
         decode_attention(q, k, v, rules, batch, keys, values, q)
     prefill_attention(q[decodes:], rules, batch, keys, values, q[decodes:])
+
+
+def latent_attention(heads: int, decodes: int) -> None:
+    """With the sizes of GLM-4.7-Flash."""
+    rope, weight = empty(64, 64, kind=torch.float32), empty(heads, 192 + 256, 512)
+    rules = LatentRules(0.1, rope, None, empty(512), 1e-6, None, weight=weight, latent=512, interleaved=True)
+    batch, pages = some_batch(decodes, 40_960), empty(4, 32, 1, 576)
+    q, query, mixed = (empty(decodes + 128, heads, dim) for dim in (256, 576, 512))
+    store_latents(q, empty(decodes + 128, 576), rules, batch, pages, query)
+    product_by_head(q[:decodes], rules.key_weight(256).transpose(1, 2), query)
+    product_by_head(mixed[:decodes], rules.value_weight(256), q)
+    decode_latent_attention(query, rules, batch, pages, mixed)
+    prefill_latent_attention(query[decodes:], rules, batch, pages, mixed[decodes:])
 
 
 GATED = Epilogue(activation="silu")
@@ -233,6 +253,9 @@ def cases() -> Iterator[tuple[str, Any]]:
         for decodes in (1, 64):
             yield f"attention {dim}, {decodes} rows", lambda s=(dim, heads, kv_heads, decodes): attention(*s)
         yield f"attention {dim}, window", lambda s=(dim, heads, kv_heads, 1, 512): attention(*s)
+    for heads in (20, 128):
+        for decodes in (1, 64):
+            yield f"latents, {heads} heads, {decodes} rows", lambda s=(heads, decodes): latent_attention(*s)
     for inputs, outputs in ((4096, 6144), (12_288, 4096), (4096, 131_072)):
         for rows in (1, 16, 32):
             yield f"{inputs} to {outputs}, {rows} rows", lambda s=(inputs, outputs, rows): products(*s)

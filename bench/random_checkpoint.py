@@ -155,7 +155,7 @@ def _stored_shape(binding: Binding) -> tuple[int, ...]:
     if binding.source.endswith("conv1d.weight"):  # stored as a depthwise convolution
         width, channels = binding.destination.shape
         return channels, 1, width
-    return tuple(binding.destination.shape)
+    return tuple(binding.shape or binding.destination.shape)
 
 
 class RandomWeights:

@@ -60,6 +60,7 @@ class FakeFleet:
         self.abandoned: list[str] = []
         self.polls: list[str] = []
         self.down: set[str] = set()
+        self.forgotten: list[tuple[str, str]] = []
         self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
         self.running: dict[tuple[str, str], int] = {}
         self.event_log = EventLog()
@@ -81,6 +82,9 @@ class FakeFleet:
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self.recycled.append((node, devices))
+
+    def forget(self, node: str, model: str) -> None:
+        self.forgotten.append((node, model))
 
     def abandon(self, node: str) -> None:
         self.abandoned.append(node)

@@ -204,8 +204,13 @@ class Catalogue(Section, frozen=True):
         alias = Alias(model=target) if isinstance(target, str) else target
         return Resolution(spec=self.spec(alias.model), alias=name, background=alias.background)
 
-    def _names(self) -> set[str]:
-        return {spec.id for spec in self.models} | {name for name in self.aliases if not is_pattern(name)}
+    @property
+    def ids(self) -> frozenset[str]:
+        """The ids of its models."""
+        return frozenset(spec.id for spec in self.models)
+
+    def _names(self) -> frozenset[str]:
+        return self.ids | {name for name in self.aliases if not is_pattern(name)}
 
 
 def near_misses(name: str, known: Iterable[str], limit: int = 3) -> tuple[str, ...]:
@@ -220,7 +225,7 @@ def near_misses(name: str, known: Iterable[str], limit: int = 3) -> tuple[str, .
     return tuple(dict.fromkeys(short[match] for match in close))[:limit]
 
 
-def _not_found(name: str, known: set[str]) -> ModelNotFound:
+def _not_found(name: str, known: frozenset[str]) -> ModelNotFound:
     misses = near_misses(name, known)
     if misses:
         advice = f"did you mean {' or '.join(f'`{miss}`' for miss in misses)}?"

@@ -223,6 +223,17 @@ def test_reload_that_removes_the_node_fails_waiting_requests() -> None:
     assert isinstance(got[0], CortexError)
 
 
+def test_model_that_the_catalogue_no_longer_names_is_forgotten_by_its_nodes() -> None:
+    fake = FakeFleet({"n": {"a": GB, "own": GB}, "m": {"b": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a"),)))
+    fake.ready["n"]["a"] = 900.0
+    fake.poll()
+    fake.dispatcher.reconfigure(fake.settings("n", "m"))
+    assert fake.forgotten == []
+    fake.catalogue = Catalogue()
+    fake.dispatcher.reconfigure(fake.settings("n", "m"))
+    assert fake.forgotten == [("n", "a")]
+
+
 def test_counters_return_to_zero() -> None:
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0

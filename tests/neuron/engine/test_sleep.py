@@ -41,6 +41,10 @@ MIXTURE: dict[str, Any] = DENSE | {
     **tiny_experts(num_experts=4, moe_intermediate_size=16),
     "head_dim": 8,
 }
+LATENT: dict[str, Any] = DENSE | {
+    **{"model_type": "youtu", "kv_lora_rank": 16, "q_lora_rank": 12},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+}
 PROMPT = tuple(range(5, 75))
 CPU = torch.device("cpu")
 
@@ -92,7 +96,7 @@ def wake(engine: Engine) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("moves", [False, True])
-@pytest.mark.parametrize("config", [DENSE, HYBRID, MIXTURE], ids=["dense", "hybrid", "mixture"])
+@pytest.mark.parametrize("config", [DENSE, HYBRID, MIXTURE, LATENT], ids=["dense", "hybrid", "mixture", "latents"])
 def test_woken_model_responds_as_before_with_an_empty_cache(
     make_engine: EngineMaker, config: dict[str, Any], moves: bool
 ) -> None:

@@ -38,9 +38,14 @@ DENSE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 EXPERTS = tiny_experts(num_experts=4, moe_intermediate_size=8)
+LATENT = {
+    **{"model_type": "youtu", "kv_lora_rank": 16, "q_lora_rank": 12},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "mixture": DENSE | EXPERTS | {"model_type": "qwen3_moe"},
+    "latents": DENSE | LATENT,
     "delta net": DENSE
     | {
         "model_type": "qwen3_next",

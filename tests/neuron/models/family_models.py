@@ -22,6 +22,11 @@ LOCAL, YARN = (
     {"rope_type": "default", "rope_theta": 500.0},
     {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32},
 )
+LATENT = {
+    **{"num_key_value_heads": 4, "head_dim": 8, "kv_lora_rank": 32},
+    **{"q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 14},
+}
+STRETCHED = {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}}
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
 PIXTRAL = {
     "model_type": "pixtral",
@@ -32,6 +37,13 @@ PIXTRAL = {
     "head_dim": 16,
     "image_size": 28,
     "patch_size": 14,
+}
+GLIMMER = {
+    "model_type": "muse_glimmer_vision",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
 }
 SIGLIP = {
     "model_type": "siglip_vision_model",
@@ -178,6 +190,21 @@ TABLE: dict[str, Family] = {
         },
         SIGLIP,
     ),
+    "gpt_oss": Family(
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            "no window": {
+                **{"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8},
+                "layer_types": ["full_attention"] * SIZES["num_hidden_layers"],
+            },
+            "windows": {
+                **{"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 9},
+                "rope_parameters": YARN | {"truncate": False},
+                **FOUR_LAYERS,
+            },
+        },
+    ),
     "granite": Family(
         transformers.GraniteConfig,
         transformers.GraniteForCausalLM,
@@ -232,6 +259,70 @@ TABLE: dict[str, Family] = {
             "scaled": {
                 **{"n_routed_experts": 6, "routed_scaling_factor": 2.5, "norm_topk_prob": False, "use_qk_norm": True},
                 **{"attention_bias": True, "n_shared_experts": 2, "first_k_dense_replace": 0, **EXPERTS},
+            },
+        },
+    ),
+    "glm4_moe_lite": Family(
+        transformers.Glm4MoeLiteConfig,
+        transformers.Glm4MoeLiteForCausalLM,
+        {
+            "plain": {"n_routed_experts": 6, "num_hidden_layers": 3, **LATENT, **EXPERTS},
+            "listed": {
+                **{"n_routed_experts": 6, "n_shared_experts": 2, "norm_topk_prob": False, **LATENT, **EXPERTS},
+                **{"mlp_layer_types": ["sparse", "dense"], "rope_interleave": False, "attention_bias": True},
+            },
+        },
+    ),
+    "deepseek_v2": Family(
+        transformers.DeepseekV2Config,
+        transformers.DeepseekV2ForCausalLM,
+        {
+            "plain": {"n_routed_experts": 6, "first_k_dense_replace": 1, **LATENT, **EXPERTS, "q_lora_rank": None},
+            "groups": {
+                **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+                **{"routed_scaling_factor": 1.6, **LATENT, **EXPERTS, **STRETCHED},
+            },
+        },
+    ),
+    "deepseek_v3": Family(
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {
+            "groups": {
+                **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, **LATENT},
+                **{"num_hidden_layers": 3, "num_nextn_predict_layers": 0, **EXPERTS, **STRETCHED},
+            },
+        },
+    ),
+    "youtu": Family(transformers.YoutuConfig, transformers.YoutuForCausalLM, {"plain": LATENT}),
+    "muse_glimmer": Family(
+        transformers.MuseGlimmerConfig,
+        transformers.MuseGlimmerForConditionalGeneration,
+        {
+            "plain": {"sliding_window": 9, "num_hidden_layers": 5},
+            "listed": {
+                **{"layer_types": WINDOWS, "sliding_window": 9, "layer_rope_theta": [10_000.0, 0, 10_000.0, 0]},
+                **{"qk_scale_factor": 2.5, "output_multiplier": 0.5, "final_logit_softcapping": 3.0},
+                **{"attention_bias": True, **FOUR_LAYERS},
+            },
+        },
+        GLIMMER,
+    ),
+    "laguna": Family(
+        transformers.LagunaConfig,
+        transformers.LagunaForCausalLM,
+        {
+            "plain": {"num_experts": 6, "shared_expert_intermediate_size": 40, **EXPERTS},
+            "heads": {
+                **{"num_experts": 6, "shared_expert_intermediate_size": 24, "moe_routed_scaling_factor": 2.5},
+                **{"num_attention_heads_per_layer": [4, 2, 8, 4], "layer_types": WINDOWS, "sliding_window": 9},
+                **{"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "gating": "per-element"},
+                "rope_parameters": {
+                    "full_attention": YARN | {"partial_rotary_factor": 0.5},
+                    "sliding_attention": LOCAL,
+                },
+                **EXPERTS,
+                **FOUR_LAYERS,
             },
         },
     ),

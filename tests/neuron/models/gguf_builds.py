@@ -34,6 +34,14 @@ WINDOWS: dict[str, Any] = {
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
+TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+LATENT: dict[str, Any] = {
+    **UNPADDED,
+    **{"num_key_value_heads": 4, "head_dim": 64, "q_lora_rank": 256, "kv_lora_rank": 256},
+    **{"qk_nope_head_dim": 256, "qk_rope_head_dim": 64, "v_head_dim": 64},
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+}
+
 BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, SIZES),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, SIZES),
@@ -48,6 +56,11 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.Qwen3_5MoeTextConfig,
         transformers.Qwen3_5MoeForCausalLM,
         SIZES | EXPERTS | SHARED | HYBRID,
+    ),
+    "deepseek2": (
+        transformers.Glm4MoeLiteConfig,
+        transformers.Glm4MoeLiteForCausalLM,
+        LATENT | {"routed_scaling_factor": 1.8},
     ),
     "ernie4_5-moe": (
         transformers.Ernie4_5_MoeConfig,
@@ -72,6 +85,15 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.MiniMaxM2ForCausalLM,
         UNPADDED | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 256, "rotary_dim": 32},
     ),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            **UNPADDED,
+            **{"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 256, "sliding_window": 9},
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
     "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM, UNPADDED | WINDOWS | {"logit_scale": 0.3}),
     "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM, UNPADDED),
     "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM, SIZES | WINDOWS),
@@ -91,6 +113,28 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "hunyuan-dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM, UNPADDED),
+    "laguna": (
+        transformers.LagunaConfig,
+        transformers.LagunaForCausalLM,
+        {
+            **UNPADDED,
+            **{"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_hidden_layers": 4},
+            **{"shared_expert_intermediate_size": 512, "moe_routed_scaling_factor": 2.5, "sliding_window": 9},
+            "num_attention_heads_per_layer": [4, 8, 8, 8],
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "rope_parameters": {
+                "full_attention": {**YARN, "partial_rotary_factor": 0.5},
+                "sliding_attention": {**PLAIN, "rope_theta": 500.0},
+            },
+        },
+    ),
+    "muse-glimmer": (
+        lambda attn_implementation, **text: transformers.MuseGlimmerConfig(
+            text_config=text, vision_config=TOWER, attn_implementation=attn_implementation
+        ),
+        transformers.MuseGlimmerForConditionalGeneration,
+        UNPADDED | {"num_hidden_layers": 5, "sliding_window": 9},
+    ),
     "mistral3": (
         transformers.Ministral3Config,
         transformers.Ministral3ForCausalLM,
@@ -122,6 +166,18 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM, UNPADDED | {"num_hidden_layers": 4}),
 }
 VARIANTS: dict[str, tuple[str, tuple[Any, Any, dict[str, Any]]]] = {
+    "deepseek v2": (
+        "deepseek2",
+        (
+            transformers.DeepseekV2Config,
+            transformers.DeepseekV2ForCausalLM,
+            {
+                **LATENT,
+                **{"q_lora_rank": None, "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"},
+                "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+            },
+        ),
+    ),
     "mistral": (
         "llama",
         (transformers.MistralConfig, transformers.MistralForCausalLM, SIZES | {"sliding_window": None}),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .gguf_builds import HYBRID
 
-INTERLEAVED = ("granite", "llama", "mistral3", "smollm3")
+INTERLEAVED = ("granite", "llama", "mistral3", "muse-glimmer", "smollm3")
 """Architectures whose converters put the two rows of a rotary pair side by side."""
 MIXED = (
     "Q4_K",
@@ -34,6 +34,7 @@ MIXED = (
     "Q5_1",
     "IQ4_NL",
     "IQ4_XS",
+    "MXFP4",
     "F16",
     "BF16",
 )
@@ -66,7 +67,7 @@ def write_gguf(
 
     `override`: a parameter's name, value and layer → what it becomes instead of what `converted` says.
     """
-    config = reference.config
+    config = reference.config.get_text_config()
     writer = gguf.GGUFWriter(path, architecture)
     _add_keys(writer, config, architecture)
     writer.add_block_count(config.num_hidden_layers + prediction_layers)
@@ -76,6 +77,7 @@ def write_gguf(
         writer.add_tensor(name, tensor.numpy())
 
     def tensors_of(source: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        source = source.replace("model.language_model.", "model.")
         layer = source.split(".")[2] if ".layers." in source else ""
         return override(source, tensor, layer) or list(converted(source, tensor, config, architecture, layer))
 
@@ -83,7 +85,7 @@ def write_gguf(
     with torch.no_grad():
         biases = [(name, buffer) for name, buffer in reference.named_buffers() if name.endswith("correction_bias")]
         for source, parameter in (*reference.named_parameters(), *biases):
-            if source == "lm_head.weight" and config.tie_word_embeddings:
+            if (source == "lm_head.weight" and config.tie_word_embeddings) or "vision" in source:
                 continue
             if "norm" in source or source.endswith("_bias") or parameter.dim() == 1 or "conv1d" in source:
                 for name, tensor in tensors_of(source, parameter.float()):
@@ -106,7 +108,8 @@ def write_gguf(
 
 @functools.cache
 def _tensor_names(architecture: str, num_layers: int) -> gguf.TensorNameMap:
-    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    known = {"laguna": "dots1", "muse-glimmer": "gemma3"}.get(architecture, architecture)
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == known)
     return gguf.get_tensor_name_map(arch, num_layers)
 
 
@@ -136,17 +139,35 @@ def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer
         parts = _by_part(tensor, config)
         yield f"blk.{layer}.attn_qkv.weight", torch.cat(parts[:3])
         yield f"blk.{layer}.attn_gate.weight", parts[3]
+    elif architecture == "gpt-oss" and ".experts." in source:
+        kind = "bias" if source.endswith("_bias") else "weight"
+        by_row = tensor if kind == "bias" else tensor.transpose(1, 2)
+        by_part = {"down": by_row} if ".down_proj" in source else {"gate": by_row[:, ::2], "up": by_row[:, 1::2]}
+        for part, rows in by_part.items():
+            yield f"blk.{layer}.ffn_{part}_exps.{kind}", rows.contiguous()
     elif ".experts.gate_up_proj" in source:
         gate, up = tensor.chunk(2, dim=1)
         yield f"blk.{layer}.ffn_gate_exps.weight", gate
         yield f"blk.{layer}.ffn_up_exps.weight", up
     elif ".experts.down_proj" in source:
         yield f"blk.{layer}.ffn_down_exps.weight", tensor
-    elif architecture == "gemma3" and source.endswith("norm.weight"):
+    elif ".shared_experts." in source and architecture == "laguna":
+        yield f"blk.{layer}.ffn_{source.split('.')[-2].removesuffix('_proj')}_shexp.weight", tensor
+    elif source.endswith(("self_attn.g_proj.weight", "self_attn.gate_proj.weight")):
+        yield f"blk.{layer}.attn_gate.weight", tensor
+    elif architecture == "muse-glimmer" and source == "model.norm.weight":
+        yield "output_norm.weight", tensor
+    elif architecture in ("gemma3", "muse-glimmer") and source.endswith("norm.weight"):
         yield name_of(source), tensor + 1
     elif architecture in INTERLEAVED and (".q_proj." in source or ".k_proj." in source):
         heads = config.num_attention_heads if ".q_proj." in source else config.num_key_value_heads
         yield name_of(source), tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    elif source.endswith(".sinks"):
+        yield f"blk.{layer}.attn_sinks.weight", tensor
+    elif ".kv_b_proj." in source:
+        heads = tensor.unflatten(0, (config.num_attention_heads, -1))
+        yield f"blk.{layer}.attn_k_b.weight", heads[:, : config.qk_nope_head_dim].transpose(1, 2)
+        yield f"blk.{layer}.attn_v_b.weight", heads[:, config.qk_nope_head_dim :]
     elif "shared_expert_gate" in source:
         yield name_of(source), tensor.squeeze(0)
     else:
@@ -199,10 +220,11 @@ def _encoded(tensor: Tensor, format_name: str) -> tuple[np.ndarray, Tensor]:
 def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    writer.add_head_count(getattr(config, "num_attention_heads_per_layer", None) or config.num_attention_heads)
+    if architecture != "deepseek2":
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     if architecture == "cohere2":
         writer.add_layer_norm_eps(config.layer_norm_eps)
     else:
@@ -237,7 +259,7 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     window = getattr(config, "sliding_window", None)
-    if architecture in ("cohere2", "exaone4", "gemma3", "olmo2", "phi3") and window is not None:
+    if architecture in ("cohere2", "exaone4", "gemma3", "gpt-oss", "olmo2", "phi3") and window is not None:
         writer.add_sliding_window(window)
         if architecture in ("exaone4", "olmo2"):
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -247,8 +269,21 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_sliding_window_pattern(4)
         writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    elif architecture in ("ernie4_5-moe", "glm4moe", "minimax-m2"):
+    elif architecture in ("ernie4_5-moe", "glm4moe", "gpt-oss", "minimax-m2"):
         _add_experts(writer, config, architecture)
+    elif architecture == "deepseek2":
+        _add_latents(writer, config)
+    elif architecture == "laguna":
+        _add_laguna(writer, config)
+    elif architecture == "muse-glimmer":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        writer.add_logit_scale(config.output_multiplier)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        for layer in range(config.num_hidden_layers):
+            for part, weight in (("q", config.qk_scale_factor), ("k", 1.0)):
+                values = np.full(config.head_dim, weight, dtype=np.float32)
+                writer.add_tensor(f"blk.{layer}.attn_{part}_norm.weight", values)
     elif architecture == "glm4":
         writer.add_rope_dimension_count(config.head_dim // 2)
     elif architecture == "granite":
@@ -270,6 +305,49 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
             writer.add_tensor(f"rope_factors_{name}.weight", factors, raw_dtype=gguf.GGMLQuantizationType.F32)
 
 
+def _add_laguna(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The first of four layers has no window, which files do not say."""
+    ropes = config.rope_parameters
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_dimension_count(int(config.head_dim * ropes["full_attention"]["partial_rotary_factor"]))
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    width = int(config.head_dim * ropes["sliding_attention"].get("partial_rotary_factor", 1.0))
+    writer.add_uint32("laguna.rope.dimension_count_swa", width)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(config.moe_routed_scaling_factor)
+    writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))
+
+
+def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Latents are written as the one key-value head of all queries."""
+    writer.add_head_count_kv(1)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    if "mscale_all_dim" in config.rope_parameters:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    is_glm = config.model_type == "glm4_moe_lite"  # its files do not name the function of the router
+    writer.add_leading_dense_block_count(1 if is_glm else config.first_k_dense_replace)
+
+
 def _add_experts(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_expert_used_count(config.num_experts_per_tok)
     if architecture == "ernie4_5-moe":
@@ -279,8 +357,11 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
         return
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_expert_count(config.num_local_experts)
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        return
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_rope_dimension_count(config.head_dim // 2)
     if architecture == "minimax-m2":
         writer.add_expert_feed_forward_length(config.intermediate_size)

@@ -32,7 +32,16 @@ def test_every_logit_matches_the_reference_library(family: str, name: str, tmp_p
     assert (whole - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("family", "name"), [("gemma3_text", "capped"), ("cohere2", "plain"), ("glm4_moe", "plain")])
+GENERATED = [
+    ("gemma3_text", "capped"),
+    ("cohere2", "plain"),
+    ("glm4_moe", "plain"),
+    ("gpt_oss", "windows"),
+    ("glm4_moe_lite", "plain"),
+]
+
+
+@pytest.mark.parametrize(("family", "name"), GENERATED)
 @torch.inference_mode()
 def test_engine_matches_generate_of_the_reference_library(family: str, name: str, tmp_path: Path) -> None:
     """Prompts longer than a chunk, prefilled together with rows that decode, and again from the prefix cache."""

@@ -14,6 +14,7 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 
 from .family_models import CASES, TABLE, Family
 from .reference_models import randomised
+from .test_packed_models import write_mxfp4
 
 VOCAB = 512
 PROMPT_TOKENS, DRAWN_TOKENS = 300, 24
@@ -26,7 +27,10 @@ SIZES: dict[str, Any] = {
 }
 SMALL = frozenset({"head_dim", "vocab_size"})
 """Sizes that the models for CPUs set below those of published ones."""
-LARGER = {"moe_intermediate_size": 128, "intermediate_size": 256, "rotary_dim": 32, "sliding_window": 90}
+LARGER = {
+    **{"moe_intermediate_size": 128, "intermediate_size": 256, "rotary_dim": 32, "sliding_window": 90},
+    **{"kv_lora_rank": 512, "q_lora_rank": 128, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256},
+}
 
 
 def reference_of(family: str, name: str) -> Any:
@@ -60,11 +64,24 @@ def engine_logprobs(engine: Engine, prompt: tuple[int, ...]) -> tuple[list[int],
 @pytest.mark.parametrize(("family", "name"), [case for case in CASES if case[0] != "phi3" or case[1] == "plain"])
 @torch.inference_mode()
 def test_error_is_at_most_that_of_the_reference_library(family: str, name: str, tmp_path: Path) -> None:
-    device = torch.device("cuda", 0)
     reference = reference_of(family, name)
     reference.save_pretrained(tmp_path)
+    print(family, name, assert_error_is_at_most_the_library_s(tmp_path, reference))
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_experts_in_four_bits_add_no_error(tmp_path: Path) -> None:
+    reference = reference_of("gpt_oss", "windows")
+    write_mxfp4(tmp_path, reference)
+    print("gpt_oss in MXFP4", assert_error_is_at_most_the_library_s(tmp_path, reference))
+
+
+def assert_error_is_at_most_the_library_s(path: Path, reference: Any) -> str:
+    """Of the checkpoint at `path` in bfloat16, against `reference`, which has its values in float32. → the errors"""
+    device = torch.device("cuda", 0)
     engine = Engine.load(
-        LoadSpec(str(tmp_path), max_num_seqs=4, context_tokens=512, memory_bytes=2 << 30),
+        LoadSpec(str(path), max_num_seqs=4, context_tokens=512, memory_bytes=2 << 30),
         device,
         lambda *_: None,
         lambda: False,
@@ -80,7 +97,7 @@ def test_error_is_at_most_that_of_the_reference_library(family: str, name: str, 
     theirs = logprobs(reference.to(device, torch.bfloat16), tokens.to(device))
     error, allowed = ((each - exact).abs() for each in (ours, theirs))
     summary = f"{error.mean():.4f} and {error[PROMPT_TOKENS:].mean():.4f} decoding, theirs {allowed.mean():.4f}"
-    print(family, name, summary)
     assert len(drawn) == len(again) == DRAWN_TOKENS
     assert error.mean() <= 1.15 * allowed.mean() + 1e-3, summary
     assert error[PROMPT_TOKENS:].mean() <= 2 * allowed.mean() + 1e-3, summary
+    return summary

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cortex.neuron.layers.configs import AttentionConfig, RopeConfig
+from cortex.neuron.layers.configs import KV_MIXERS, RopeConfig
 from cortex.neuron.layers.rope import inverse_frequencies
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
@@ -20,10 +20,10 @@ def described(architecture: Architecture) -> tuple[Any, ...]:
     """All of it, with the frequencies of each rotation in place of the settings that they are computed from."""
     layers = []
     for layer in architecture.layers:
-        assert isinstance(layer.mixer, AttentionConfig)
+        assert isinstance(layer.mixer, KV_MIXERS)
         rope = layer.mixer.rope
         frequencies = None if rope is None else _frequencies(rope)
-        layers.append((replace(layer, mixer=replace(layer.mixer, rope=None)), frequencies))
+        layers.append((replace(layer, mixer=replace(layer.mixer, rope=RopeConfig(0))), frequencies))
     return architecture.config, architecture.ends, layers
 
 
@@ -59,6 +59,19 @@ def test_option_that_a_config_leaves_out_means_what_the_reference_library_takes_
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3_text", {"hidden_activation": "relu"}, "hidden_act 'relu'"),
         ("glm4_moe", {"n_group": 2}, "n_group is 2"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 3}, "3 of 2 experts"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("deepseek_v3", {"n_group": 3, "first_k_dense_replace": 0}, "2 of 4 experts in 4 of 3 groups"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name 2 layers"),
+        ("youtu", {"q_lora_rank": None, "attention_bias": True}, "attention_bias is true without q_lora_rank"),
+        ("youtu", {"partial_rotary_factor": 0.5}, "rotates 32 of 64 dimensions"),
+        ("laguna", {"gating": "per-token"}, "gating is 'per-token'"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 3]}, "3 attention heads of layer 1"),
+        ("laguna", {"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping is 5.0"),
+        ("muse_glimmer_text", {"post_norm_eps": 1e-5}, "post_norm_eps is 1e-05"),
+        ("muse_glimmer_text", {"layer_rope_theta": [0]}, "layer_rope_theta must have 2 values"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias is True"),
         ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'"),
         ("minimax_m2", {"num_local_experts": 1 << 13}, "8192 experts"),

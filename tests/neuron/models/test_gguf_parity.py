@@ -81,6 +81,18 @@ def test_joint_delta_inputs_and_joint_experts_match(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
+def test_keys_and_values_of_latents_in_one_tensor_match(tmp_path: Path) -> None:
+    """As in files of older converters."""
+    reference = reference_of("deepseek2")
+
+    def joint(source: str, tensor: torch.Tensor, layer: str) -> list[tuple[str, torch.Tensor]] | None:
+        return [(f"blk.{layer}.attn_kv_b.weight", tensor)] if "kv_b_proj" in source else None
+
+    write_gguf(tmp_path / "m.gguf", "deepseek2", reference, ("Q4_K", "Q8_0"), override=joint)
+    assert_same_logits(tmp_path / "m.gguf", reference)
+
+
+@torch.inference_mode()
 def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
     reference = reference_of("qwen35")
     extra = {"blk.2.nextn.eh_proj.weight": torch.ones(8, 8), "blk.2.attn_q.weight": torch.ones(8, 8)}
@@ -88,7 +100,7 @@ def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> No
     assert_same_logits(tmp_path / "m.gguf", reference)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3next", "qwen35moe", "glm4", "olmo2", "phi3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3next", "qwen35moe", "glm4", "olmo2", "phi3", "deepseek2"])
 def test_ranks_of_a_divided_model_read_their_part_of_every_tensor(architecture: str, tmp_path: Path) -> None:
     reference = reference_of(architecture)
     write_gguf(tmp_path / "m.gguf", architecture, reference, ("Q8_0", "F16"))

@@ -19,6 +19,7 @@ from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
+from cortex.neuron.kernels.quantised.layout import FP4
 from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
 from cortex.neuron.kernels.storages import empty_matrix
@@ -31,6 +32,7 @@ from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
 CPU = torch.device("cpu")
 GPU = MatrixDevice("cuda", "bfloat16")
 NUM_TOKENS = 20
+IN_SAFETENSORS = ("qwen3moe", "qwen3next", "qwen35", "qwen35moe", "glm4", "glm4moe", "gemma3", "gpt-oss")
 
 
 def load(checkpoint: Checkpoint, packing: Mapping[str, MatrixLayout]) -> LoadedModel:
@@ -97,6 +99,33 @@ def write_float8(path: Path, architecture: str, size: int) -> None:
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": published}))
 
 
+def write_mxfp4(path: Path, reference: Any) -> None:
+    """gpt-oss as it is published. The model then has the values that the files stand for."""
+    reference.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        by_row = tensors.pop(name).transpose(1, 2).contiguous()
+        blocks, scales, values = four_bit_blocks(by_row)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        reference.get_parameter(name).data = values.transpose(1, 2).contiguous()
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    published = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": published}))
+
+
+def four_bit_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[..., columns] → [..., groups, 16] bytes, [..., groups] exponents, and the values that both stand for"""
+    codebook = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codebook = torch.cat((codebook, -codebook))
+    groups = weights.float().unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(-1, keepdim=True).div(6).log2().ceil()
+    codes = (groups / exponents.exp2()).unsqueeze(-1).sub(codebook).abs().argmin(-1)
+    values = codebook[codes] * exponents.exp2()
+    pairs = codes.to(torch.uint8).unflatten(-1, (16, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4, (exponents[..., 0] + 127).to(torch.uint8), values.view_as(weights)
+
+
 def assert_packed_computes_as_dense(path: Path, dense_path: Path, recipe: Recipe | None = None) -> LoadedModel:
     checkpoint = open_checkpoint(path)
     routers = (".mlp.gate.weight", ".shared_expert_gate.weight")
@@ -134,19 +163,31 @@ def test_dense_gguf_is_quantised_at_load(architecture: str, tmp_path: Path) -> N
     assert_packed_computes_as_dense(tmp_path / "m.gguf", tmp_path / "dense", RECIPES["q4_k"])
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen3next", "qwen35", "qwen35moe", "glm4", "glm4moe", "gemma3"])
+@pytest.mark.parametrize("architecture", IN_SAFETENSORS)
 @torch.inference_mode()
 def test_safetensors_of_every_family_are_quantised_at_load(architecture: str, tmp_path: Path) -> None:
     reference_of(architecture).save_pretrained(tmp_path)
     assert_packed_computes_as_dense(tmp_path, tmp_path / "dense", RECIPES["q4_k"])
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen3next"])
+@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen3next", "gpt-oss"])
 @torch.inference_mode()
 def test_experts_that_are_rounded_to_fp8_at_load_stay_so(architecture: str, tmp_path: Path) -> None:
     reference_of(architecture).save_pretrained(tmp_path)
     packed = assert_packed_computes_as_dense(tmp_path, tmp_path / "dense", RECIPES["fp8"])
     assert expert_layouts(packed) == {FLOAT8_ROWS}
+
+
+@torch.inference_mode()
+def test_experts_of_a_published_mxfp4_checkpoint_stay_in_four_bits(tmp_path: Path) -> None:
+    reference = reference_of("gpt-oss")
+    write_mxfp4(tmp_path, reference)
+    packed = assert_packed_computes_as_dense(tmp_path, tmp_path / "dense")
+    assert expert_layouts(packed) == {FP4}
+    tokens = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=torch.Generator().manual_seed(2))
+    expected = reference(tokens[None]).logits[0]
+    for loaded in (packed, load(open_checkpoint(tmp_path), {})):
+        assert (logits_of(loaded, tokens, [NUM_TOKENS - 2]) - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
 @pytest.mark.parametrize(("size", "layout"), [(128, FLOAT8_BLOCKS), (0, FLOAT8_ROWS)])

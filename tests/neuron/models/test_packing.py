@@ -26,6 +26,7 @@ GPU = MatrixDevice("cuda", "bfloat16")
 CPU = MatrixDevice("cpu", "float32", CpuForm.NATIVE)
 DENSE_CPU = MatrixDevice("cpu", "float32")
 UP, HEAD, EXPERT = "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.layers.0.mlp.experts.3.up_proj.weight"
+ABSORBED = "model.layers.0.self_attn.kv_b_proj.weight"
 
 
 def info(dtype: str, *shape: int, scaled: tuple[int, int] | None = None) -> TensorInfo:
@@ -46,6 +47,9 @@ def info(dtype: str, *shape: int, scaled: tuple[int, int] | None = None) -> Tens
         (GPU, HEAD, info("BF16"), "q4_k", Q6),
         (GPU, EXPERT, info("F32"), "q4_k", Q4),
         (GPU, UP, info("F64"), "q4_k", None),
+        (GPU, ABSORBED, info("BF16"), "q4_k", None),
+        (GPU, ABSORBED, info("FP8", scaled=(128, 128)), None, None),
+        (CPU, ABSORBED, info("Q4_K"), None, None),
         (GPU, UP, info("Q6_K"), "q4_k", Q6),
         (GPU, UP, info("F16"), "fp8", FLOAT8_ROWS),
         (GPU, UP, info("F16", 250, 512), "fp8", Q8),

@@ -9,6 +9,7 @@ import pytest
 from cortex.neuron.layers.configs import AttentionConfig, Shard
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.weights.sharded import TensorSlice
 
 from ..tiny_models import tiny_delta, tiny_sizes
 
@@ -61,6 +62,24 @@ def test_ranks_without_a_key_value_head_of_their_own_share_one() -> None:
     mixers = [architecture.sharded(Shard(rank, 4)).layers[0].mixer for rank in range(4)]
     assert {mixer.kv_heads for mixer in mixers if isinstance(mixer, AttentionConfig)} == {1}
     assert all(isinstance(mixer, AttentionConfig) for mixer in mixers)
+
+
+def test_latents_are_on_every_rank_and_their_heads_on_one() -> None:
+    architecture = read_architecture(
+        CONFIG
+        | {"model_type": "youtu", "kv_lora_rank": 16, "q_lora_rank": 12}
+        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
+    )
+    slices = architecture.tensor_slices(Shard(1, 2))
+    prefix = "model.layers.0.self_attn"
+    assert {name.removeprefix(f"{prefix}.") for name in slices if name.startswith(prefix)}.isdisjoint(
+        {"q_a_proj.weight", "kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight"}
+    )
+    assert slices[f"{prefix}.q_b_proj.weight"] == TensorSlice(rows=(range(36, 72),))
+    assert slices[f"{prefix}.kv_b_proj.weight"] == TensorSlice(rows=(range(54, 108),))
+    assert slices[f"{prefix}.o_proj.weight"] == TensorSlice(columns=range(30, 60))
+    assert any("every device keeps the whole KV cache" in note for note in architecture.sharded(Shard(1, 2)).notes)
+    assert not architecture.notes
 
 
 def test_every_expert_is_on_exactly_one_rank_under_a_number_that_starts_at_0() -> None:

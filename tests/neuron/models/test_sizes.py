@@ -49,12 +49,27 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 OWN_OPTIONS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "deepseek_v3": {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "glm4_moe_lite": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "kimi_k2": {
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+    },
+    "laguna": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "mellum": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }
-WITH_TOWER = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
+LATENT = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32}
+WITH_LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu")
+OWN_OPTIONS |= {family: LATENT | OWN_OPTIONS.get(family, {}) for family in WITH_LATENTS}
+WITH_TOWER = ("gemma3", "mistral3", "muse_glimmer", "qwen3_5", "qwen3_5_moe")
 
 
 def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +104,8 @@ def test_computed_size_of_a_rank_is_what_its_layers_allocate(family: str, change
     model = Decoder(rank, Parameters(META, torch.float32, group=OneOfTwo()), num_positions=1)
     assert weight_bytes(rank, WeightStorage(4)) == model.parameters.num_bytes < weight_bytes(whole, WeightStorage(4))
     kv = KVCache(model.attentions, dict.fromkeys(rank.windows, 1), 1, torch.float32, META)
-    assert kv_bytes_per_token(rank, 4) == kv.num_bytes == kv_bytes_per_token(whole, 4) // 2
+    divisor = 1 if family in WITH_LATENTS else 2  # every rank has all latents
+    assert kv_bytes_per_token(rank, 4) == kv.num_bytes == kv_bytes_per_token(whole, 4) // divisor
     assert state_bytes(rank, 4) == state_bytes(whole, 4) // 2
 
 
@@ -130,7 +146,14 @@ def test_computed_size_of_packed_matrices_is_what_the_layers_allocate(family: st
     """Value and down projections are packed in a layout of their own or dense, all other matrices in 4 bits."""
     architecture = read_architecture(config_of(family, CHANGES[changes]))
     dense = Decoder(architecture, Parameters(META, torch.bfloat16), num_positions=1).parameters
-    names = [part.source for binding in dense.bindings for part in binding.parts or (binding,)]
+    # gpt-oss has gate and up of an expert in one tensor
+    joint = {
+        f"{name}.mlp.experts.{number}.gate_up_proj.weight"
+        for name, _ in architecture.named_layers()
+        for number in range(6)
+    }
+    files = joint if family == "gpt_oss" else ()
+    names = [part.source for binding in dense.bindings for part in binding.chosen_from(files)]
     of_their_own: list[DeviceLayout | None] = [layouts.Q4, layouts.Q6, layouts.IQ4, FLOAT8_ROWS, None]
     for mixed in of_their_own:
         packing = {name: mixed if "v_proj" in name or "down_proj" in name else layouts.Q4 for name in names}

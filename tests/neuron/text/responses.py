@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from cortex.neuron.text.output.detect import ReasoningMarkers, ToolSyntax
+from cortex.neuron.text.output.harmony import HarmonyParser
 from cortex.neuron.text.output.parser import OutputParser
 from cortex.neuron.text.output.reasoning import ReasoningSplitter
 from cortex.neuron.text.tools.scanner import CallScanner
@@ -30,11 +31,14 @@ TOOLS = (Tool(name="get_weather", parameters=SCHEMA), Tool(name="stop", paramete
 Parts = list[tuple[str, ...]]
 
 
-def parser(syntax: ToolSyntax | None, *, thinks: bool = False, opened: bool = False) -> OutputParser:
+def parser(syntax: ToolSyntax | None, *, thinks: bool = False, opened: bool = False) -> OutputParser | HarmonyParser:
     numbers = itertools.count()
+    if syntax is ToolSyntax.HARMONY:
+        return HarmonyParser([tool.name for tool in TOOLS], lambda: f"call_{next(numbers)}", 0)
     splitter = ReasoningSplitter(THINK, starts_in_reasoning=opened) if thinks or opened else None
-    scanner = syntax and CallScanner(call_syntax(syntax, TOOLS), lambda: f"call_{next(numbers)}", 0)
-    return OutputParser(splitter, scanner or None, 0)
+    if syntax is None:
+        return OutputParser(splitter, None, 0)
+    return OutputParser(splitter, CallScanner(call_syntax(syntax, TOOLS), lambda: f"call_{next(numbers)}", 0), 0)
 
 
 def parse(pieces: list[str], syntax: ToolSyntax | None, *, is_cut: bool = False, **how: bool) -> Parts:

@@ -6,6 +6,8 @@ from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.template.chat_template import CHATML
 
 MENTIONS = {
+    ToolSyntax.HARMONY: "<|channel|>final<|message|>",
+    ToolSyntax.MUSE_XML: '<atem:function_calls><atem:invoke name="',
     ToolSyntax.MINIMAX_XML: '<minimax:tool_call><invoke name="',
     ToolSyntax.SEED_XML: "<seed:tool_call><function=",
     ToolSyntax.GLM_XML: "<tool_call><arg_key>",

@@ -202,7 +202,12 @@ class Dispatcher(StateMachine):
                 self._jobs.abandon(section.name, "was changed in the configuration")
         self._queues.max_wait_s = settings.max_wait_s
         self._queues.max_waiting = settings.max_waiting
+        gone = self._fleet_state.settings.catalogue.ids - settings.catalogue.ids
         self._fleet_state.reconfigure(settings)
+        for node in self._fleet_state.fleet.nodes if gone else ():
+            if node.name in self._fleet_state and node.has_lifecycle and node.healthy:
+                for model in gone & node.residencies.keys():
+                    self._effects.forget(node.name, model)
 
     @event
     def tick(self) -> None:

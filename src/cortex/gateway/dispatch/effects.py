@@ -61,6 +61,9 @@ class NodeEffects:
             self._metrics.evictions.labels(request.model_id, node).inc()
         self._start(node, f"unload {request.model_id} on {node}", self._unload(node, request, parts))
 
+    def forget(self, node: str, model: str) -> None:
+        self._start(node, f"forget {model} on {node}", self._forget(node, UnloadRequest(model_id=model, forget=True)))
+
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self._start(node, f"recycle the workers of {node}", self._recycle(node, devices))
 
@@ -109,6 +112,12 @@ class NodeEffects:
         await self._poll(node, *parts)
         error = result if isinstance(result, CortexError) else None
         self.outcomes.unload_ended(ModelOnNode(node, request.model_id), error)
+
+    async def _forget(self, node: str, request: UnloadRequest) -> None:
+        result = await _result(self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S))
+        if isinstance(result, CortexError):
+            log.info("%s still lists %s, which models.toml does not: %s", node, request.model_id, result.message)
+        await self._poll(node)
 
     async def _recycle(self, node: str, devices: tuple[int, ...]) -> None:
         recycled: list[int] = []

@@ -34,6 +34,9 @@ class Effects(Protocol):
         """Ends in `unload_ended`, after a fresh poll of all its nodes. With `sleep` in the request the model may be
         asleep then."""
 
+    def forget(self, node: str, model: str) -> None:
+        """Have a model that only load requests have named unloaded and listed no longer. Ends in `observed`."""
+
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         """Replace the workers of these devices, which hold no model. Ends in `recycle_ended`."""
 

@@ -12,7 +12,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.ticker import Ticker
 
 
-class Source(Protocol):
+class EventSource(Protocol):
     """Produces the events of a stream, except between `pause` and `resume`."""
 
     def pause(self) -> None: ...
@@ -34,7 +34,7 @@ class EventStream:
         keepalive: bytes,
         keepalive_s: float,
         headers: Headers = (),
-        source: Source | None = None,
+        source: EventSource | None = None,
     ) -> None:
         """`source`: what the events come from, if it calls `send`."""
         self._exchange = exchange

@@ -1,4 +1,4 @@
-"""The activations of gated feed-forward blocks: activation(gate) · up.
+"""The activations of gated feed-forward blocks: activation(gate) · up, or what a family has in its place.
 
 A new one is an entry of `_FUNCTIONS` (torch), a branch of `activated` (Triton) and one of `activated` in
 `native/values.h` (C). The order of `_FUNCTIONS` numbers them; 0 stands for none.
@@ -7,7 +7,6 @@ A new one is an entry of `_FUNCTIONS` (torch), a branch of `activated` (Triton) 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Final
 
 import torch
@@ -25,12 +24,20 @@ from cortex.neuron.kernels.jit import (
     triton,
 )
 
-_FUNCTIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1).mul_(gate * torch.sigmoid(1.702 * gate))
+
+
+_FUNCTIONS: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "silu": lambda gate, up: F.silu(gate).mul_(up),
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up),
+    "clamped_swiglu": _clamped_swiglu,
 }
 ACTIVATIONS: Final = tuple(_FUNCTIONS)
 _SILU = constant(1)
+_CLAMPED_SWIGLU = constant(3)
 
 
 def activation_number(activation: str | None) -> int:
@@ -59,7 +66,7 @@ def activate(gate_up: Tensor, activation: str) -> Tensor:
 
 def activate_reference(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return _FUNCTIONS[activation](gate).mul_(up)
+    return _FUNCTIONS[activation](gate, up)
 
 
 @jit
@@ -67,6 +74,10 @@ def activated(gate, up, ACTIVATION: tl.constexpr):
     """activation(gate) · up in float32, for all kernels. (1 + tanh(x)) / 2 is the sigmoid of 2 x."""
     if ACTIVATION == _SILU:
         weight = tl.sigmoid(gate)
+    elif ACTIVATION == _CLAMPED_SWIGLU:
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+        weight = tl.sigmoid(1.702 * gate)
     else:
         weight = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     return gate * weight * up

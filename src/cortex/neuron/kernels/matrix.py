@@ -143,16 +143,31 @@ class ExpertMatrix(StoredMatrix):
     expert are its gate's above its up's (expand), or those of its down projection (contract)."""
 
     @abstractmethod
-    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor) -> None:
-        """activation(norm(x) Gᵀ) · norm(x) Uᵀ, each pair on its own. x: [rows, inputs]; out: [pairs, inner]"""
+    def expand_rows(
+        self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor, bias: Tensor | None = None
+    ) -> None:
+        """activation(norm(x) Gᵀ) · norm(x) Uᵀ, each pair on its own. x: [rows, inputs]; out: [pairs, inner]
+
+        `bias`: of all rows of the matrix, [outputs]; None: there is none.
+        """
 
     @abstractmethod
-    def contract_rows(self, inner: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:
+    def contract_rows(
+        self, inner: Tensor, choice: ExpertChoice, residual: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """residual + Σ weight · inner Dᵀ over each row's experts. inner: [pairs, inputs] → [rows, hidden]"""
 
     @abstractmethod
     def grouped(
-        self, x: Tensor, lists: PairLists, out: Tensor, *, pairs_per_row: int, activation: str | None, load: int
+        self,
+        x: Tensor,
+        lists: PairLists,
+        out: Tensor,
+        *,
+        pairs_per_row: int,
+        activation: str | None,
+        load: int,
+        bias: Tensor | None = None,
     ) -> None:
         """The same for the pairs of each expert together: expands with an `activation`, else weight · x Wᵀ by pair.
 

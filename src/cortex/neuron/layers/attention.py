@@ -4,6 +4,7 @@ attention."""
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.attention.paged import attention
@@ -40,6 +41,8 @@ class Attention:
         self.num_heads = sum(self.heads)
         q = config.heads * config.head_dim
         self.output = RowParallelLinear(parameters, q, {f"{prefix}.o_proj": config.hidden}, bias=config.output_bias)
+        gate = config.gate_rows(prefix)
+        self.gate = Linear(parameters, config.hidden, gate) if gate else None
         table, norm = ropes[config.rope], config.qk_norm
         norms: list[RMSNorm] = []
         if norm is not None:
@@ -57,7 +60,9 @@ class Attention:
             window=config.window,
             is_causal=config.is_causal,
             rotates=config.rope is not None and self._early_rope is None,
+            sinks=parameters.load(f"{prefix}.sinks", config.heads, dtype=torch.float32) if config.sinks else None,
         )
+        self._has_softplus = config.gate is not None and config.gate.activation == "softplus"
         self._growth = None
         if config.query_growth is not None and ropes.num_positions > config.query_growth.trained_tokens:
             self._growth = query_growth(config.query_growth, ropes.num_positions, parameters.device)
@@ -82,8 +87,10 @@ class Attention:
             out = attention(q, k, v, self.rules, batch.of_group(cache.group), cache.keys, cache.values)
         else:
             out = varlen_attention(q, k, v, self.rules, batch)
+        if self.gate is not None:
+            gate = self.gate(x, norm=norm).unflatten(1, (config.heads, -1))
         if gate is not None:
-            out = out * torch.sigmoid(gate)
+            out = out * (F.softplus(gate) if self._has_softplus else torch.sigmoid(gate))
         return self.output(out.flatten(1), residual=residual)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

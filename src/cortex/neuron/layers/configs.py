@@ -12,8 +12,8 @@ from typing import Any, Literal
 from cortex.neuron.delta_sizes import DeltaSizes
 from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
-"""The functions of a feed-forward block. Gates of decoders know the first two."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "gelu", "relu"]
+"""The functions of a feed-forward block. Gates of decoders know the first three, and encoders all but the third."""
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -76,6 +76,8 @@ class NormConfig:
     """Whether a bias is added. Only encoders have such norms."""
     scale: float = 1.0
     """A factor of the result, which the weight in memory includes."""
+    weightless: bool = False
+    """Whether the checkpoint has no weight."""
 
     @property
     def is_float32(self) -> bool:
@@ -103,6 +105,17 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
+class GateConfig:
+    """What the output of attention is multiplied by, projected from the layer's input."""
+
+    name: str | None = None
+    """The projection in the checkpoint; None: the q projection also produces the gate, head by head."""
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    is_per_head: bool = False
+    """Whether all elements of a head have one gate."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
     hidden: int
     heads: int
@@ -116,14 +129,31 @@ class AttentionConfig:
     """Biases on q, k and v."""
     output_bias: bool = False
     qk_norm: QKNormConfig | None = None
-    gated: bool = False
-    """The q projection also produces a gate. The output is multiplied by its sigmoid."""
+    gate: GateConfig | None = None
     window: int | None = None
     """Positions a token attends to, including its own; None: all."""
     query_growth: QueryGrowth | None = None
+    sinks: bool = False
+    """Each head has a score that takes part in the softmax and stands for no value."""
     is_causal: bool = True
     """Whether a token attends to no later one. Otherwise it attends to all tokens of its text, and a window of n
     reaches n - 1 positions to both sides."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the q projection also produces a gate."""
+        return self.gate is not None and self.gate.name is None
+
+    def gate_rows(self, prefix: str) -> dict[str, int]:
+        """The projection of a gate of its own (without `.weight`) → its number of rows; empty: there is none."""
+        if self.gate is None or self.gate.name is None:
+            return {}
+        return {f"{prefix}.{self.gate.name}": self.heads * (1 if self.gate.is_per_head else self.head_dim)}
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of a token in the KV cache."""
+        return 2 * self.kv_heads * self.head_dim
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
@@ -137,6 +167,63 @@ class AttentionConfig:
         heads = (self.heads, self.kv_heads) if self.qk_norm.spans_heads else (1, 1)
         names = (f"{prefix}.q_norm", f"{prefix}.k_norm")
         return {name: count * self.head_dim for name, count in zip(names, heads, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionConfig:
+    """Attention whose keys and values are made of one latent per token, which the heads share (MLA). The KV cache holds
+    the latent and one rotated key, in the place of a key head; the values are made of the latent alone."""
+
+    hidden: int
+    heads: int
+    latent: int
+    """Elements of a latent."""
+    plain_dims: int
+    """Dimensions of a query or key that are not rotated."""
+    rope_dims: int
+    """Dimensions that are rotated. They come after the others, and all heads share those of the key."""
+    value_dim: int
+    scale: float
+    """The factor of the scores before the softmax."""
+    rope: RopeConfig
+    norm: NormConfig
+    """Of latents, and of the low-rank queries."""
+    q_rank: int = 0
+    """Elements that queries are made of; 0: they are projected directly."""
+    bias: bool = False
+    """Biases on what projects to low-rank queries and to latents."""
+    output_bias: bool = False
+    interleaved: bool = True
+    """Whether pairs of adjacent dimensions are rotated; otherwise those half of `rope_dims` apart."""
+    window: None = None
+    """Without a window."""
+
+    @property
+    def query_dim(self) -> int:
+        return self.plain_dims + self.rope_dims
+
+    @property
+    def kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a token in the KV cache."""
+        return self.latent + self.rope_dims
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of a token in the KV cache: a value is a part of the key."""
+        return self.head_dim
+
+    def input_rows(self, prefix: str) -> dict[str, int]:
+        """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
+        queries = {"q_a_proj": self.q_rank} if self.q_rank else {"q_proj": self.heads * self.query_dim}
+        return {f"{prefix}.{name}": rows for name, rows in (queries | {"kv_a_proj_with_mqa": self.head_dim}).items()}
+
+
+KV_MIXERS = (AttentionConfig, LatentAttentionConfig)
+"""The mixers that keep KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +259,10 @@ class MoEConfig:
     router: RouterRule = DEFAULT_RULE
     has_bias: bool = False
     """Whether the checkpoint has a bias of the choice of experts, `gate.e_score_correction_bias`."""
+    biased: bool = False
+    """Biases on the router's scores, and on gate, up and down of each expert."""
+    activation: Activation = "silu"
+    """The activation of the routed experts' gates."""
     shard: Shard = WHOLE
     """Whole experts are divided among the ranks; every rank routes over all of them."""
 

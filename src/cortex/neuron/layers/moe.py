@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -53,6 +54,8 @@ class MoE:
             config.held.start,
             rule=config.router,
             bias=_bias(parameters, config, prefix),
+            activation=config.activation,
+            **_biases(parameters, config, prefix),
         )
 
     def __call__(self, x: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
@@ -90,10 +93,12 @@ def _quantised_experts(
     """Gate and up of the routed experts, and down; None if they are dense or of several formats."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
     halves = {f"{name}.{half}_proj.weight": config.inner for name in names for half in ("gate", "up")}
+    joint = {f"{name}.gate_up_proj.weight": 2 * config.inner for name in names}
     downs = {f"{name}.down_proj.weight": config.hidden for name in names}
-    if not parameters.can_stack(halves) or not parameters.can_stack(downs):
+    gate_up = joint if parameters.can_stack(joint) else halves
+    if not parameters.can_stack(gate_up) or not parameters.can_stack(downs):
         return None
-    return parameters.expert_matrix(halves, config.hidden), parameters.expert_matrix(downs, config.inner)
+    return parameters.expert_matrix(gate_up, config.hidden), parameters.expert_matrix(downs, config.inner)
 
 
 def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tuple[DenseMatrix, DenseMatrix]:
@@ -107,9 +112,8 @@ def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tu
         f"{prefix}.experts.gate_up_proj",
         gate_up[:routed],
         parts=[
-            Binding(f"{name}.{half}_proj.weight", rows)
+            Binding(f"{name}.gate_up_proj.weight", matrix, parts=_halves(name, matrix.chunk(2), "weight"))
             for name, matrix in zip(names, gate_up, strict=False)
-            for half, rows in zip(("gate", "up"), matrix.chunk(2), strict=True)
         ],
     )
     parameters.bind(
@@ -127,6 +131,23 @@ def _bias(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | No
     if not config.has_bias:
         return None
     return parameters.load(f"{prefix}.gate.e_score_correction_bias", config.experts, dtype=torch.float32)
+
+
+def _biases(parameters: Parameters, config: MoEConfig, prefix: str) -> dict[str, Tensor]:
+    """Of the router and of the routed experts, by the names that `Experts` has for them."""
+    if not config.biased:
+        return {}
+    router = parameters.load(f"{prefix}.gate.bias", config.experts)
+    gate_up = parameters.empty(len(config.held), 2, config.inner)
+    name = f"{prefix}.experts"
+    parameters.bind(f"{name}.gate_up_proj.bias", gate_up.view(-1), parts=_halves(name, gate_up.unbind(1), "bias"))
+    down = parameters.load(f"{name}.down_proj.bias", len(config.held), config.hidden)
+    return {"router_bias": router, "gate_up_bias": gate_up.view(-1), "down_bias": down.view(-1)}
+
+
+def _halves(name: str, parts: Sequence[Tensor], kind: str) -> tuple[Binding, ...]:
+    """Gate and up, where the checkpoint has them apart."""
+    return tuple(Binding(f"{name}.{half}_proj.{kind}", part) for half, part in zip(("gate", "up"), parts, strict=True))
 
 
 def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_inner: int, prefix: str) -> None:

@@ -16,7 +16,9 @@ class RMSNorm:
     def __init__(self, parameters: Parameters, size: int, config: NormConfig, source: str) -> None:
         self.eps = config.eps
         self._subtracts_mean = config.subtracts_mean
-        if config.is_float32:
+        if config.weightless:
+            self.weight = torch.ones(size, dtype=parameters.dtype, device=parameters.device)
+        elif config.is_float32:
             shift, factor = float(config.zero_centred), config.scale
             self.weight = parameters.empty(size, dtype=torch.float32)
             parameters.bind(source, self.weight, lambda weight: (weight.float() + shift) * factor)

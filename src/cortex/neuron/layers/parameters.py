@@ -6,7 +6,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -34,6 +34,14 @@ class Binding:
     """The shape of the source, if `transform` changes it; None: that of `destination`. A load rejects any other."""
     parts: tuple[Binding, ...] = ()
     """Bindings that fill the same memory if the checkpoint has no `source` but its parts."""
+
+    def chosen_from(self, names: Container[str]) -> Iterator[Binding]:
+        """Itself, or those of its parts that fill it from a checkpoint with tensors of these names."""
+        if not self.parts or self.source in names:
+            yield self
+            return
+        for part in self.parts:
+            yield from part.chosen_from(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +93,7 @@ class Parameters:
 
     def bindings_from(self, names: Container[str]) -> list[Binding]:
         """The bindings that fill this model from a checkpoint with tensors of these names."""
-        return [
-            chosen
-            for binding in self.bindings
-            for chosen in (binding.parts if binding.parts and binding.source not in names else (binding,))
-        ]
+        return [chosen for binding in self.bindings for chosen in binding.chosen_from(names)]
 
     def load(self, source: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter filled by one tensor of the checkpoint, without a transform."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import (
+    KV_MIXERS,
     WHOLE,
-    AttentionConfig,
     GatedDeltaConfig,
     MLPConfig,
     MoEConfig,
@@ -27,6 +27,7 @@ from cortex.neuron.models.config import DecoderConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.sharding import (
+    MixerConfig,
     Slices,
     feed_forward_slices,
     mixer_slices,
@@ -43,6 +44,8 @@ class BlockNorms:
 
     before: str | None = None
     after: str | None = None
+    after_eps: float | None = None
+    """Of the norm after the block; None: that of the layer's norms."""
 
     @property
     def names(self) -> list[str]:
@@ -53,7 +56,7 @@ class BlockNorms:
 class LayerConfig:
     """A mixer over the tokens of a sequence, then a feed-forward block for each token."""
 
-    mixer: AttentionConfig | GatedDeltaConfig
+    mixer: MixerConfig
     feed_forward: MLPConfig | MoEConfig
     norm: NormConfig
     """It applies to all norms of the layer over the residual stream."""
@@ -77,12 +80,19 @@ class EndsConfig:
     norm: NormConfig
     """Its scale is that of the logits."""
     embedding_scale: float = 1.0
+    embedding_eps: float | None = None
+    """Of a norm of embeddings without a weight; None: there is none."""
     logit_cap: float | None = None
     """Logits x become cap · tanh(x / cap)."""
     norms: tuple[str, ...] = ("norm",)
     """The norms before the first and after the last layer, by name."""
     tables: Mapping[str, int] = field(default_factory=dict)
     """Embeddings besides that of tokens → their number of rows."""
+
+
+def _can_pool(mixer: MixerConfig) -> bool:
+    """Whether a mixer can be computed within whole texts, without pages."""
+    return isinstance(mixer, AttentionConfig) and not mixer.sinks
 
 
 class Architecture(ABC):
@@ -99,7 +109,7 @@ class Architecture(ABC):
     """Values of options that the family's configs leave out."""
     implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Options of the family's configs → their values that are implemented. The constructor rejects others."""
-    notes: ClassVar[tuple[str, ...]] = ()
+    notes: tuple[str, ...] = ()
     """What a user should know about every model of this family."""
 
     shard: Shard = WHOLE
@@ -124,9 +134,9 @@ class Architecture(ABC):
         self.layers = tuple(self._layer(index) for index in range(self.config.num_layers))
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
-        if self.pooling is not None and self.is_recurrent:
-            raise UnsupportedModel("embedding and rerank models with recurrent layers are not supported")
-        found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, AttentionConfig)} or {None}
+        if self.pooling is not None and not all(_can_pool(layer.mixer) for layer in self.layers):
+            raise UnsupportedModel("embedding and rerank models with this kind of attention are not supported")
+        found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)} or {None}
         self.windows = tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
         """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
         layers of a window are one KV group, which shares page ids."""
@@ -225,7 +235,7 @@ class Architecture(ABC):
         return EndsConfig(self.norm)
 
     @abstractmethod
-    def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:
+    def mixer(self, index: int) -> MixerConfig:
         """The first half of a layer."""
 
     @abstractmethod

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.attention import Attention
-from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, NormConfig
+from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig, MLPConfig, NormConfig
 from cortex.neuron.layers.embedding import Embedding, Head
 from cortex.neuron.layers.gated_delta import GatedDelta
+from cortex.neuron.layers.latent_attention import LatentAttention
 from cortex.neuron.layers.mlp import MLP
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.norm import RMSNorm
@@ -19,21 +23,25 @@ from cortex.neuron.models.architecture import Architecture, LayerConfig
 
 
 class DecoderLayer:
-    """A mixer (attention or a gated delta net) and a feed-forward block, each added to its input."""
+    """A mixer (attention, plain or latent, or a gated delta net) and a feed-forward block, each added to its input."""
 
     def __init__(self, model: Decoder, layer: LayerConfig, prefix: str) -> None:
         parameters, mixer, feed_forward = model.parameters, layer.mixer, layer.feed_forward
 
-        def norm(name: str | None) -> RMSNorm | None:
-            return None if name is None else model.new_norm(layer.norm, f"{prefix}.{name}.weight")
+        def norm(name: str | None, eps: float | None = None) -> RMSNorm | None:
+            config = layer.norm if eps is None else replace(layer.norm, eps=eps)
+            return None if name is None else model.new_norm(config, f"{prefix}.{name}.weight")
 
-        self.mixer_norm, self.after_mixer = norm(layer.mixer_norms.before), norm(layer.mixer_norms.after)
-        self.mixer: Attention | GatedDelta
+        around_mixer, around_mlp = layer.mixer_norms, layer.feed_forward_norms
+        self.mixer_norm, self.after_mixer = norm(around_mixer.before), norm(around_mixer.after, around_mixer.after_eps)
+        self.mixer: Attention | LatentAttention | GatedDelta
         if isinstance(mixer, AttentionConfig):
             self.mixer = Attention(parameters, mixer, model.ropes, f"{prefix}.self_attn")
+        elif isinstance(mixer, LatentAttentionConfig):
+            self.mixer = LatentAttention(parameters, mixer, model.ropes, f"{prefix}.self_attn")
         else:
             self.mixer = GatedDelta(parameters, mixer, f"{prefix}.linear_attn")
-        self.mlp_norm, self.after_mlp = norm(layer.feed_forward_norms.before), norm(layer.feed_forward_norms.after)
+        self.mlp_norm, self.after_mlp = norm(around_mlp.before), norm(around_mlp.after, around_mlp.after_eps)
         self.mlp: MLP | MoE
         if isinstance(feed_forward, MLPConfig):
             self.mlp = MLP(parameters, feed_forward, f"{prefix}.mlp")
@@ -83,9 +91,9 @@ class Decoder:
         return RMSNorm(self.parameters, self.config.hidden, norm, source)
 
     @property
-    def attentions(self) -> list[Attention]:
+    def attentions(self) -> list[Attention | LatentAttention]:
         """The layers' attentions, which keep KV, in order."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, (Attention, LatentAttention))]
 
     @property
     def gated_deltas(self) -> list[GatedDelta]:
@@ -98,8 +106,15 @@ class Decoder:
 
     def __call__(self, batch: Batch) -> Tensor:
         """The residual stream after the last layer of this part, which has the embedding: [tokens, hidden]"""
-        hidden, scale = self.embedding(batch.tokens), self.architecture.ends.embedding_scale
-        return self.through_layers(hidden if scale == 1.0 else hidden.mul_(scale), batch)
+        return self.through_layers(self.embedded(batch.tokens), batch)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The residual stream before the first layer: [tokens, hidden]"""
+        hidden, ends = self.embedding(tokens), self.architecture.ends
+        scale = ends.embedding_scale
+        if ends.embedding_eps is not None:
+            hidden = F.rms_norm(hidden, hidden.shape[1:], eps=ends.embedding_eps)
+        return hidden if scale == 1.0 else hidden.mul_(scale)
 
     def through_layers(self, hidden: Tensor, batch: Batch) -> Tensor:
         """hidden: [tokens, hidden] → [tokens, hidden], the residual stream before and after the layers."""

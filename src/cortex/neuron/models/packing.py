@@ -15,6 +15,9 @@ from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.weights.safetensors.arranged import expert_infos
 from cortex.neuron.weights.stored import TensorInfo
 
+_STAYS_DENSE: Final = (".kv_b_proj.weight", ".bias")
+"""Latent attention multiplies by `kv_b_proj` along rows and along columns, so no device keeps it in groups of columns.
+The biases of all experts have the form of a matrix."""
 QUANTISABLE: Final = frozenset({"F32", "F16", "BF16"})
 """Formats that a recipe applies to."""
 STORED_LAYOUTS: Final = {**GGML_LAYOUTS, **PUBLISHED_LAYOUTS}
@@ -51,7 +54,7 @@ def choose_layouts(
 
 def choose_layout(device: MatrixDevice, name: str, info: TensorInfo, recipe: Recipe | None) -> MatrixLayout | None:
     """The layout of a matrix that is stored quantised, or dense and quantised by the recipe; None: it is dense."""
-    if len(info.shape) != 2 or info.shape[1] % SCALED_COLUMNS:
+    if len(info.shape) != 2 or info.shape[1] % SCALED_COLUMNS or name.endswith(_STAYS_DENSE):
         return None
     made = recipe.layout_of(name) if recipe is not None and info.dtype in QUANTISABLE else None
     if device.kind == "cuda":

@@ -16,13 +16,18 @@ from cortex.neuron.models.families.gemma3 import Gemma3, Gemma3Multimodal
 from cortex.neuron.models.families.glm4 import Glm4
 from cortex.neuron.models.families.granite import Granite
 from cortex.neuron.models.families.hunyuan import HunyuanDense
+from cortex.neuron.models.families.latent import Youtu
 from cortex.neuron.models.families.llama import Llama, SeedOss, SmolLM3
 from cortex.neuron.models.families.mistral import Ministral3, Mistral, mistral3
+from cortex.neuron.models.families.muse_glimmer import MuseGlimmer, MuseGlimmerMultimodal
 from cortex.neuron.models.families.olmo import Exaone4, Olmo2, Olmo3
 from cortex.neuron.models.families.phi3 import Phi3
 from cortex.neuron.models.families.qwen import Qwen2, Qwen3
+from cortex.neuron.models.mixtures.deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite
 from cortex.neuron.models.mixtures.ernie4_5_moe import Ernie45Moe
 from cortex.neuron.models.mixtures.glm4_moe import Glm4Moe
+from cortex.neuron.models.mixtures.gpt_oss import GptOss
+from cortex.neuron.models.mixtures.laguna import Laguna
 from cortex.neuron.models.mixtures.minimax_m2 import MiniMaxM2
 from cortex.neuron.models.mixtures.qwen3_moe import Mellum, Qwen3Moe
 from cortex.neuron.models.mixtures.qwen3_next import Qwen3Next, Qwen35Multimodal
@@ -30,6 +35,8 @@ from cortex.neuron.weights.safetensors.published import is_readable
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "cohere2": Cohere2,
+    "deepseek_v2": DeepseekV2,
+    "deepseek_v3": DeepseekV3,
     "ernie4_5": Ernie45,
     "ernie4_5_moe": Ernie45Moe,
     "exaone4": Exaone4,
@@ -37,14 +44,20 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "gemma3_text": Gemma3,
     "glm4": Glm4,
     "glm4_moe": Glm4Moe,
+    "gpt_oss": GptOss,
+    "glm4_moe_lite": Glm4MoeLite,
     "granite": Granite,
     "hunyuan_v1_dense": HunyuanDense,
+    "kimi_k2": DeepseekV3,
+    "laguna": Laguna,
     "llama": Llama,
     "mellum": Mellum,
     "minimax_m2": MiniMaxM2,
     "ministral3": Ministral3,
     "mistral": Mistral,
     "mistral3": mistral3,
+    "muse_glimmer": MuseGlimmerMultimodal,
+    "muse_glimmer_text": MuseGlimmer,
     "olmo2": Olmo2,
     "olmo3": Olmo3,
     "phi3": Phi3,
@@ -58,6 +71,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "qwen3_next": Qwen3Next,
     "seed_oss": SeedOss,
     "smollm3": SmolLM3,
+    "youtu": Youtu,
 }
 """`model_type` in a model's config → the architecture that reads the config."""
 ENCODERS: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
@@ -98,5 +112,5 @@ def _reject_quantised(config: Mapping[str, Any]) -> None:
         if not is_readable(method):
             raise UnsupportedModel(
                 f"the weights are quantised ({method or 'method not named'}), which is not supported in safetensors; "
-                "use FP8, AWQ, GPTQ or compressed-tensors, the model's unquantised repository, or a GGUF file"
+                "use FP8, MXFP4, AWQ, GPTQ or compressed-tensors, the model's unquantised repository, or a GGUF file"
             )

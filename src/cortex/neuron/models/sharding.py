@@ -2,7 +2,8 @@
 each tensor of the checkpoint that fills them.
 
 Attention and gated delta nets are divided by head, feed-forward blocks by inner width, mixtures by expert, embedding
-and head by token. Norms and routers are on every rank. Ranks share a key-value head where there are fewer than ranks.
+and head by token. Norms and routers are on every rank. Ranks share a key-value head where there are fewer than ranks;
+the latents of latent attention are on every rank.
 Imports no torch: a node checks with it whether a model can be divided.
 """
 
@@ -11,21 +12,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, Shard
+from cortex.neuron.layers.configs import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    LatentAttentionConfig,
+    MLPConfig,
+    MoEConfig,
+    Shard,
+)
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.weights.sharded import TensorSlice
 
+MixerConfig = AttentionConfig | LatentAttentionConfig | GatedDeltaConfig
 Slices = Mapping[str, TensorSlice | None]
 """Name of a tensor as the rank sees it → the part that the rank reads; None: nothing. Tensors left out are whole."""
 
 
-def sharded_mixer(mixer: AttentionConfig | GatedDeltaConfig, shard: Shard) -> AttentionConfig | GatedDeltaConfig:
+def sharded_mixer(mixer: MixerConfig, shard: Shard) -> MixerConfig:
     """One rank's share of a mixer. Raises UnsupportedModel."""
     if isinstance(mixer, GatedDeltaConfig):
         keys = _divide(mixer.key_heads, shard, f"{mixer.key_heads} key heads of the gated delta nets")
         values = _divide(mixer.value_heads, shard, f"{mixer.value_heads} value heads of the gated delta nets")
         return replace(mixer, key_heads=keys, value_heads=values)
     heads = _divide(mixer.heads, shard, f"{mixer.heads} attention heads")
+    if isinstance(mixer, LatentAttentionConfig):
+        return replace(mixer, heads=heads, output_bias=mixer.output_bias and shard.is_first)
     return replace(
         mixer, heads=heads, kv_heads=len(_kv_heads(mixer, shard)), output_bias=mixer.output_bias and shard.is_first
     )
@@ -42,12 +53,12 @@ def sharded_feed_forward(block: MLPConfig | MoEConfig, shard: Shard) -> MLPConfi
     return replace(block, inner=inner, output_bias=block.output_bias and shard.is_first)
 
 
-def mixer_slices(
-    mixer: AttentionConfig | GatedDeltaConfig, shard: Shard, prefix: str
-) -> Iterator[tuple[str, TensorSlice]]:
+def mixer_slices(mixer: MixerConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:
     """The parts of a whole mixer's tensors. `prefix`: of the layer."""
     if isinstance(mixer, AttentionConfig):
         yield from _attention_slices(mixer, shard, f"{prefix}.self_attn")
+    elif isinstance(mixer, LatentAttentionConfig):
+        yield from _latent_slices(mixer, shard, f"{prefix}.self_attn")
     else:
         yield from _gated_delta_slices(mixer, shard, f"{prefix}.linear_attn")
 
@@ -65,8 +76,11 @@ def feed_forward_slices(
     experts = f"{prefix}.mlp.experts"
     yield f"{experts}.gate_up_proj", TensorSlice(rows=(held,))
     yield f"{experts}.down_proj", TensorSlice(rows=(held,))
+    yield f"{experts}.gate_up_proj.bias", TensorSlice(rows=(_scaled(held, 2 * block.inner),))
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        yield f"{experts}.{part}.bias", TensorSlice(rows=(held,))
     for number in range(block.experts):  # the experts of a rank have ids from 0
-        for part in ("gate", "up", "down"):
+        for part in ("gate", "up", "gate_up", "down"):
             name = f"{experts}.{number}.{part}_proj.weight"
             source = f"{experts}.{held.start + number}.{part}_proj.weight"
             yield name, TensorSlice(source=source) if number < len(held) else None
@@ -82,7 +96,21 @@ def _attention_slices(config: AttentionConfig, shard: Shard, prefix: str) -> Ite
     if config.qk_norm is not None and config.qk_norm.spans_heads:
         yield f"{prefix}.q_norm.weight", TensorSlice(rows=(_scaled(heads, config.head_dim),))
         yield f"{prefix}.k_norm.weight", TensorSlice(rows=(kv_rows,))
+    for name, num_rows in config.gate_rows(prefix).items():
+        yield f"{name}.weight", TensorSlice(rows=(shard.part(num_rows),))
     yield f"{prefix}.o_proj.weight", TensorSlice(columns=_scaled(heads, config.head_dim))
+    yield f"{prefix}.sinks", TensorSlice(rows=(heads,))
+
+
+def _latent_slices(config: LatentAttentionConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:
+    heads = shard.part(config.heads)
+    for name in ("q_proj", "q_b_proj"):
+        yield f"{prefix}.{name}.weight", TensorSlice(rows=(_scaled(heads, config.query_dim),))
+    rows = _scaled(heads, config.plain_dims + config.value_dim)
+    yield f"{prefix}.kv_b_proj.weight", TensorSlice(rows=(rows,))
+    for name in ("k_b_proj", "v_b_proj"):  # by head
+        yield f"{prefix}.{name}.weight", TensorSlice(rows=(heads,))
+    yield f"{prefix}.o_proj.weight", TensorSlice(columns=_scaled(heads, config.value_dim))
 
 
 def _gated_delta_slices(config: GatedDeltaConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:

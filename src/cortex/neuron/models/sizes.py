@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cortex.neuron.kernels.layouts import MatrixLayout
-from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, NormConfig
+from cortex.neuron.layers.configs import (
+    KV_MIXERS,
+    AttentionConfig,
+    GatedDeltaConfig,
+    LatentAttentionConfig,
+    MLPConfig,
+    MoEConfig,
+    NormConfig,
+)
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.pooling.config import DenseStep, NormStep, Step
 
@@ -87,6 +95,8 @@ def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]
         total = num_norms * _norm_bytes(layer.norm, architecture.config.hidden, storage)
         if isinstance(layer.mixer, AttentionConfig):
             total += _attention_bytes(layer.mixer, storage, f"{name}.self_attn")
+        elif isinstance(layer.mixer, LatentAttentionConfig):
+            total += _latent_bytes(layer.mixer, storage, f"{name}.self_attn")
         else:
             total += _gated_delta_bytes(layer.mixer, storage, f"{name}.linear_attn")
         if isinstance(layer.feed_forward, MLPConfig):
@@ -98,15 +108,16 @@ def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]
 
 
 def _norm_bytes(norm: NormConfig, size: int, storage: WeightStorage) -> int:
-    return size * (1 + norm.has_bias) * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
+    num_elements = 0 if norm.weightless else size * (1 + norm.has_bias)
+    return num_elements * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
 
 
 def kv_bytes_by_window(architecture: Architecture, item_bytes: int) -> dict[int | None, int]:
     """Keys and values of one token over the layers that keep them, for each of the model's windows."""
     sizes = dict.fromkeys(architecture.windows, 0)
     for layer in architecture.layers:
-        if isinstance(layer.mixer, AttentionConfig):
-            sizes[layer.mixer.window] += 2 * layer.mixer.kv_heads * layer.mixer.head_dim * item_bytes
+        if isinstance(layer.mixer, KV_MIXERS):
+            sizes[layer.mixer.window] += layer.mixer.kv_elements * item_bytes
     return sizes
 
 
@@ -131,10 +142,25 @@ def _attention_bytes(config: AttentionConfig, storage: WeightStorage, prefix: st
     inputs, mixed = config.input_rows(prefix), config.heads * config.head_dim
     total = storage.linear_bytes(config.hidden, inputs)
     total += storage.linear_bytes(mixed, {f"{prefix}.o_proj": config.hidden})
+    if gate := config.gate_rows(prefix):
+        total += storage.linear_bytes(config.hidden, gate)
     total += (sum(inputs.values()) * config.bias + config.hidden * config.output_bias) * storage.item_bytes
+    total += config.heads * _FLOAT32_BYTES * config.sinks
     if config.qk_norm is not None:
         total += _norm_bytes(config.qk_norm.norm, sum(config.norm_sizes(prefix).values()), storage)
     return total
+
+
+def _latent_bytes(config: LatentAttentionConfig, storage: WeightStorage, prefix: str) -> int:
+    """`kv_b_proj` is dense in every load."""
+    inputs = config.input_rows(prefix)
+    total = storage.linear_bytes(config.hidden, inputs)
+    total += (sum(inputs.values()) * config.bias + config.hidden * config.output_bias) * storage.item_bytes
+    if config.q_rank:
+        total += storage.linear_bytes(config.q_rank, {f"{prefix}.q_b_proj": config.heads * config.query_dim})
+    total += storage.matrix_bytes(config.heads * (config.plain_dims + config.value_dim), config.latent)
+    total += storage.linear_bytes(config.heads * config.value_dim, {f"{prefix}.o_proj": config.hidden})
+    return total + _norm_bytes(config.norm, config.q_rank + config.latent, storage)
 
 
 def _gated_delta_bytes(config: GatedDeltaConfig, storage: WeightStorage, prefix: str) -> int:
@@ -155,6 +181,8 @@ def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
 def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
     """The experts are one stack, in which the shared expert takes as many places as it needs."""
     bias = config.experts * _FLOAT32_BYTES * config.has_bias
+    if config.biased:
+        bias += (config.experts + len(config.held) * (2 * config.inner + config.hidden)) * storage.item_bytes
     packed = _packed_expert_bytes(config, storage, prefix)
     if packed is not None:
         packed += bias
@@ -180,9 +208,15 @@ def _packed_expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str)
     """Routed experts that stay quantised: those whose matrices all have one layout."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
     halves = {f"{name}.{half}_proj": config.inner for name in names for half in ("gate", "up")}
+    joint = {f"{name}.gate_up_proj": 2 * config.inner for name in names}
     downs = {f"{name}.down_proj": config.hidden for name in names}
-    for stack in (halves, downs):
-        if len({storage.packing.get(f"{part}.weight") for part in stack}) > 1:
-            return None
-    gate_up, down = storage.packed_bytes(config.hidden, halves), storage.packed_bytes(config.inner, downs)
+    gate_up = _stack_bytes(config.hidden, joint, storage) or _stack_bytes(config.hidden, halves, storage)
+    down = _stack_bytes(config.inner, downs, storage)
     return None if gate_up is None or down is None else gate_up + down
+
+
+def _stack_bytes(inputs: int, parts: Mapping[str, int], storage: WeightStorage) -> int | None:
+    """One matrix of the rows of all experts; None if they are dense or of several layouts."""
+    if len({storage.packing.get(f"{part}.weight") for part in parts}) > 1:
+        return None
+    return storage.packed_bytes(inputs, parts)

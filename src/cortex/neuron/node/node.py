@@ -252,6 +252,8 @@ class Node:
     async def unload(self, request: UnloadRequest) -> ModelStatus:
         """Returns when the model's memory is free; with `sleep`, when its device memory is. Running requests get
         `drain_s` to finish, or nothing with `force`. A model without files whose load failed is forgotten."""
+        if request.forget and not self._library.is_adopted(request.model_id):
+            return self.model(request.model_id)
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
         controller = self._models.controller(request.model_id)
         has_failed = controller.life.state is ModelState.FAILED
@@ -261,6 +263,9 @@ class Node:
         status = self.model(request.model_id)
         if has_failed and status.state is ModelState.COLD:
             self.files.forget_if_absent(controller.model)
+        if request.forget and status.state is ModelState.COLD:
+            self._library.forget(request.model_id)
+            self._loader.forget(request.model_id)
         return status
 
     def generate(self, model_id: str, request: EngineRequest) -> Generation:

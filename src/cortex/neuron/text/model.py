@@ -12,12 +12,16 @@ from cortex.neuron.text import defaults, files
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
 from cortex.neuron.text.grammar.trial import GrammarTrial
+from cortex.neuron.text.output import harmony
+from cortex.neuron.text.output.addressed import AddressedSplitter
 from cortex.neuron.text.output.detect import (
+    ADDRESSED,
     ReasoningMarkers,
     ToolSyntax,
     reasoning_markers,
     tool_syntax,
 )
+from cortex.neuron.text.output.harmony import HarmonyParser
 from cortex.neuron.text.output.parser import OutputParser, new_call_id
 from cortex.neuron.text.output.reasoning import ReasoningSplitter, ReasoningWatch, closes_reasoning, opens_reasoning
 from cortex.neuron.text.template import template_source
@@ -123,12 +127,17 @@ class TextModel:
 
     def detokenizer(self, request: GenerateRequest) -> Detokenizer:
         """A detokenizer for one response. Control tokens are hidden, except those that its parser reads."""
+        if self._is_harmony and request.prompt is not None:
+            return Detokenizer(self.tokenizer, self.tokenizer.special_ids)
         return Detokenizer(self.tokenizer, self._hidden_ids if _has_calls(request) else self._hidden_without_calls)
 
-    def parser(self, request: GenerateRequest, rendered: Rendered, index: int = 0) -> OutputParser:
+    def parser(self, request: GenerateRequest, rendered: Rendered, index: int = 0) -> OutputParser | HarmonyParser:
         """A parser for choice `index` of the response. The response to a raw prompt is not parsed."""
         if request.prompt is not None:
             return OutputParser(None, None, index)
+        if self._is_harmony:
+            names = [tool.name for tool in request.callable_tools] if _has_calls(request) else None
+            return HarmonyParser(names, new_call_id, index, self._opened_message(rendered))
         splitter = scanner = None
         if self._reasoning_markers is not None:
             splitter = self._splitter(rendered)
@@ -143,7 +152,10 @@ class TextModel:
         return self._grammar(request, self._leading_reasoning(request), rules)
 
     def response_grammar(self, request: GenerateRequest, rules: PromptRules = NO_RULES) -> str | None:
-        """The grammar of the output after the reasoning. Raises InvalidValue."""
+        """The grammar of the output after the reasoning; None: no constraint. Raises InvalidValue."""
+        # In harmony a message of any channel may follow, and must not be more reasoning.
+        if not self._is_harmony and not is_constrained(request):
+            return None
         return self._grammar(request, LeadingReasoning.ABSENT, rules)
 
     def _grammar(self, request: GenerateRequest, reasoning: LeadingReasoning, rules: PromptRules) -> str | None:
@@ -158,6 +170,8 @@ class TextModel:
 
     def may_reason(self, request: GenerateRequest) -> bool:
         """Whether the response to `request` may begin with reasoning."""
+        if self._is_harmony:
+            return request.prompt is None
         return self._reasoning_markers is not None and request.prompt is None and request.thinking.switch is not False
 
     def reasoning_budget(self, request: GenerateRequest) -> int | None:
@@ -169,14 +183,30 @@ class TextModel:
 
     def reasoning_watch(self, rendered: Rendered) -> ReasoningWatch:
         """A watch for one choice of a response that may begin with reasoning."""
-        return ReasoningWatch(Detokenizer(self.tokenizer, self._hidden_without_calls), self._splitter(rendered))
+        reading: ReasoningSplitter | AddressedSplitter | HarmonyParser
+        if self._is_harmony:
+            reading = HarmonyParser((), new_call_id, 0, self._opened_message(rendered))
+        else:
+            reading = self._splitter(rendered)
+        return ReasoningWatch(Detokenizer(self.tokenizer, self._hidden_without_calls), reading)
 
-    def _splitter(self, rendered: Rendered) -> ReasoningSplitter:
+    def _opened_message(self, rendered: Rendered) -> str:
+        """What the prompt has after its last beginning of a message, in harmony."""
+        start, ids = self.tokenizer.whole_id(harmony.START), rendered.ids
+        places = range(len(ids) - 1, -1, -1) if start is not None else ()
+        place = next((place for place in places if ids[place] == start), None)
+        return "assistant" if place is None else self.decode(ids[place + 1 :])
+
+    def _splitter(self, rendered: Rendered) -> ReasoningSplitter | AddressedSplitter:
         assert self._reasoning_markers is not None, "the model has no reasoning markers"
+        if self._reasoning_markers is ADDRESSED:
+            return AddressedSplitter(starts_in_reasoning=rendered.starts_in_reasoning)
         return ReasoningSplitter(self._reasoning_markers, starts_in_reasoning=rendered.starts_in_reasoning)
 
     def _leading_reasoning(self, request: GenerateRequest) -> LeadingReasoning:
         markers = self._reasoning_markers
+        if self._is_harmony and request.prompt is None:
+            return LeadingReasoning.POSSIBLE
         if markers is None or request.prompt is not None:
             return LeadingReasoning.ABSENT
         prompt = prompt_text(request, self._template_for(request), self.tokenizer)
@@ -198,6 +228,10 @@ class TextModel:
         return tool_syntax(self.tools_template)
 
     @cached_property
+    def _is_harmony(self) -> bool:
+        return self._tool_syntax is ToolSyntax.HARMONY
+
+    @cached_property
     def _literal_content(self) -> tuple[LiteralContent | None, LiteralContent | None]:
         """For the template with tools, and for the template without."""
         vocabulary = self.tokenizer.vocabulary
@@ -211,11 +245,15 @@ class TextModel:
 
     @cached_property
     def _hidden_ids(self) -> frozenset[int]:
+        if self._is_harmony:
+            return self._hidden_without_calls
         markers = call_syntax(self._tool_syntax, ()).markers
         return self._hidden_without_calls - {self.tokenizer.whole_id(marker) for marker in markers}
 
     @cached_property
     def _hidden_without_calls(self) -> frozenset[int]:
+        if self._is_harmony:
+            return self.tokenizer.special_ids - {self.tokenizer.whole_id(marker) for marker in harmony.MARKERS}
         markers = self._reasoning_markers
         if markers is None:
             return self.tokenizer.special_ids
@@ -285,9 +323,12 @@ def _notes(sources: TemplateSources, tools_template: ChatTemplate, *, has_vision
 
 
 def _reasoning_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if tool_syntax(template) is ToolSyntax.HARMONY:
+        return tuple(tokenizer.encode(harmony.REASONING_END))
     markers = reasoning_markers(template)
-    return () if markers is None else tuple(tokenizer.encode(f"\n{markers.close}\n\n"))
+    return () if markers is None else tuple(tokenizer.encode(f"\n{markers.close}{markers.follow}"))
 
 
 def _capabilities(template: ChatTemplate, notes: tuple[str, ...]) -> Capabilities:
-    return Capabilities(tools=True, reasoning=reasoning_markers(template) is not None, notes=notes)
+    is_harmony = tool_syntax(template) is ToolSyntax.HARMONY
+    return Capabilities(tools=True, reasoning=is_harmony or reasoning_markers(template) is not None, notes=notes)

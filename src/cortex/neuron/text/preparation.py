@@ -32,7 +32,7 @@ def prepare(text: TextModel, request: GenerateRequest, rules: PromptRules) -> Pr
     request, prompts = fitting[0][0], tuple(prompt for _, prompt in fitting)
     grammar = text.grammar(request, rules)
     has_budget = text.reasoning_budget(request) is not None and text.may_reason(request)
-    response_grammar = text.response_grammar(request, rules) if has_budget and grammar is not None else None
+    response_grammar = text.response_grammar(request, rules) if has_budget else None
     return Prepared(prompts, grammar, response_grammar)
 
 

@@ -52,14 +52,18 @@ def decode(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0) -> tor
     if not stored.num_elements:
         return torch.empty(stored.shape, dtype=dtype or torch.float32, device=raw.device)
     if stored.scales is not None:
-        return codes.values_of(stored, stored.scales, raw, start_group * stored.group_rows)
+        values = codes.values_of(stored, stored.scales, raw, start_group * stored.group_rows)
+        return _separate_halves(values, stored) if stored.interleaved_rows else values
     if dtype is not None:
         if raw.data_ptr() % dtype.itemsize:
             raw = raw.clone()
         values = raw.view(dtype)
     else:
         values = _dequantise(stored, raw)
-    values = values.view(-1, *stored.row_shape) if stored.shape else values.view(())
+    if stored.is_transposed:
+        values = values.view(*stored.row_shape, -1).t()
+    else:
+        values = values.view(-1, *stored.row_shape) if stored.shape else values.view(())
     if stored.interleaved_rows:
         values = _separate_halves(values, stored)
     if stored.columns is not None:
@@ -78,7 +82,10 @@ def decode_groups(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0)
     Each is [rows, groups per row, ...]. Raises Unsupported if the format is not quantised.
     """
     if stored.scales is not None and has_groups(stored):
-        return codes.groups_of(stored, stored.scales, raw, start_group * stored.group_rows)
+        groups = codes.groups_of(stored, stored.scales, raw, start_group * stored.group_rows)
+        if not stored.interleaved_rows:
+            return groups
+        return quants.Groups(*(_separate_halves(part, stored) for part in (groups.q, groups.scale, groups.minimum)))
     quantisation = quants.QUANTISATIONS.get(stored.format)
     if quantisation is None:
         raise Unsupported(f"{stored.file.path}: weights in {stored.format} are dense, not quantised in groups")

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeGuard
 from cortex.neuron.weights.delta_heads import DeltaHeads, joint_gates, joint_inputs
 from cortex.neuron.weights.encoder_tensors import encoder_name, is_encoder
 from cortex.neuron.weights.errors import Malformed
+from cortex.neuron.weights.interleaved_experts import separated_experts
 from cortex.neuron.weights.stored import StoredTensor
 
 _DELTA_PARTS: Final = {"in_proj_qkvz": joint_inputs, "in_proj_ba": joint_gates}
@@ -26,8 +27,10 @@ _OWN_NAMES: Final = {
     ".block_sparse_moe.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
     ".block_sparse_moe.": ".mlp.",
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+    ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
     ".mlp.moe_statics.": ".mlp.gate.",
     ".mlp.gate.moe_statics.": ".mlp.gate.",
+    ".mlp.router.": ".mlp.gate.",
     ".mlp.shared_experts.": ".mlp.shared_expert.",
     ".w1.weight": ".gate_proj.weight",
     ".w2.weight": ".down_proj.weight",
@@ -65,6 +68,8 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
     for name, tensor in tensors.items():
         if name.endswith(_BIAS_OF_CHOICE) and len(tensor.shape) == 2 and tensor.shape[0] == 1:
             tensors[name] = replace(tensor, shape=tensor.shape[1:])
+    if config.get("model_type") == "gpt_oss":
+        tensors = separated_experts(tensors)
     joint = [name for name in tensors if _JOINT.search(name)]
     if joint:
         heads, sizes = _delta_heads(config), _HeadSizes.read(config)

@@ -116,7 +116,8 @@ class StoredTensor:
     """`"BF16"`, `"F32"`, `"Q4_K"` …: one namespace for dense and quantised formats."""
     num_bytes: int
     interleaved_rows: int = 0
-    """Rows of one head whose rotary halves are interleaved; decoding separates them. 0: not interleaved."""
+    """Rows of one head whose rotary halves are interleaved, or of gate and up of one expert; decoding separates them.
+    0: not interleaved."""
     rotated_rows: int = 0
     """The rows at the start of such a head that are interleaved; 0: all of them."""
     selection: ByteSelection | None = None
@@ -128,6 +129,8 @@ class StoredTensor:
     columns: Order | None = None
     """For a matrix whose columns have another order in the file; None: the same order."""
     adjustment: Adjustment | None = None
+    is_transposed: bool = False
+    """Whether the file has the matrix by columns, so that it can be read only whole."""
     name: str = ""
     """The tensor's name in the file, for errors."""
 
@@ -142,7 +145,7 @@ class StoredTensor:
     @property
     def group_rows(self) -> int:
         # A quantised vector is one group: its "rows" are single elements, and its blocks span many of them.
-        if self.scales is not None and self.scales.is_transposed:
+        if self.is_transposed or (self.scales is not None and self.scales.is_transposed):
             return self.num_rows
         if len(self.shape) == 1 and (self.interleaved_rows or self.is_blocked):
             return self.num_rows

@@ -315,6 +315,9 @@ class UnloadRequest(SleepOption, frozen=True, kw_only=True):
     model_id: ModelName
     force: bool = False
     drain_s: float | None = None
+    forget: bool = False
+    """Unload the model and list it no longer. Does nothing to one that the node has by itself, in its configuration or
+    in its cache."""
 
 
 class FilesRequest(NodeValue, frozen=True):

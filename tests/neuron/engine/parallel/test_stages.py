@@ -50,6 +50,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteForCausalLM",
+        "Glm4MoeLiteConfig",
+        {
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "q_lora_rank": 24},
+            **{"kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
+            "num_key_value_heads": SIZES["num_attention_heads"],
+        },
+    ),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", EXPERTS | SHARED | DELTA),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", EXPERTS | SHARED | DELTA),
@@ -59,6 +68,7 @@ DIVISIONS: dict[str, list[tuple[int, ...]]] = {
     "qwen3": [(1, 4)],
     "windows": [(2, 1, 2)],
     "qwen3_moe": [(2, 1, 2)],
+    "glm4_moe_lite": [(1, 4)],
     "qwen3_next": [(3, 2), (1, 4), (2, 1, 2)],
     "qwen3_5": [(1, 4)],
     "qwen3_5_moe": [(2, 1, 2)],

@@ -96,7 +96,8 @@ def test_attention_of_decode_rows_in_c_matches_the_reference(
     q_scale, k_scale = (torch.randn(dim) if normed else None for _ in range(2))
     angles = torch.randn(max(lengths), rotated // 2)
     rope = torch.cat((angles.cos(), angles.sin()), dim=1)
-    rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window)
+    sinks = torch.randn(heads) if kv_heads > 1 else None
+    rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, sinks)
     kept, expected_kept = pages.clone(), pages.float()
     out = native.native_attention(q, k, v, rules, batch, *kept)
     expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *expected_kept)

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -56,14 +57,14 @@ ROWS: list[tuple[list[int], list[tuple[int, int]]]] = [
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotated", "normed", "window", "decode_lengths", "prefills"),
+    ("heads", "kv_heads", "dim", "rotated", "normed", "window", "has_sinks", "decode_lengths", "prefills"),
     [
-        # Every geometry and all rows, each with and without a window.
-        (*geometry, None if (number + row) % 2 else 50, *ROWS[row])
+        # Every geometry and all rows, each with and without a window, and with and without sinks.
+        (*geometry, None if (number + row) % 2 else 50, number % 2 == 1, *ROWS[row])
         for number, geometry in enumerate(GEOMETRIES)
         for row in range(len(ROWS))
     ]
-    + [(*GEOMETRIES[1], None, [], [(0, PREFILL_TILE + 6)])],
+    + [(*GEOMETRIES[1], None, has_sinks, [], [(0, PREFILL_TILE + 6)]) for has_sinks in (False, True)],
 )
 def test_attention_and_stored_kv_match_the_reference(
     heads: int,
@@ -72,6 +73,7 @@ def test_attention_and_stored_kv_match_the_reference(
     rotated: int,
     normed: bool,
     window: int | None,
+    has_sinks: bool,
     decode_lengths: list[int],
     prefills: list[tuple[int, int]],
     device: torch.device,
@@ -85,10 +87,11 @@ def test_attention_and_stored_kv_match_the_reference(
     scales = [torch.randn(dim, device=device, dtype=dtype) if normed else None for _ in range(2)]
     angles = torch.randn(max(batch.lengths), rotated // 2, device=device)
     rope = torch.cat((angles.cos(), angles.sin()), dim=1)
+    sinks = 2 * torch.randn(heads, device=device) if has_sinks else None
 
     def run(function: Callable[..., torch.Tensor], kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         q_scale, k_scale = (None if scale is None else scale.to(kind) for scale in scales)
-        rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window)
+        rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, sinks)
         q, k, v = projected.to(kind).split([heads, kv_heads, kv_heads], dim=1)
         kept = pages.to(kind, copy=True)
         return function(q, k, v, rules, batch, *kept), kept
@@ -97,6 +100,20 @@ def test_attention_and_stored_kv_match_the_reference(
     expected, expected_kept = run(attention_reference, torch.float32)
     assert_close(out, expected)
     assert_close(kept, expected_kept)
+
+
+def test_a_sink_takes_its_share_of_the_softmax() -> None:
+    batch, num_pages = make_batch([5], [(0, 3)], torch.device("cpu"))
+    rules = AttentionRules(0.5, torch.tensor((1.0, 0.0)).repeat(8, 1), sinks=torch.tensor([0.3, -1.0]))
+    q, k, v = (torch.randn(4, heads, 8) for heads in (2, 1, 1))
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, 1, 8)
+    out = attention_reference(q, k, v, rules, batch, *pages)
+    for token, (row, position) in enumerate([(0, 4), (1, 0), (1, 1), (1, 2)]):
+        keys, values = (part[batch.page_table[row, 0], : position + 1, 0] for part in pages)
+        for head, sink in enumerate((0.3, -1.0)):
+            weights = torch.exp(0.5 * keys @ q[token, head])
+            expected = weights @ values / (weights.sum() + math.exp(sink))
+            torch.testing.assert_close(out[token, head], expected)
 
 
 def behind_windows(batch: Batch, window: int, page: int) -> Batch:

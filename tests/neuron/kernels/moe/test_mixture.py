@@ -1,5 +1,6 @@
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,10 +35,22 @@ def random_experts(
     )
 
 
+def with_biases(experts: Experts) -> Experts:
+    """The same experts with biases and a clamped activation, as gpt-oss has them."""
+    counts = (len(experts.router), experts.gate_up.outputs, experts.down.outputs)
+    like = experts.router
+    router, gate_up, down = (torch.randn(count, device=like.device, dtype=like.dtype) for count in counts)
+    return dataclasses.replace(
+        experts, activation="clamped_swiglu", router_bias=router, gate_up_bias=gate_up, down_bias=down
+    )
+
+
 def exact(experts: Experts) -> Experts:
     """The same experts in float32."""
     gate_up, down = (DenseMatrix(matrix.values().float()) for matrix in (experts.gate_up, experts.down))
-    return dataclasses.replace(experts, router=experts.router.float(), gate_up=gate_up, down=down)
+    names = ("router", "router_bias", "gate_up_bias", "down_bias")
+    wide: dict[str, Any] = {name: value.float() for name in names if (value := getattr(experts, name)) is not None}
+    return dataclasses.replace(experts, gate_up=gate_up, down=down, **wide)
 
 
 def stacks(experts: Experts) -> list[torch.Tensor]:
@@ -50,7 +63,10 @@ def rows_with_clear_routing(count: int, norm: torch.Tensor, experts: Experts) ->
     """Random rows whose routing does not depend on rounding: a clear margin after the last selected expert."""
     hidden = torch.randn(20 * count, len(norm), device=norm.device, dtype=norm.dtype)
     x = torch.nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], norm.float(), EPS)
-    scores = (x @ experts.router[: experts.num_routed].float().t()).sort(descending=True).values
+    scores = x @ experts.router[: experts.num_routed].float().t()
+    if experts.router_bias is not None:
+        scores += experts.router_bias[: experts.num_routed].float()
+    scores = scores.sort(descending=True).values
     if experts.top_k < experts.num_routed:
         hidden = hidden[scores[:, experts.top_k - 1] - scores[:, experts.top_k] > 0.1]
     assert len(hidden) >= count
@@ -70,6 +86,26 @@ def mixture_by_definition(hidden: torch.Tensor, norm: torch.Tensor, experts: Exp
     return out
 
 
+def test_biases_and_clamps_are_where_the_definition_has_them() -> None:
+    torch.manual_seed(0)
+    experts = with_biases(random_experts((36, 20, 5, 0), torch.device("cpu"), torch.float32, top_k=2, renormalise=True))
+    assert experts.router_bias is not None
+    assert experts.gate_up_bias is not None
+    assert experts.down_bias is not None
+    hidden, norm = 20 * torch.randn(3, 36), torch.randn(36)
+    x = torch.nn.functional.rms_norm(hidden, (36,), 5 * norm, EPS)
+    expected = hidden.clone()
+    for token in range(3):
+        scores, chosen = (experts.router @ x[token] + experts.router_bias).topk(2)
+        for weight, expert in zip(scores.softmax(0), chosen.tolist(), strict=True):
+            gate_up, down = (stack[expert] for stack in stacks(experts))
+            gate, up = (gate_up @ x[token] + experts.gate_up_bias.view(5, -1)[expert]).chunk(2)
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+            inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            expected[token] += weight * (down @ inner + experts.down_bias.view(5, -1)[expert])
+    torch.testing.assert_close(mixture_reference(hidden, 5 * norm, EPS, experts), expected)
+
+
 SHAPES = [(64, 32, 8, 0), (36, 20, 5, 0), (20, 17, 12, 2), (33, 24, 1, 1)]
 
 
@@ -87,9 +123,11 @@ def test_reference_matches_the_definition(shape: tuple[int, int, int, int], reno
 
 @pytest.mark.parametrize(("shape", "top_k"), [((20, 10, 8, 0), 3), ((24, 17, 12, 2), 5), ((33, 24, 1, 1), 1)])
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 2), (mixture_grouped, 37)])
+@pytest.mark.parametrize("is_biased", [False, True])
 def test_small_and_large_batches_match_the_reference(
     run: Mixture,
     tokens: int,
+    is_biased: bool,
     shape: tuple[int, int, int, int],
     top_k: int,
     device: torch.device,
@@ -97,6 +135,7 @@ def test_small_and_large_batches_match_the_reference(
     assert_close: AssertClose,
 ) -> None:
     experts = random_experts(shape, device, dtype, top_k=top_k, renormalise=True)
+    experts = with_biases(experts) if is_biased else experts
     norm = torch.randn(shape[0], device=device, dtype=dtype)
     hidden = rows_with_clear_routing(tokens, norm, experts)
     reference = mixture_reference(hidden.float(), norm.float(), EPS, exact(experts))

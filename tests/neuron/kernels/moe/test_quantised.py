@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.neuron.kernels.moe.test_mixture import with_biases
 
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS
@@ -93,6 +94,22 @@ def test_mixture_agrees_with_dense_experts(
         x = torch.randn(rows, hidden, device=DEVICE).to(KIND)
         expected = mixture_reference(x, norm_weight, EPS, dense(experts))
         tolerance = 0.15 if is_rounded and function is mixture_grouped else 0.03
+        torch.testing.assert_close(function(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=tolerance)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("layout", "hidden", "inner"), [(layouts.FP4, 160, 32), (layouts.Q6, 160, 32), (FLOAT8_ROWS, 128, 128)]
+)
+def test_mixture_with_biases_agrees_with_dense_experts(layout: DeviceLayout, hidden: int, inner: int) -> None:
+    torch.manual_seed(0)
+    experts = with_biases(random_experts(layout, layout, hidden, inner))
+    norm_weight = torch.rand(hidden, device=DEVICE).to(KIND) + 0.5
+    is_rounded = isinstance(experts.gate_up, Float8Matrix) and has_float8_products(DEVICE)
+    for function, rows in BOTH:
+        x = torch.randn(rows, hidden, device=DEVICE).to(KIND)
+        expected = mixture_reference(x, norm_weight, EPS, dense(experts))
+        tolerance = 0.3 if is_rounded and function is mixture_grouped else 0.06
         torch.testing.assert_close(function(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=tolerance)
 
 

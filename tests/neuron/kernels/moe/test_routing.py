@@ -23,6 +23,8 @@ RULES = {
     "sigmoid": RouterRule(scoring="sigmoid"),
     "scaled": RouterRule(scale=2.5),
     "shared without a gate": RouterRule(gates_shared=False),
+    "some groups": RouterRule("sigmoid", groups=5, kept_groups=3),
+    "groups, softmax": RouterRule(groups=4, kept_groups=1),
     "sigmoid, scaled, without a gate": RouterRule("sigmoid", 1.7, gates_shared=False),
 }
 

@@ -40,6 +40,9 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama, tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)),
     "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **EXPERTS)),
+    "glm4_moe_lite": lambda: transformers.Glm4MoeLiteForCausalLM(
+        transformers.Glm4MoeLiteConfig(**SIZES, n_routed_experts=4, moe_intermediate_size=32, kv_lora_rank=32)
+    ),
     "qwen3_next": lambda: transformers.Qwen3NextForCausalLM(
         transformers.Qwen3NextConfig(**SIZES, **EXPERTS, **DELTA, shared_expert_intermediate_size=32)
     ),

@@ -49,6 +49,17 @@ async def test_loads_generates_and_unloads(tmp_path: Path) -> None:
             node.generate("m", request())
 
 
+async def test_model_that_only_a_load_request_named_is_forgotten_and_a_configured_one_stays(tmp_path: Path) -> None:
+    async with running_node(tmp_path, models(tmp_path, m={})) as node:
+        source = node.model("m").source
+        assert (await load(node, "alias", source=source)).state is ModelState.READY
+        await load(node)
+        assert (await node.unload(UnloadRequest(model_id="alias", forget=True))).state is ModelState.COLD
+        assert (await node.unload(UnloadRequest(model_id="m", forget=True))).state is ModelState.READY
+        assert [model.id for model in node.models()] == ["m"]
+        assert (await load(node, "alias", source=source)).state is ModelState.READY
+
+
 async def test_unknown_model_is_not_found_and_similar_names_are_listed(tmp_path: Path) -> None:
     async with running_node(tmp_path, models(tmp_path, qwen={})) as node:
         for call in (lambda: node.model("qwem"), lambda: node.generate("qwem", request())):

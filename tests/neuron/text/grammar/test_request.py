@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cortex.neuron.text.grammar.matcher import Matcher
-from cortex.wire.events import TextDelta, ToolCallDelta, ToolCallStart
+from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from cortex.wire.requests import OutputFormat, Thinking, Tool, ToolChoice
 
 from ..conftest import id_of, load_text, write_model
@@ -196,3 +196,34 @@ def test_call_of_a_model_without_tools_in_its_template_is_forced(matchers: Match
     arguments = "".join(event.arguments for event in events if isinstance(event, ToolCallDelta))
     assert start.name == "get_weather"
     assert set(json.loads(arguments)) == {"city", "days"}
+
+
+MUSE = (
+    "{{ tools }}{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|eom|>"
+    "{% endfor %}<|start|>assistant{% if false %} to=self<|message|><atem:function_calls>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("reasoning", [" to=self<|message|>hm<|eom|><|start|>assistant", ""])
+def test_forced_call_of_a_model_that_addresses_messages_has_a_header(
+    backend: Tokenizer, tmp_path: Path, reasoning: str
+) -> None:
+    extended = Tokenizer.from_str(backend.to_str())
+    extended.add_special_tokens(["<|start|>", "<|message|>", "<|eom|>"])
+    path = write_model(tmp_path, extended, None)
+    (path / "chat_template.jinja").write_text(MUSE)
+    model = load_text(path)
+    asked = request(tools=TOOLS, tool_choice=ToolChoice(mode="named", name="set_flag"))
+    call = '<atem:invoke name="set_flag">\n<atem:parameter name="on">true</atem:parameter>\n</atem:invoke>'
+    wrapped = f"<atem:function_calls>\n{call}\n</atem:function_calls>"
+    ids = model.encode(f"{reasoning} to=set_flag<|message|>{wrapped}")
+    state = Matcher(path, PADDED_VOCABULARY).compile(model.grammar(asked) or "")
+    for token in (*ids, min(model.eos_ids)):
+        state.accept(token)
+    assert state.is_finished
+    parser = model.parser(asked, model.render(asked))
+    events = parser.push(model.detokenizer(asked).push(ids)) + parser.finish()
+    assert [event.text for event in events if isinstance(event, ReasoningDelta)] == (["hm"] if reasoning else [])
+    assert not [event for event in events if isinstance(event, TextDelta)]
+    assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["set_flag"]
+    assert model.reasoning_end == tuple(model.encode("\n<|eom|><|start|>assistant"))

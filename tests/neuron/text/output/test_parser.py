@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cortex.neuron.text.output import harmony
 from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.tools.syntaxes import call_syntax
 from cortex.neuron.text.tools.values import typed
@@ -219,6 +220,8 @@ FRAGMENTS = st.sampled_from(
             "<arg_value>",
             "</arg_value>",
         ),
+        *harmony.MARKERS,
+        *("assistant", "analysis", "commentary", "final", " to=functions.stop", " to=python", "user", "json"),
     ]
 )
 
@@ -238,12 +241,14 @@ def test_any_text_gives_the_same_events_for_any_split(
     whole = parse([text], syntax, thinks=thinks, opened=opened)
     for split in (pieces, *random_splits(text, seed, 3)):
         assert parse(split, syntax, thinks=thinks, opened=opened) == whole
-    if all(kind == "text" for kind, *_ in whole) and not (thinks or opened):
+    if any(marker in text for marker in harmony.MARKERS) and syntax is ToolSyntax.HARMONY:
+        assert not [part for part in whole for shown in part[1:] for marker in harmony.MARKERS if marker in shown]
+    elif all(kind == "text" for kind, *_ in whole) and not (thinks or opened):
         assert "".join(parts[1] for parts in whole) == without_control_tokens(text, syntax)
 
 
 def without_control_tokens(text: str, syntax: ToolSyntax | None) -> str:
-    for marker in call_syntax(syntax, ()).never_text if syntax else ():
+    for marker in call_syntax(syntax, ()).never_text if syntax not in (None, ToolSyntax.HARMONY) else ():
         text = text.replace(marker, "")
     return text
 

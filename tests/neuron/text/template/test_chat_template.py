@@ -163,7 +163,7 @@ def test_thinking_is_passed_under_every_name(make_model: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "messages", "reason"),
     [
-        ("llama3", [said("user", "x"), Message(role="assistant", parts=CALLING.parts * 2)], "single tool-calls"),
+        ("hermes", [Message(role="tool", parts=(ToolResult(call_id="9", parts=()),))], "require a name key"),
         ("qwen_xml", [Message(role="assistant", parts=(ToolCall(id="1", name="f", arguments="not json"),))], "mapping"),
     ],
 )

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from cortex.neuron.text.grammar.matcher import Matcher
 from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.output import harmony
 from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.template.chat_template import CHATML
 from cortex.neuron.text.tools.frame import FRAMES
@@ -30,6 +31,7 @@ CONTROL = (
     "</arg_key>",
     "<|channel>",
     "<channel|>",
+    *harmony.MARKERS,
 )
 SCHEMA = {
     "type": "object",

@@ -28,9 +28,12 @@ INVOKE = (
     "</invoke>"
 )
 MINIMAX = f"<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>"
+ATEM = INVOKE.replace("<", "<atem:").replace("<atem:/", "</atem:")
 PYTHON = 'get_weather(city="Zürich\\n", days=3)'
 COHERE = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {CITY}}}'
 GEMMA = '<|tool_call>call:get_weather{city:<|"|>Zürich\n<|"|>,days:3}<tool_call|>'
+HARMONY = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{CITY}<|call|>"
+IN_ROLE = f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{CITY}<|call|>"
 
 WELL_WRITTEN: list[tuple[ToolSyntax, str, int]] = [
     (S.MISTRAL, MISTRAL, 1),
@@ -48,6 +51,9 @@ WELL_WRITTEN: list[tuple[ToolSyntax, str, int]] = [
     (S.MINIMAX_XML, MINIMAX, 1),
     (S.MINIMAX_XML, f"<minimax:tool_call>\n{INVOKE}\n{INVOKE}\n</minimax:tool_call>", 2),
     (S.MINIMAX_XML, MINIMAX.replace('"', ""), 1),
+    (S.MUSE_XML, f"<atem:function_calls>\n{ATEM}\n</atem:function_calls>", 1),
+    (S.MUSE_XML, f"<atem:function_calls>\n{ATEM}\n{ATEM}\n</atem:function_calls>", 2),
+    (S.MUSE_XML, ATEM.replace('"', ""), 1),
     (S.LFM2, f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>", 1),
     (S.LFM2, f"<|tool_call_start|>[{PYTHON}, {PYTHON}]<|tool_call_end|>", 2),
     (S.LFM2, "<|tool_call_start|>[get_weather('Zürich\n', days=3)]<|tool_call_end|>", 1),
@@ -62,6 +68,12 @@ WELL_WRITTEN: list[tuple[ToolSyntax, str, int]] = [
     (S.HERMES_JSON, f"<tool_call>[{ITEM}]</tool_call>", 1),
     (S.GEMMA, GEMMA, 1),
     (S.GEMMA, GEMMA + GEMMA, 2),
+    (S.HARMONY, HARMONY, 1),
+    (S.HARMONY, IN_ROLE, 1),
+    (S.HARMONY, IN_ROLE + IN_ROLE, 2),
+    (S.HARMONY, IN_ROLE.replace("functions.", ""), 1),
+    (S.HARMONY, IN_ROLE.removesuffix("<|call|>"), 1),
+    (S.HARMONY, HARMONY.replace("<|constrain|>json", "code").replace("commentary", "analysis"), 1),
 ]
 
 

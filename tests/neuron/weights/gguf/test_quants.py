@@ -24,6 +24,7 @@ SCALES_AT = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "MXFP4": (),
 }
 """Byte positions of the float16 scales of a block, which random bytes would make infinite or NaN."""
 EXTREMES = np.array([0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0, 1.0], dtype=np.float16)
@@ -34,6 +35,8 @@ def random_blocks(name: str, count: int, scales: np.ndarray) -> np.ndarray:
     blocks = random.integers(0, 256, (count, QUANTISATIONS[name].block_bytes), dtype=np.uint8)
     for at in SCALES_AT[name]:
         blocks[:, at : at + 2] = random.permutation(scales).astype(np.float16).view(np.uint8).reshape(count, 2)
+    if name == "MXFP4":  # its scale is a power of two
+        blocks[:, 0] = np.frexp(scales.astype(np.float64))[1] + 128
     return blocks
 
 

@@ -9,6 +9,7 @@ import torch
 
 from cortex.neuron.kernels.attention import cudnn
 from cortex.neuron.kernels.attention.cudnn import Geometry
+from cortex.neuron.layers.configs import AttentionConfig
 from cortex.neuron.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ class PromptPlans:
         if cudnn.is_faster_on(device) and dtype != torch.float32:
             for attention in model.attentions:
                 config = attention.config
-                if config.window is None:
+                if isinstance(config, AttentionConfig) and config.window is None:
                     geometry = Geometry(device, dtype, config.heads, config.kv_heads, config.head_dim)
                     geometries[geometry] = attention.rules.scale
         lengths = list(cudnn.planned_lengths(step_tokens))

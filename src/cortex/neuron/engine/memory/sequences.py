@@ -13,7 +13,9 @@ from cortex.neuron.engine.kv_pages import Window
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.kernels.delta.rules import DeltaState
 from cortex.neuron.layers.attention import Attention, LayerCache
+from cortex.neuron.layers.configs import LatentAttentionConfig
 from cortex.neuron.layers.gated_delta import GatedDelta
+from cortex.neuron.layers.latent_attention import LatentAttention
 from cortex.neuron.models.decoder import Decoder
 
 
@@ -83,7 +85,7 @@ class KVCache:
 
     def __init__(
         self,
-        attentions: Sequence[Attention],
+        attentions: Sequence[Attention | LatentAttention],
         num_pages: Mapping[Window, int],
         page_tokens: int,
         dtype: torch.dtype,
@@ -95,9 +97,11 @@ class KVCache:
         for attention in attentions:
             config = attention.config
             shape = (num_pages[config.window], page_tokens, config.kv_heads, config.head_dim)
-            keys, values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+            keys = _zeros(shape, dtype, device)
+            # The values of latent attention are a part of its keys.
+            values = keys if isinstance(config, LatentAttentionConfig) else _zeros(shape, dtype, device)
             attention.cache = LayerCache(keys, values, groups.index(config.window))
-            self.num_bytes += attention.cache.keys.nbytes + attention.cache.values.nbytes
+            self.num_bytes += shape[0] * page_tokens * config.kv_elements * dtype.itemsize
 
 
 class StateMemory:

@@ -89,9 +89,13 @@ def prepare(geometry: Geometry, scale: float, length: int) -> None:
 def takes(q: Tensor, kv_heads: int, rules: AttentionRules, batch: Batch) -> bool:
     """Whether `prompt_attention` can compute the prefill rows of this step. q: [tokens, heads, dim]"""
     geometry = Geometry(q.device, q.dtype, q.shape[1], kv_heads, q.shape[2])
-    return rules.window is None and all(
-        row.start == 0 and row.count >= SHORTEST and (geometry, planned_length(row.count)) in plans.ready
-        for row in batch.prefills
+    return (
+        rules.window is None
+        and rules.sinks is None
+        and all(
+            row.start == 0 and row.count >= SHORTEST and (geometry, planned_length(row.count)) in plans.ready
+            for row in batch.prefills
+        )
     )
 
 

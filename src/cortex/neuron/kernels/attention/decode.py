@@ -16,6 +16,7 @@ from cortex.neuron.kernels.attention.rotate import rotated_heads, rotation_facto
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import (
+    constant,
     gdc_launch_dependents,
     gdc_wait,
     jit,
@@ -37,6 +38,7 @@ MAX_CELLS = 1 << 16
 QUERY_BYTES = 4 << 10
 """Shared memory for intermediate values of the queries, besides the queries."""
 LOG2_E = 1.4426950408889634
+_LOG2_E = constant(LOG2_E)
 
 
 def decode_attention(
@@ -76,6 +78,7 @@ def decode_attention(
         rules.rope,
         rules.q_scale,
         rules.k_scale,
+        rules.sinks,
         out,
         partial,
         sums,
@@ -99,6 +102,7 @@ def decode_attention(
         DIM_BLOCK=dim_block,
         HALF=rules.rope.shape[1] // 2,
         NORM=rules.q_scale is not None,
+        SINKS=rules.sinks is not None,
         PAGE=page_tokens,
         TILE=tile,
         HOLD=splits > 1 or dim_block <= 128,  # the first tile is loaded early; long loops of large heads need registers
@@ -185,6 +189,7 @@ def _decode_kernel(
     rope,
     q_scale,
     k_scale,
+    sinks,
     out,
     partial,
     sums,
@@ -208,6 +213,7 @@ def _decode_kernel(
     DIM_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
+    SINKS: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     HOLD: tl.constexpr,
@@ -259,6 +265,10 @@ def _decode_kernel(
     highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
     mixed = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
+    if SINKS:  # noqa: SIM102 - the first is decided at compile time, the second at run time
+        if split == 0:
+            highest = tl.load(sinks + kv_head * GROUP + head, mask=head < GROUP, other=-float("inf")) * _LOG2_E
+            total = tl.where(head < GROUP, 1.0, 0.0)
     begin = start
     if HOLD:
         if start < end:

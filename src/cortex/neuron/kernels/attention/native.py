@@ -35,6 +35,7 @@ def native_attention(
         v=v,
         q_norm=q_norm,
         k_norm=k_norm,
+        sinks=rules.sinks,
         key_pages=key_pages,
         value_pages=value_pages,
         out=out,

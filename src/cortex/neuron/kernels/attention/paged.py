@@ -31,7 +31,7 @@ def attention(
             return attention_reference(q, k, v, rules, batch, key_pages, value_pages)
         if q.dtype in DTYPES and native_library_or_none() is not None:
             return native_attention(q, k, v, rules, batch, key_pages, value_pages)
-        computed = one_row_attention if batch.num_decodes == 1 else attention_reference
+        computed = one_row_attention if batch.num_decodes == 1 and rules.sinks is None else attention_reference
         return computed(q, k, v, rules, batch, key_pages, value_pages)
     from cortex.neuron.kernels.attention.decode import decode_attention
     from cortex.neuron.kernels.attention.prefill import prefill_attention
@@ -68,6 +68,11 @@ def attention_reference(
         ("rotation", id(rules.rope), q.dtype), lambda: Rotation.at(batch.positions, rules.rope, q.dtype)
     )
     q = rotate_and_store_by(rotation, q, k, v, rules, batch.slots, key_pages, value_pages)
+    return attend_reference(q, rules, batch, key_pages, value_pages)
+
+
+def attend_reference(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor) -> Tensor:
+    """The attention of rotated queries to what is in the pages. Keys may be their own values."""
     parts = []
     if batch.num_decodes:
         parts.append(_decode(q[: batch.num_decodes], rules, batch, key_pages, value_pages))
@@ -114,10 +119,13 @@ def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, v
     rows, heads, dim = q.shape
     page_tokens = key_pages.shape[1]
     seen = batch.once(("decodes", page_tokens, rules.window), lambda: _Decodes.of(batch, page_tokens, rules.window))
-    k, v = (_gather(pages, seen.table, q.dtype) for pages in (key_pages, value_pages))
-    grouped = q.view(rows, k.shape[1], -1, dim)
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen.mask, scale=rules.scale)
-    return out.reshape(rows, heads, dim)
+    k = _gather(key_pages, seen.table, q.dtype)
+    v = k if value_pages is key_pages else _gather(value_pages, seen.table, q.dtype)
+    grouped, mask = q.view(rows, k.shape[1], -1, dim), seen.mask
+    if rules.sinks is not None:
+        grouped, k, v, mask = _with_sinks(grouped, k, v, mask, rules.sinks.view(k.shape[1], -1, 1), rules.scale)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=rules.scale)
+    return out[..., :dim].reshape(rows, heads, dim)
 
 
 def _prefill(
@@ -129,15 +137,32 @@ def _prefill(
     first_page = 0 if rules.window is None else max(0, row.start + 1 - rules.window) // page_tokens
     begin = first_page * page_tokens
     table = table[first_page : -(-length // page_tokens)]
-    k, v = (_gather(pages, table, q.dtype).narrow(-2, 0, length - begin)[None] for pages in (key_pages, value_pages))
+    k = _gather(key_pages, table, q.dtype).narrow(-2, 0, length - begin)[None]
+    v = k
+    if value_pages is not key_pages:
+        v = _gather(value_pages, table, q.dtype).narrow(-2, 0, length - begin)[None]
     mask = None
-    if row.start or rules.window is not None:
+    if row.start or rules.window is not None or rules.sinks is not None:
         query = torch.arange(row.start, length, device=q.device)[:, None]
         position = torch.arange(begin, length, device=q.device)
         mask = position <= query
         if rules.window is not None:
             mask &= position > query - rules.window
+    by_head = q.transpose(0, 1)[None]
+    if rules.sinks is not None and mask is not None:
+        by_head, k, v, mask = _with_sinks(by_head, k, v, mask, rules.sinks.view(-1, 1, 1), rules.scale)
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=rules.scale, enable_gqa=True
+        by_head, k, v, attn_mask=mask, is_causal=mask is None, scale=rules.scale, enable_gqa=True
     )
-    return out[0].transpose(0, 1)
+    return out[0, ..., : q.shape[2]].transpose(0, 1)
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Another position whose value is zero and whose score is the sink: of all dimensions, its key has only a new last
+    one, in which the queries of a head have the sink. sinks: as q but for its last two dimensions"""
+    sink = (sinks / scale).to(q.dtype).expand(*q.shape[:-1], 1)
+    k, v = F.pad(k, (0, 1, 0, 1)), F.pad(v, (0, 1, 0, 1))
+    k[..., -1, -1] = 1.0
+    return torch.cat((q, sink), dim=-1), k, v, F.pad(mask, (0, 1), value=True)

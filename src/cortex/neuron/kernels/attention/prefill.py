@@ -11,9 +11,10 @@ from torch import Tensor
 from cortex.neuron.kernels.attention.decode import LOG2_E
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch
-from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
+_LOG2_E = constant(LOG2_E)
 TILES = ((128, 128, 8), (128, 64, 8), (64, 32, 4), (32, 16, 4))
 """Queries and keys per tile, and warps: the fastest on Hopper first."""
 
@@ -38,6 +39,7 @@ def prefill_attention(
         batch.lengths[batch.num_decodes :],
         batch.prefill_offsets,
         batch.prefill_tiles,
+        rules.sinks,
         out,
         rules.scale * LOG2_E,
         batch.page_table.stride(0),
@@ -51,6 +53,7 @@ def prefill_attention(
         KEY_TILE=keys,
         PARTS=parts,
         WINDOWED=rules.window is not None,
+        SINKS=rules.sinks is not None,
         MASKED=batch.batch_invariant or rules.window is not None,
         num_warps=warps,
         num_stages=2,
@@ -78,6 +81,7 @@ def _prefill_kernel(
     lengths,
     offsets,
     tiles,
+    sinks,
     out,
     scale,
     table_stride,
@@ -91,6 +95,7 @@ def _prefill_kernel(
     KEY_TILE: tl.constexpr,
     PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     MASKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -119,9 +124,12 @@ def _prefill_kernel(
     query = tl.load(q + where, mask=inside, other=0.0)
     position = length - count + token  # of each query in its sequence
 
-    highest = tl.full((QUERY_TILE,), -float("inf"), tl.float32)
+    highest = tl.full((QUERY_TILE,), 0.0 if SINKS else -float("inf"), tl.float32)
     total = tl.zeros((QUERY_TILE,), tl.float32)
     mixed = tl.zeros((QUERY_TILE, DIM_BLOCK), tl.float32)
+    if SINKS:
+        highest += tl.load(sinks + head) * _LOG2_E
+        total += 1.0
     oldest = length - count + first
     begin = 0
     if WINDOWED:

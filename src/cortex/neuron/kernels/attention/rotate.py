@@ -104,12 +104,12 @@ def rotate_and_store_by(
     if rules.q_scale is not None and rules.k_scale is not None:
         q = rms_norm_reference(q, rules.q_scale, rules.eps)
         k = rms_norm_reference(k, rules.k_scale, rules.eps)
-    _store(key_pages, slots, rotation(k))
-    _store(value_pages, slots, v)
+    store(key_pages, slots, rotation(k))
+    store(value_pages, slots, v)
     return rotation(q)
 
 
-def _store(pages: Tensor, slots: Tensor, values: Tensor) -> None:
+def store(pages: Tensor, slots: Tensor, values: Tensor) -> None:
     """values: [tokens, kv heads, dim]"""
     if pages.dtype == torch.float8_e4m3fn:  # larger values become the largest, as in the kernels
         values = values.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(pages.dtype).view(torch.uint8)

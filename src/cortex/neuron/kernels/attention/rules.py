@@ -19,6 +19,8 @@ class AttentionRules:
     eps: float = 0.0
     window: int | None = None
     """Positions that a token attends to, including itself; None: all."""
+    sinks: Tensor | None = None
+    """[heads] float32: a score of each head that takes part in the softmax and stands for no value; None: none"""
     is_causal: bool = True
     """As in `AttentionConfig`. This and `rotates` are only for texts without pages."""
     rotates: bool = True

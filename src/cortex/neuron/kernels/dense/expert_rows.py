@@ -21,7 +21,13 @@ TILE_ELEMENTS = 16_384
 
 
 def expand_rows(
-    hidden: Tensor, gate_up: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor
+    hidden: Tensor,
+    gate_up: Tensor,
+    choice: ExpertChoice,
+    norm: Prologue,
+    activation: str,
+    out: Tensor,
+    bias: Tensor | None = None,
 ) -> None:
     """activation(norm(x) Gᵀ) · norm(x) Uᵀ by each row's experts.
 
@@ -33,6 +39,7 @@ def expand_rows(
         hidden,
         norm.norm,
         gate_up,
+        bias,
         choice.experts,
         out,
         norm.eps,
@@ -40,6 +47,7 @@ def expand_rows(
         INNER=inner,
         SLOTS=choice.experts.shape[1],
         ACTIVATION=activation_number(activation),
+        BIAS=bias is not None,
         BLOCK_IN=min(2048, triton.next_power_of_2(size)),
         BLOCK_OUT=block_out,
         num_warps=4,
@@ -48,16 +56,27 @@ def expand_rows(
 
 
 def expand_rows_reference(
-    hidden: Tensor, gate_up: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, num_experts: int
+    hidden: Tensor,
+    gate_up: Tensor,
+    choice: ExpertChoice,
+    norm: Prologue,
+    activation: str,
+    num_experts: int,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """→ [pairs, inner]"""
     assert norm.norm is not None
     x, experts = rms_norm_reference(hidden, norm.norm, norm.eps), gate_up.chunk(num_experts)
     pairs = [F.linear(row, experts[expert]) for row, chosen in zip(x, choice.experts, strict=True) for expert in chosen]
-    return activate_reference(torch.stack(pairs), activation)
+    y = torch.stack(pairs)
+    if bias is not None:
+        y += bias.view(num_experts, -1)[choice.experts.flatten().long()]
+    return activate_reference(y, activation)
 
 
-def contract_rows(inner: Tensor, down: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:
+def contract_rows(
+    inner: Tensor, down: Tensor, choice: ExpertChoice, residual: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """residual + Σ weight · inner Dᵀ over each row's experts.
 
     inner: [pairs, inner]; down: [experts · hidden, inner] → [rows, hidden]
@@ -69,6 +88,7 @@ def contract_rows(inner: Tensor, down: Tensor, choice: ExpertChoice, residual: T
     _contract_kernel[(rows, triton.cdiv(hidden, block_out))](
         inner,
         down,
+        bias,
         choice.experts,
         choice.weights,
         residual,
@@ -77,6 +97,7 @@ def contract_rows(inner: Tensor, down: Tensor, choice: ExpertChoice, residual: T
         INNER=size,
         SLOTS=slots,
         SLOTS_BLOCK=slots_block,
+        BIAS=bias is not None,
         BLOCK_IN=min(triton.next_power_of_2(size), TILE_ELEMENTS // (block_out * slots_block)),
         BLOCK_OUT=block_out,
         num_warps=8,
@@ -85,10 +106,15 @@ def contract_rows(inner: Tensor, down: Tensor, choice: ExpertChoice, residual: T
     return out
 
 
-def contract_rows_reference(inner: Tensor, down: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:
+def contract_rows_reference(
+    inner: Tensor, down: Tensor, choice: ExpertChoice, residual: Tensor, bias: Tensor | None = None
+) -> Tensor:
     experts = down.unflatten(0, (-1, residual.shape[1]))[choice.experts.long()]  # [rows, slots, hidden, inner]
     by_slot = inner.view(*choice.experts.shape, -1)
-    return residual + torch.einsum("rs,rshi,rsi->rh", choice.weights.to(inner.dtype), experts, by_slot)
+    parts = torch.einsum("rshi,rsi->rsh", experts, by_slot)
+    if bias is not None:
+        parts += bias.view(-1, residual.shape[1])[choice.experts.long()]
+    return residual + torch.einsum("rs,rsh->rh", choice.weights.to(inner.dtype), parts)
 
 
 @jit
@@ -96,6 +122,7 @@ def _expand_kernel(
     x,
     norm_weight,
     gate_up,
+    bias,
     chosen,
     out,
     eps,
@@ -103,6 +130,7 @@ def _expand_kernel(
     INNER: tl.constexpr,
     SLOTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -130,8 +158,12 @@ def _expand_kernel(
         total += tile.to(tl.float32) * value[None, :]
         total_up += tile_up.to(tl.float32) * value[None, :]
     scale = tl.rsqrt(tl.sum(squares, 0) / HIDDEN + eps)
-    gate = tl.sum(total, 1) * scale
-    y = activated(gate, tl.sum(total_up, 1) * scale, ACTIVATION)
+    gate, up = tl.sum(total, 1) * scale, tl.sum(total_up, 1) * scale
+    if BIAS:
+        own = bias + expert * (2 * INNER) + output
+        gate += tl.load(own, mask=output_inside, other=0.0).to(tl.float32)
+        up += tl.load(own + INNER, mask=output_inside, other=0.0).to(tl.float32)
+    y = activated(gate, up, ACTIVATION)
     tl.store(out + pair * INNER + output, y.to(out.dtype.element_ty), mask=output_inside)
 
 
@@ -139,6 +171,7 @@ def _expand_kernel(
 def _contract_kernel(
     inner,
     down,
+    bias,
     chosen,
     weights,
     residual,
@@ -147,6 +180,7 @@ def _contract_kernel(
     INNER: tl.constexpr,
     SLOTS: tl.constexpr,
     SLOTS_BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -174,6 +208,10 @@ def _contract_kernel(
         where = pair[:, None] * INNER + column[None, :]
         value = tl.load(inner + where, mask=slot_inside[:, None] & column_inside[None, :], other=0.0)
         total += tile.to(tl.float32) * value.to(tl.float32)[None, :, :]
-    y = tl.sum(tl.sum(total, 2) * weight[None, :], 1)
+    by_slot = tl.sum(total, 2)
+    if BIAS:
+        own = bias + expert[None, :] * HIDDEN + output[:, None]
+        by_slot += tl.load(own, mask=line_inside, other=0.0).to(tl.float32)
+    y = tl.sum(by_slot * weight[None, :], 1)
     y += tl.load(residual + row * HIDDEN + output, mask=output_inside, other=0.0).to(tl.float32)
     tl.store(out + row * HIDDEN + output, y.to(out.dtype.element_ty), mask=output_inside)

@@ -21,19 +21,21 @@ def dense_grouped_product(
     *,
     pairs_per_row: int,
     activation: str | None,
+    bias: Tensor | None = None,
 ) -> None:
     """See `ExpertMatrix.grouped`. weight: [rows of all experts, inputs]"""
     inputs = x.shape[1]
     block_in, stages = tile.fitted(1 if activation is None else 2, x.element_size(), shared_memory(x.device))
     launch_grouped(
         _grouped_kernel,
-        (x, weight),
+        (x, weight, bias),
         lists,
         out,
         tile_pairs=tile.pairs,
         block_out=tile.outputs,
         pairs_per_row=pairs_per_row,
         activation=activation,
+        BIAS=bias is not None,
         INPUTS=inputs,
         BLOCK_IN=max(16, min(block_in, triton.next_power_of_2(inputs))),
         num_warps=tile.warps,
@@ -42,11 +44,21 @@ def dense_grouped_product(
 
 
 def grouped_reference(
-    x: Tensor, weight: Tensor, lists: PairLists, out: Tensor, *, pairs_per_row: int, activation: str | None
+    x: Tensor,
+    weight: Tensor,
+    lists: PairLists,
+    out: Tensor,
+    *,
+    pairs_per_row: int,
+    activation: str | None,
+    bias: Tensor | None = None,
 ) -> None:
-    for rows, members, count in zip(weight.chunk(len(lists.counts)), lists.members, lists.counts.tolist(), strict=True):
+    num_experts = len(lists.counts)
+    biases = [None] * num_experts if bias is None else bias.chunk(num_experts)
+    experts = zip(weight.chunk(num_experts), biases, lists.members, lists.counts.tolist(), strict=True)
+    for rows, added, members, count in experts:
         pairs = members[:count].long()
-        y = F.linear(x[pairs // pairs_per_row], rows)
+        y = F.linear(x[pairs // pairs_per_row], rows, added)
         weights = lists.weights.flatten()[pairs, None]
         out[pairs] = y * weights if activation is None else activate_reference(y, activation)
 
@@ -55,6 +67,7 @@ def grouped_reference(
 def _grouped_kernel(
     x,
     weight,
+    bias,
     pair_weights,
     counts,
     members,
@@ -66,6 +79,7 @@ def _grouped_kernel(
     EXPERTS_BLOCK: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -101,4 +115,6 @@ def _grouped_kernel(
         if ACTIVATION:
             tile_up = tl.load(line + OUTPUTS * INPUTS + column[None, :], mask=inside, other=0.0)
             total_up = tl.dot(tile_up, value, total_up)
-    store_pairs(total, total_up, out, pair_weights, pair, valid, output, OUTPUTS, ACTIVATION)
+    store_pairs(
+        total, total_up, bias, expert, out, pair_weights, pair, valid, output, OUTPUTS, ACTIVATION, BIAS
+    )  # fmt: skip

@@ -68,17 +68,31 @@ class DenseMatrix(ExpertMatrix):
                 y = y.add_(bias)
         return y if residual is None else y.add_(residual)
 
-    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor) -> None:
-        expand_rows(x, self.weight, choice, norm, activation, out)
+    def expand_rows(
+        self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor, bias: Tensor | None = None
+    ) -> None:
+        expand_rows(x, self.weight, choice, norm, activation, out, bias)
 
-    def contract_rows(self, inner: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:
-        return contract_rows(inner, self.weight, choice, residual)
+    def contract_rows(
+        self, inner: Tensor, choice: ExpertChoice, residual: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        return contract_rows(inner, self.weight, choice, residual, bias)
 
     def grouped(
-        self, x: Tensor, lists: PairLists, out: Tensor, *, pairs_per_row: int, activation: str | None, load: int
+        self,
+        x: Tensor,
+        lists: PairLists,
+        out: Tensor,
+        *,
+        pairs_per_row: int,
+        activation: str | None,
+        load: int,
+        bias: Tensor | None = None,
     ) -> None:
         tile = tiling(load)
-        dense_grouped_product(x, self.weight, lists, out, tile, pairs_per_row=pairs_per_row, activation=activation)
+        dense_grouped_product(
+            x, self.weight, lists, out, tile, pairs_per_row=pairs_per_row, activation=activation, bias=bias
+        )
 
 
 def dense_product(x: Tensor, weight: Tensor) -> Tensor:

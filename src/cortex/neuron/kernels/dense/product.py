@@ -141,7 +141,7 @@ def _one_row_kernel(
         tile_up = tl.load(line_up + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
     if OVERLAP:
         gdc_wait()
-    added = added_to_row(bias, residual, tl.program_id(0), outputs, BIAS, RESIDUAL, BLOCK_OUT)
+    added = added_to_row(bias, residual, tl.program_id(0), outputs, BIAS, RESIDUAL, 0, BLOCK_OUT)
     total = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     squares = tl.zeros((BLOCK_IN,), tl.float32)

@@ -32,6 +32,7 @@ def float8_grouped_product(
     *,
     pairs_per_row: int,
     activation: str | None,
+    bias: Tensor | None = None,
 ) -> None:
     """See `ExpertMatrix.grouped`. `x_scales`: one for each row of eight bits (`rows.py`); None: the rows are of
     another type, to which the matrix is widened."""
@@ -46,13 +47,14 @@ def float8_grouped_product(
     block_in, stages = loop_over_columns(GROUP, MAX_STAGES, column_bytes, shared_memory(out.device))
     launch_grouped(
         _grouped_kernel,
-        (x, x_scales, values, codes.scales),
+        (x, x_scales, values, codes.scales, bias),
         lists,
         out,
         tile_pairs=tile_pairs,
         block_out=block_out,
         pairs_per_row=pairs_per_row,
         activation=activation,
+        BIAS=bias is not None,
         INPUTS=codes.inputs,
         BLOCK=codes.layout.block,
         NATIVE=x_scales is not None,
@@ -69,6 +71,7 @@ def _grouped_kernel(
     x_scales,
     weight,
     scales,
+    bias,
     pair_weights,
     counts,
     members,
@@ -80,6 +83,7 @@ def _grouped_kernel(
     EXPERTS_BLOCK: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
@@ -134,4 +138,6 @@ def _grouped_kernel(
         row_scale = tl.load(x_scales + row, mask=valid, other=0.0)[None, :]
         total *= row_scale
         total_up *= row_scale
-    store_pairs(total, total_up, out, pair_weights, pair, valid, output, OUTPUTS, ACTIVATION)
+    store_pairs(
+        total, total_up, bias, expert, out, pair_weights, pair, valid, output, OUTPUTS, ACTIVATION, BIAS
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from cortex.neuron.kernels.float8.product import MAX_SMALL_ROWS, float8_product,
 from cortex.neuron.kernels.float8.rows import float8_rows
 from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import has_kernels
-from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, ExpertMatrix, KeptForm, Prologue
+from cortex.neuron.kernels.matrix import PLAIN, Epilogue, ExpertMatrix, KeptForm, Prologue
 from cortex.neuron.kernels.moe.pairs import ExpertChoice, ExpertPairs, PairLists
 from cortex.neuron.kernels.products.grouped import combine, tiling
 
@@ -70,18 +70,30 @@ class Float8Matrix(ExpertMatrix):
         one_row_float8_product(x.contiguous(), self.codes, out, prologue, epilogue)
         return out
 
-    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor) -> None:
+    def expand_rows(
+        self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor, bias: Tensor | None = None
+    ) -> None:
         pairs = ExpertPairs(choice.experts, None, choice.experts.shape[1])
-        one_row_float8_product(x, self.codes, out, norm, Epilogue(activation=activation), pairs)
+        one_row_float8_product(x, self.codes, out, norm, Epilogue(bias, activation=activation), pairs)
 
-    def contract_rows(self, inner: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:
+    def contract_rows(
+        self, inner: Tensor, choice: ExpertChoice, residual: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         out = torch.empty(len(inner), residual.shape[1], dtype=inner.dtype, device=inner.device)
         pairs = ExpertPairs(choice.experts, choice.weights, 1)
-        one_row_float8_product(inner, self.codes, out, PLAIN, BARE, pairs)
+        one_row_float8_product(inner, self.codes, out, PLAIN, Epilogue(bias), pairs)
         return combine(out, residual)
 
     def grouped(
-        self, x: Tensor, lists: PairLists, out: Tensor, *, pairs_per_row: int, activation: str | None, load: int
+        self,
+        x: Tensor,
+        lists: PairLists,
+        out: Tensor,
+        *,
+        pairs_per_row: int,
+        activation: str | None,
+        load: int,
+        bias: Tensor | None = None,
     ) -> None:
         scales = None
         if has_float8_products(x.device):
@@ -89,5 +101,5 @@ class Float8Matrix(ExpertMatrix):
             x, scales = rows.codes, rows.scales
         tile = tiling(load)
         float8_grouped_product(
-            x, scales, self.codes, lists, out, tile, pairs_per_row=pairs_per_row, activation=activation
+            x, scales, self.codes, lists, out, tile, pairs_per_row=pairs_per_row, activation=activation, bias=bias
         )

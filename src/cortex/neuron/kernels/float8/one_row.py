@@ -249,6 +249,8 @@ def _one_row_kernel(
         scales += expert_row // BLOCK * (INPUTS // BLOCK) if BLOCK > 0 else expert_row
         x += pair // PAIRS_PER_ROW * INPUTS
         out += pair * outputs
+        if BIAS:
+            bias += expert_row
     block = tl.program_id(0)
     words, scale = _words(
         weight, scales, block, num_blocks, outputs, 0, INPUTS, BLOCK, ACTIVATION, WHOLE, BLOCK_OUT, WORDS
@@ -256,9 +258,10 @@ def _one_row_kernel(
     gain = _gain(norm_weight, 0, INPUTS, NORM, WORDS)
     if OVERLAP and PAIRS_PER_ROW == 0:
         gdc_wait()
-    factor = 1.0
+    share = 1.0
     if WEIGHTED:
-        factor = tl.load(weights + tl.program_id(1))
+        share = tl.load(weights + tl.program_id(1))
+    factor = share
     first, second, unit, squares = _prepared(x, gain, 0, INPUTS, NORM, WORDS)
     if INPUTS <= 4 * WORDS:
         factor *= unit
@@ -266,7 +269,7 @@ def _one_row_kernel(
             factor *= tl.rsqrt(squares / INPUTS + eps)
         while block < num_blocks:
             following = block + tl.num_programs(0)
-            added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
+            added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, ACTIVATION, BLOCK_OUT) * share
             next_words, next_scale = _words(
                 weight, scales, following, num_blocks, outputs, 0, INPUTS, BLOCK, ACTIVATION, WHOLE, BLOCK_OUT, WORDS
             )  # fmt: skip
@@ -275,7 +278,7 @@ def _one_row_kernel(
             block = following
             words, scale = next_words, next_scale
     else:
-        added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
+        added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, ACTIVATION, BLOCK_OUT) * share
         total = tl.zeros((BLOCK_OUT, WORDS // 4), tl.float32)
         for start in tl.static_range(0, INPUTS, 4 * WORDS):
             if start + 4 * WORDS < INPUTS:

@@ -36,6 +36,11 @@ class Experts:
     rule: RouterRule = DEFAULT_RULE
     bias: Tensor | None = None
     """[routed] float32: added to the weights for the choice of experts, not to the weights of the chosen ones"""
+    router_bias: Tensor | None = None
+    """Of the scores, one for each row of the router."""
+    gate_up_bias: Tensor | None = None
+    """Of each row of `gate_up`; `down_bias` of each row of `down`."""
+    down_bias: Tensor | None = None
 
     @property
     def num_experts(self) -> int:

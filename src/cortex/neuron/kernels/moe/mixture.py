@@ -37,8 +37,9 @@ def mixture_of_rows(
     residual = hidden if residual is None else residual
     choice = held_choice(choose_rows(hidden, norm_weight, eps, experts), experts)
     inner = torch.empty(len(hidden) * experts.slots, experts.inner, dtype=hidden.dtype, device=hidden.device)
-    experts.gate_up.expand_rows(hidden, choice, Prologue(norm_weight, eps), experts.activation, inner)
-    return experts.down.contract_rows(inner, choice, residual)
+    norm = Prologue(norm_weight, eps)
+    experts.gate_up.expand_rows(hidden, choice, norm, experts.activation, inner, experts.gate_up_bias)
+    return experts.down.contract_rows(inner, choice, residual, experts.down_bias)
 
 
 def mixture_grouped(
@@ -48,13 +49,21 @@ def mixture_grouped(
     tokens, size = hidden.shape
     num_pairs, load = tokens * experts.slots, expert_load(tokens * experts.top_k, experts.num_routed)
     x = rms_norm(hidden, norm_weight, eps)
-    lists = held_lists(list_pairs(F.linear(x, experts.router), experts), experts)
+    lists = held_lists(list_pairs(F.linear(x, experts.router, experts.router_bias), experts), experts)
     inner = torch.empty(num_pairs, experts.inner, dtype=x.dtype, device=x.device)
-    experts.gate_up.grouped(x, lists, inner, pairs_per_row=experts.slots, activation=experts.activation, load=load)
+    experts.gate_up.grouped(
+        x,
+        lists,
+        inner,
+        pairs_per_row=experts.slots,
+        activation=experts.activation,
+        load=load,
+        bias=experts.gate_up_bias,
+    )
     # pairs of experts that are not held are not written
     allocate = torch.empty if experts.num_held == experts.num_routed else torch.zeros
     parts = allocate(num_pairs, size, dtype=x.dtype, device=x.device)
-    experts.down.grouped(inner, lists, parts, pairs_per_row=1, activation=None, load=load)
+    experts.down.grouped(inner, lists, parts, pairs_per_row=1, activation=None, load=load, bias=experts.down_bias)
     return combine(parts, hidden if residual is None else residual)
 
 
@@ -63,7 +72,7 @@ def mixture_reference(
 ) -> Tensor:
     """Sorts pairs by expert, so that each expert runs once on contiguous memory."""
     x = rms_norm_reference(hidden, norm_weight, eps)
-    choice = held_choice(choose_reference(F.linear(x, experts.router), experts), experts)
+    choice = held_choice(choose_reference(F.linear(x, experts.router, experts.router_bias), experts), experts)
     by_expert, order = choice.experts.flatten().sort(stable=True)
     gathered = x.index_select(0, order // experts.slots)  # [pairs, hidden]
     parts = torch.empty_like(gathered)
@@ -72,8 +81,11 @@ def mixture_reference(
     for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
         span = slice(start, start + count)
         gate_up = _weights(experts.gate_up, expert, 2 * experts.inner, x.dtype)
-        inner = activate_reference(F.linear(gathered[span], gate_up), experts.activation)
+        gate_up_bias = _biases(experts.gate_up_bias, expert, 2 * experts.inner)
+        inner = activate_reference(F.linear(gathered[span], gate_up, gate_up_bias), experts.activation)
         torch.mm(inner, _weights(experts.down, expert, hidden.shape[1], x.dtype).t(), out=parts[span])
+        if (down_bias := _biases(experts.down_bias, expert, hidden.shape[1])) is not None:
+            parts[span] += down_bias
         start += count
     by_pair = parts.index_select(0, order.argsort()).view(*choice.weights.shape, -1)  # [tokens, slots, hidden]
     weights = choice.weights.to(parts.dtype)[:, None]
@@ -83,3 +95,7 @@ def mixture_reference(
 def _weights(matrix: ExpertMatrix, expert: int, num_rows: int, dtype: torch.dtype) -> Tensor:
     """The rows of one expert. → [num_rows, inputs]"""
     return matrix.values(slice(expert * num_rows, (expert + 1) * num_rows)).to(dtype)
+
+
+def _biases(bias: Tensor | None, expert: int, num_rows: int) -> Tensor | None:
+    return None if bias is None else bias[expert * num_rows : (expert + 1) * num_rows]

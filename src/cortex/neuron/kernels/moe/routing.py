@@ -28,7 +28,10 @@ def choose_reference(logits: Tensor, experts: Experts) -> ExpertChoice:
     routed = logits[:, : experts.num_routed]
     rule = experts.rule
     every = routed.float().sigmoid() if rule.scoring == "sigmoid" else routed.softmax(-1, dtype=torch.float32)
-    chosen = (every if experts.bias is None else every + experts.bias).topk(experts.top_k).indices
+    score = every if experts.bias is None else every + experts.bias
+    if rule.groups > rule.kept_groups:
+        score = _in_best_groups(score, experts)
+    chosen = score.topk(experts.top_k).indices
     weights = every.gather(1, chosen)
     if experts.renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -41,6 +44,14 @@ def choose_reference(logits: Tensor, experts: Experts) -> ExpertChoice:
     return ExpertChoice(chosen.to(torch.int32), weights)
 
 
+def _in_best_groups(score: Tensor, experts: Experts) -> Tensor:
+    """score: [tokens, routed] → the same, -inf outside each token's groups"""
+    grouped: Tensor = score.unflatten(1, (experts.rule.groups, -1))
+    best = grouped.topk(1 if experts.bias is None else 2).values.sum(-1).topk(experts.rule.kept_groups).indices
+    is_kept = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=score.device).scatter_(1, best, True)
+    return grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
+
+
 def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
     """Norm, scores and choice of a small batch in one launch. hidden: [rows ≤ MAX_ROWS, hidden]"""
     rows, size = hidden.shape
@@ -51,6 +62,7 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Expert
         hidden,
         norm_weight,
         experts.router,
+        experts.router_bias,
         experts.bias,
         scores,
         chosen,
@@ -59,6 +71,7 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Expert
         eps,
         HIDDEN=size,
         SCORES=len(experts.router),
+        ADDED=experts.router_bias is not None,
         BLOCK_IN=triton.next_power_of_2(size),
         BLOCK_OUT=ROUTER_BLOCK,
         num_warps=4,
@@ -69,7 +82,8 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Expert
 
 
 def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
-    return choose_reference(F.linear(rms_norm_reference(hidden, norm_weight, eps), experts.router), experts)
+    x = rms_norm_reference(hidden, norm_weight, eps)
+    return choose_reference(F.linear(x, experts.router, experts.router_bias), experts)
 
 
 def list_pairs(logits: Tensor, experts: Experts) -> PairLists:
@@ -139,6 +153,8 @@ def _choice_constants(experts: Experts) -> dict[str, float]:
         "BIASED": experts.bias is not None,
         "SCALE": experts.rule.scale,
         "GATED": experts.rule.gates_shared,
+        "GROUPS": experts.rule.groups,
+        "KEPT_GROUPS": experts.rule.kept_groups,
     }
 
 
@@ -146,6 +162,34 @@ def _choice_constants(experts: Experts) -> dict[str, float]:
 def _counters(device: torch.device) -> Tensor:
     """The number of finished programs of each row. Every launch resets them to zero."""
     return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+
+
+@jit
+def _kept(
+    score,
+    expert,
+    ROUTED: tl.constexpr,
+    ROUTED_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """The scores, -inf outside the best groups. PAIRS: a group counts by its two best experts, else by the best."""
+    group = expert // (ROUTED // GROUPS)
+    of_group = tl.full((ROUTED_BLOCK,), -float("inf"), tl.float32)  # of each expert's group
+    for number in tl.static_range(GROUPS):
+        own = tl.where(group == number, score, -float("inf"))
+        best = tl.max(own, 0)
+        if PAIRS:
+            index = tl.min(tl.where(own == best, expert, ROUTED_BLOCK), 0)
+            best += tl.max(tl.where(expert == index, -float("inf"), own), 0)
+        of_group = tl.where(group == number, best, of_group)
+    is_kept = group < 0
+    for _ in tl.static_range(KEPT_GROUPS):
+        left = tl.where(is_kept, -float("inf"), of_group)
+        index = tl.min(tl.where((left == tl.max(left, 0)) & (is_kept == 0), group, ROUTED_BLOCK), 0)
+        is_kept = is_kept | (group == index)
+    return tl.where(is_kept & (expert < ROUTED), score, -float("inf"))
 
 
 @jit
@@ -162,6 +206,8 @@ def _choose(
     BIASED: tl.constexpr,
     SCALE: tl.constexpr,
     GATED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
 ):
     """The experts and weights of one token, [slots] each. The experts are distinct and valid for any scores, NaN
     too."""
@@ -177,6 +223,8 @@ def _choose(
     if BIASED:  # the choice is by another order than that of the scores
         score = every / total + tl.load(bias + expert, mask=expert < ROUTED, other=0.0)
         score = tl.where(expert < ROUTED, score, -float("inf"))
+    if GROUPS > KEPT_GROUPS:
+        score = _kept(score, expert, ROUTED, ROUTED_BLOCK, GROUPS, KEPT_GROUPS, BIASED)
     chosen = tl.zeros((SLOTS_BLOCK,), tl.int32)
     weight = tl.zeros((SLOTS_BLOCK,), tl.float32)
     for rank in tl.static_range(TOP_K):
@@ -204,6 +252,7 @@ def _choose_rows_kernel(
     x,
     norm_weight,
     router,
+    router_bias,
     bias,
     scores,
     chosen,
@@ -212,6 +261,7 @@ def _choose_rows_kernel(
     eps,
     HIDDEN: tl.constexpr,
     SCORES: tl.constexpr,
+    ADDED: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     ROUTED: tl.constexpr,
@@ -224,6 +274,8 @@ def _choose_rows_kernel(
     BIASED: tl.constexpr,
     SCALE: tl.constexpr,
     GATED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per row and BLOCK_OUT scores. The last program of a row to finish makes the choice."""
@@ -241,6 +293,8 @@ def _choose_rows_kernel(
     value = tl.load(x + row * HIDDEN + column, mask=column_inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / HIDDEN + eps)
     score = tl.sum(tile.to(tl.float32) * (value * gain)[None, :], 1) * scale
+    if ADDED:
+        score += tl.load(router_bias + output, mask=output < SCORES, other=0.0).to(tl.float32)
     tl.store(scores + row * SCORES + output, score, mask=output < SCORES)
     tl.debug_barrier()
     done = tl.atomic_add(counters + row, 1, sem="acq_rel")
@@ -261,6 +315,8 @@ def _choose_rows_kernel(
         BIASED,
         SCALE,
         GATED,
+        GROUPS,
+        KEPT_GROUPS,
     )
     slot = tl.arange(0, SLOTS_BLOCK)
     tl.store(chosen + row * SLOTS + slot, expert, mask=slot < SLOTS)
@@ -286,6 +342,8 @@ def _list_pairs_kernel(
     BIASED: tl.constexpr,
     SCALE: tl.constexpr,
     GATED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per token. The list of a shared expert has every token in order."""
@@ -306,6 +364,8 @@ def _list_pairs_kernel(
         BIASED,
         SCALE,
         GATED,
+        GROUPS,
+        KEPT_GROUPS,
     )
     slot = tl.arange(0, SLOTS_BLOCK)
     pair = token * SLOTS + slot

@@ -92,7 +92,10 @@ INLINE int mix(const Attention *a, int64_t row, int64_t kv_head, const int is_ha
     }
     for (int64_t head = 0; head < shared; head++) {
         float *line = scores + head * count, largest = line[0], total = 0;
+        const float *sink = a->sinks ? a->sinks + kv_head * shared + head : 0;
+        if (sink && *sink > largest) largest = *sink;
         for (int64_t i = 1; i < count; i++) largest = line[i] > largest ? line[i] : largest;
+        if (sink) total = exponential(*sink - largest);
         for (int64_t i = 0; i < count; i++) line[i] = exponential(line[i] - largest);
         for (int64_t i = 0; i < count; i++) total += line[i];
         int64_t d = 0;

@@ -149,7 +149,7 @@ INLINE void prepare(const Product *call, int64_t row, int64_t tile, float factor
     if (call->activation) {
         widen(call->x, 2 * row * columns + first, COLUMNS, call->is_half, out);
         widen(call->x, (2 * row + 1) * columns + first, COLUMNS, call->is_half, other);
-        for (int i = 0; i < COLUMNS; i++) out[i] = activated(out[i], call->activation) * other[i];
+        for (int i = 0; i < COLUMNS; i++) out[i] = activated(out[i], other[i], call->activation);
         return;
     }
     widen(call->x, row * columns + first, COLUMNS, call->is_half, out);

@@ -71,11 +71,17 @@ INLINE float exponential(float given) {
 }
 
 // The activations of gated feed-forward blocks, as activations.py numbers them. (1 + tanh(x)) / 2 is the sigmoid of 2 x.
-enum { SILU = 1, GELU_TANH };
+enum { SILU = 1, GELU_TANH, CLAMPED_SWIGLU };
 
-INLINE float activated(float gate, int activation) {
-    const float x = activation == GELU_TANH ? 1.59576912f * (gate + 0.044715f * gate * gate * gate) : gate;
-    return gate / (1 + exponential(-x));
+INLINE float activated(float gate, float up, int activation) {
+    float x = gate;
+    if (activation == GELU_TANH) x = 1.59576912f * (gate + 0.044715f * gate * gate * gate);
+    if (activation == CLAMPED_SWIGLU) {
+        gate = gate < 7 ? gate : 7;
+        up = (up < -7 ? -7 : up < 7 ? up : 7) + 1;
+        x = 1.702f * gate;
+    }
+    return gate / (1 + exponential(-x)) * up;
 }
 
 // Values in the kind that `out` has.

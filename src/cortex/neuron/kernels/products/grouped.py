@@ -68,8 +68,8 @@ def launch_grouped(
     activation: str | None,
     **constants: Any,
 ) -> None:
-    """`operands`: x and what holds the matrix. A program takes `blocks` blocks of `block_out` rows of an expert and
-    `tile_pairs` of its pairs. See `ExpertMatrix.grouped`."""
+    """`operands`: x, what holds the matrix, and its bias. A program takes `blocks` blocks of `block_out` rows of an
+    expert and `tile_pairs` of its pairs. See `ExpertMatrix.grouped`."""
     (num_pairs, outputs), num_experts = out.shape, len(lists.counts)
     kernel[(triton.cdiv(outputs, block_out * blocks), max_tiles(num_pairs, num_experts, tile_pairs))](
         *operands,
@@ -143,9 +143,26 @@ def own_pairs(
 
 @jit
 def store_pairs(
-    total, total_up, out, pair_weights, pair, valid, output, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr
+    total,
+    total_up,
+    bias,
+    expert,
+    out,
+    pair_weights,
+    pair,
+    valid,
+    output,
+    OUTPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
-    """How a grouped kernel ends: with the activation, or the weight of each pair. total: [BLOCK_OUT, BLOCK_PAIRS]"""
+    """How a grouped kernel ends: with the expert's bias, then the activation or the weight of each pair.
+    total: [BLOCK_OUT, BLOCK_PAIRS]"""
+    if BIAS:
+        own = bias + expert * (2 * OUTPUTS if ACTIVATION else OUTPUTS) + output
+        total += tl.load(own, mask=output < OUTPUTS, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION:
+            total_up += tl.load(own + OUTPUTS, mask=output < OUTPUTS, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION:
         total = activated(total, total_up, ACTIVATION)
     else:

@@ -73,12 +73,28 @@ def launch_one_row(
 
 
 @jit
-def added_to_row(bias, residual, block, outputs, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_OUT: tl.constexpr):
-    """What is added to the products of a block. Loaded early, its latency is hidden."""
+def added_to_row(
+    bias,
+    residual,
+    block,
+    outputs,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """What is added to the products of a block. Loaded early, its latency is hidden. With an ACTIVATION half of the
+    block are the gate's rows, and there is no residual."""
     row = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    source = row
+    if ACTIVATION:
+        rows: tl.constexpr = BLOCK_OUT // 2
+        line = tl.arange(0, BLOCK_OUT)
+        row = block * rows + line % rows
+        source = row + line // rows * outputs
     added = tl.zeros((BLOCK_OUT,), tl.float32)
     if BIAS:
-        added += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)
+        added += tl.load(bias + source, mask=row < outputs, other=0.0).to(tl.float32)
     if RESIDUAL:
         added += tl.load(residual + row, mask=row < outputs, other=0.0).to(tl.float32)
     return added
@@ -88,10 +104,10 @@ def added_to_row(bias, residual, block, outputs, BIAS: tl.constexpr, RESIDUAL: t
 def store_row(y, added, out, block, outputs, IS_ADDED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_OUT: tl.constexpr):
     """What comes after the product of a block of rows. y: [BLOCK_OUT], with an activation half of them the gate's"""
     rows: tl.constexpr = BLOCK_OUT // 2 if ACTIVATION else BLOCK_OUT
+    if IS_ADDED:
+        y += added
     if ACTIVATION:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, rows)), (1, 0)))
         y = activated(gate, up, ACTIVATION)
-    elif IS_ADDED:
-        y += added
     row = block * rows + tl.arange(0, rows)
     tl.store(out + row, y.to(out.dtype.element_ty), mask=row < outputs)

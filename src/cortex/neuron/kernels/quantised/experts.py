@@ -66,7 +66,14 @@ def packed_expert_tiles(
 
 
 def packed_grouped_product(
-    x: Tensor, codes: PackedCodes, lists: PairLists, out: Tensor, *, pairs_per_row: int, activation: str | None
+    x: Tensor,
+    codes: PackedCodes,
+    lists: PairLists,
+    out: Tensor,
+    *,
+    pairs_per_row: int,
+    activation: str | None,
+    bias: Tensor | None = None,
 ) -> None:
     """See `ExpertMatrix.grouped`."""
     (num_pairs, outputs), num_experts = out.shape, len(lists.counts)
@@ -83,7 +90,7 @@ def packed_grouped_product(
     )
     launch_grouped(
         _packed_grouped_kernel,
-        (x, codes.low, codes.high, codes.scales),
+        (x, codes.low, codes.high, codes.scales, bias),
         lists,
         out,
         tile_pairs=tiles.pairs,
@@ -91,6 +98,7 @@ def packed_grouped_product(
         blocks=tiles.blocks,
         pairs_per_row=pairs_per_row,
         activation=activation,
+        BIAS=bias is not None,
         INPUTS=codes.inputs,
         BLOCK_CHUNKS=tiles.chunks,
         BLOCKS=tiles.blocks,
@@ -109,6 +117,7 @@ def _packed_grouped_kernel(
     low,
     high,
     scales,
+    bias,
     pair_weights,
     counts,
     members,
@@ -120,6 +129,7 @@ def _packed_grouped_kernel(
     EXPERTS_BLOCK: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -173,6 +183,8 @@ def _packed_grouped_kernel(
             total = restored(total, x.dtype.element_ty)
             total_up = restored(total_up, x.dtype.element_ty)
             output = block + operand_row(BLOCK_OUT, WARPS)
-            store_pairs(total, total_up, out, pair_weights, pair, valid, output, OUTPUTS, ACTIVATION)
+            store_pairs(
+                total, total_up, bias, expert, out, pair_weights, pair, valid, output, OUTPUTS, ACTIVATION, BIAS
+            )  # fmt: skip
             total = tl.zeros((BLOCK_OUT, BLOCK_PAIRS), tl.float32)
             total_up = tl.zeros((BLOCK_OUT, BLOCK_PAIRS), tl.float32)

@@ -91,6 +91,7 @@ GGML_LAYOUTS: Final = {
     "Q8_0": Q8,
     "IQ4_NL": IQ4,
     "IQ4_XS": IQ4,
+    "MXFP4": FP4,
 }
 """The layout of each quantised type of a GGUF file."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import has_kernels
-from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, ExpertMatrix, KeptForm, Prologue
+from cortex.neuron.kernels.matrix import PLAIN, Epilogue, ExpertMatrix, KeptForm, Prologue
 from cortex.neuron.kernels.moe.pairs import ExpertChoice, ExpertPairs, PairLists
 from cortex.neuron.kernels.products.grouped import combine
 from cortex.neuron.kernels.quantised.codes import empty_codes, unpacked
@@ -77,13 +77,17 @@ class PackedMatrix(ExpertMatrix):
             large_batch_product(x, self.codes, out, epilogue)
         return out
 
-    def expand_rows(self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor) -> None:
+    def expand_rows(
+        self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor, bias: Tensor | None = None
+    ) -> None:
         pairs = ExpertPairs(choice.experts, None, choice.experts.shape[1])
-        one_row_product(x, self.codes, out, norm, Epilogue(activation=activation), pairs)
+        one_row_product(x, self.codes, out, norm, Epilogue(bias, activation=activation), pairs)
 
-    def contract_rows(self, inner: Tensor, choice: ExpertChoice, residual: Tensor) -> Tensor:
+    def contract_rows(
+        self, inner: Tensor, choice: ExpertChoice, residual: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         out = torch.empty(len(inner), residual.shape[1], dtype=inner.dtype, device=inner.device)
-        one_row_product(inner, self.codes, out, PLAIN, BARE, ExpertPairs(choice.experts, choice.weights, 1))
+        one_row_product(inner, self.codes, out, PLAIN, Epilogue(bias), ExpertPairs(choice.experts, choice.weights, 1))
         return combine(out, residual)
 
     def grouped(
@@ -95,5 +99,6 @@ class PackedMatrix(ExpertMatrix):
         pairs_per_row: int,
         activation: str | None,
         load: int,  # noqa: ARG002
+        bias: Tensor | None = None,
     ) -> None:
-        packed_grouped_product(x, self.codes, lists, out, pairs_per_row=pairs_per_row, activation=activation)
+        packed_grouped_product(x, self.codes, lists, out, pairs_per_row=pairs_per_row, activation=activation, bias=bias)

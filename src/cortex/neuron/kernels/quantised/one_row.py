@@ -132,6 +132,8 @@ def _one_row_kernel(
         scales += expert_row * (CHUNKS * 4 * SCALE_WORDS)
         x += pair // PAIRS_PER_ROW * (INPUTS // 2 if PAIRED else INPUTS)
         out += pair * outputs
+        if BIAS:
+            bias += expert_row
     block = tl.program_id(0)
     words = _words(
         low, high, scales, block, num_blocks, outputs, 0,
@@ -140,9 +142,10 @@ def _one_row_kernel(
     if OVERLAP and PAIRS_PER_ROW == 0:
         gdc_wait()
     vector, squares = prepared_vector(x, norm_weight, 0, INPUTS, PAIRED, NORM, GROUP, ZERO, BLOCK_CHUNKS, PTX)
-    factor = 1.0
+    share = 1.0
     if WEIGHTED:
-        factor = tl.load(weights + tl.program_id(1))
+        share = tl.load(weights + tl.program_id(1))
+    factor = share
     if CHUNKS <= BLOCK_CHUNKS:
         if NORM:
             factor = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
@@ -153,7 +156,7 @@ def _one_row_kernel(
                 CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, ACTIVATION, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
             )  # fmt: skip
             total = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, PTX)
-            added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
+            added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, ACTIVATION, BLOCK_OUT) * share
             store_row(tl.sum(total, 1) * factor, added, out, block, outputs, BIAS or RESIDUAL, ACTIVATION, BLOCK_OUT)
             block = following
             words = next_words
@@ -173,7 +176,7 @@ def _one_row_kernel(
             words = next_words
         if NORM:
             factor = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
-        added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, BLOCK_OUT)
+        added = added_to_row(bias, residual, block, outputs, BIAS, RESIDUAL, ACTIVATION, BLOCK_OUT) * share
         store_row(tl.sum(total, 1) * factor, added, out, block, outputs, BIAS or RESIDUAL, ACTIVATION, BLOCK_OUT)
 
 

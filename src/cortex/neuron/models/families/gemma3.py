@@ -44,7 +44,7 @@ class Gemma3(Llama):
     def read_ends(self) -> EndsConfig:
         cap = self.raw.get("final_logit_softcapping")
         cap = None if cap is None else number_in(self.raw, "final_logit_softcapping", cap)
-        return EndsConfig(self.norm, self.config.hidden**0.5, cap)
+        return EndsConfig(self.norm, self.config.hidden**0.5, logit_cap=cap)
 
     def attention(self, index: int) -> AttentionConfig:
         scale = number_in(self.raw, "query_pre_attn_scalar", 256.0) ** -0.5

@@ -9,16 +9,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, RopeConfig
+from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, RopeConfig
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.config import count_in, layer_type_in, read_rope
 from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.sharding import MixerConfig
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
 class Llama(Architecture):
-    def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:
+    def mixer(self, index: int) -> MixerConfig:
         return self.attention(index)
 
     def attention(self, index: int) -> AttentionConfig:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import (
     AttentionConfig,
+    GateConfig,
     GatedDeltaConfig,
     MLPConfig,
     MoEConfig,
@@ -18,6 +19,7 @@ from cortex.neuron.models.config import count_in, layer_type_in, optional_count_
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama
 from cortex.neuron.models.mixtures.qwen3_moe import read_moe
+from cortex.neuron.models.sharding import MixerConfig
 from cortex.neuron.models.text_part import TextPart
 
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -26,11 +28,11 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 class Qwen3Next(Llama):
     defaults: ClassVar[Mapping[str, Any]] = {"partial_rotary_factor": 0.25, "norm_topk_prob": True}
 
-    def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:
+    def mixer(self, index: int) -> MixerConfig:
         return self.attention(index) if self._layer_type(index) == "full_attention" else self._gated_delta()
 
     def attention(self, index: int) -> AttentionConfig:
-        return replace(super().attention(index), qk_norm=QKNormConfig(self.norm), gated=True)
+        return replace(super().attention(index), qk_norm=QKNormConfig(self.norm), gate=GateConfig())
 
     @property
     def norm(self) -> NormConfig:

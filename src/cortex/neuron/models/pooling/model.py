@@ -59,8 +59,7 @@ class DecoderBody:
 
     def embed(self, batch: Batch, segments: Tensor) -> Tensor:
         del segments
-        hidden, scale = self._decoder.embedding(batch.tokens), self._decoder.architecture.ends.embedding_scale
-        return hidden if scale == 1.0 else hidden.mul_(scale)
+        return self._decoder.embedded(batch.tokens)
 
     def normed(self, hidden: Tensor) -> Tensor:
         norm = self._decoder.norm

@@ -103,6 +103,10 @@ class Library:
         hint = f"did you mean {', '.join(near)}?" if near else "GET /models lists the models"
         raise ModelNotFound(f"this node knows no model {shorten(model_id)!r}; {hint}", param="model")
 
+    def is_adopted(self, model_id: str) -> bool:
+        """Whether only load requests have named it."""
+        return model_id in self._adopted
+
     def is_configured(self, model_id: str) -> bool:
         return model_id in self._configured
 

@@ -16,9 +16,11 @@ from typing import Any, Final
 from cortex.neuron.text.grammar.gbnf.emitter import to_lark
 from cortex.neuron.text.grammar.gbnf.reader import defines_a_rule, read_gbnf
 from cortex.neuron.text.grammar.gbnf.tree import GbnfError
+from cortex.neuron.text.grammar.harmony import HarmonyRules
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
 from cortex.neuron.text.grammar.trial import GrammarTrial
-from cortex.neuron.text.output.detect import ReasoningMarkers, ToolSyntax
+from cortex.neuron.text.output.addressed import MESSAGE, ROLE, START
+from cortex.neuron.text.output.detect import ADDRESSED, ReasoningMarkers, ToolSyntax
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.text.tools.grammar import MARKED, OPENINGS, add_calls, add_free_response
 from cortex.wire.errors import InvalidValue, shorten
@@ -49,9 +51,11 @@ def build_grammar(
 ) -> str | None:
     """The grammar, or None for unconstrained output. Raises InvalidValue, which names the client's field, for what
     cannot be enforced or breaks `rules`."""
+    grammar = LarkGrammar(trial.tokenizer)
+    if syntax is ToolSyntax.HARMONY and request.prompt is None:
+        return _harmony(request, grammar, trial, reasoning, rules)
     if not is_constrained(request) or (request.output is None and _parser_suffices(request, syntax)):
         return None
-    grammar = LarkGrammar(trial.tokenizer)
     before = _reasoning(grammar, markers, reasoning)
     choice = request.tool_choice
     if choice.mode in ("required", "named"):
@@ -70,6 +74,28 @@ def build_grammar(
         param = "tools"
     _check(grammar, constrained, param, trial, rules)
     return grammar.build(f"{before}{constrained}")
+
+
+def _harmony(
+    request: GenerateRequest, grammar: LarkGrammar, trial: GrammarTrial, reasoning: LeadingReasoning, rules: PromptRules
+) -> str:
+    """As `build_grammar`. The client's constraint applies to the body of the last message."""
+    messages, choice = HarmonyRules(grammar), request.tool_choice
+    is_free = request.output is None and choice.mode in ("auto", "none")
+    before = messages.before(reasons=reasoning is not LeadingReasoning.ABSENT, speaks=is_free)
+    if choice.mode in ("required", "named"):
+        last, param = messages.calls(_chosen(request)), "tools"
+    else:
+        last, param = messages.any_final(), "tools"
+        if request.output is not None:
+            body, param = _response(grammar, request.output), request.output.param
+            _check(grammar, body, param, trial, rules)
+            last = messages.final(body)
+        if request.callable_tools and choice.mode == "auto":
+            calls = messages.calls(request.callable_tools, with_schemas=is_constrained(request))
+            last, param = f"({last} | {calls})", "tools"
+    _check(grammar, last, param, trial, rules)
+    return grammar.build(f"{before}{last}")
 
 
 def _parser_suffices(request: GenerateRequest, syntax: ToolSyntax) -> bool:
@@ -96,12 +122,25 @@ def _chosen(request: GenerateRequest) -> tuple[Tool, ...]:
 
 
 def _reasoning(grammar: LarkGrammar, markers: ReasoningMarkers | None, reasoning: LeadingReasoning) -> str:
+    if markers is ADDRESSED:
+        return _addressed(grammar, reasoning)
     if markers is None or reasoning is LeadingReasoning.ABSENT:
         return ""
     rest = f"{grammar.text_until(markers.close)} /\\n{{0,2}}/"
     if reasoning is LeadingReasoning.OPENED:
         return f"{rest} "
     return f"({grammar.marker(markers.open)} {rest})? "
+
+
+def _addressed(grammar: LarkGrammar, reasoning: LeadingReasoning) -> str:
+    """Messages of the model to itself, and the header of the response, to anyone."""
+    message, begin = grammar.marker(MESSAGE), f"{grammar.marker(START)} {literal(ROLE)}"
+    header, thoughts = f"/ ?to=[^ <>\\n]{{1,64}}/ {message} ", f"{grammar.text_until(ADDRESSED.close)} {begin}"
+    if reasoning is LeadingReasoning.OPENED:
+        return f"{thoughts} {header}"
+    if reasoning is LeadingReasoning.ABSENT:
+        return f"({begin})? {header}"
+    return f"(/ ?to=self/ {message} {thoughts})? {header}"
 
 
 def _response(grammar: LarkGrammar, output: OutputFormat) -> str:

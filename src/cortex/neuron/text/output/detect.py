@@ -5,6 +5,8 @@ The first row of this table that applies decides:
 
 | the template contains | tool calls are parsed as |
 |---|---|
+| `<|channel|>` and `<|message|>` | harmony (`output/harmony.py`): `<|channel|>commentary to=functions.f<|message|>{` |
+| `<atem:function_calls>` | Muse XML: `<atem:function_calls><atem:invoke name="f"><atem:parameter name="p">…` |
 | `<minimax:tool_call>` | MiniMax XML: `<minimax:tool_call><invoke name="f"><parameter name="p">…` |
 | `<seed:tool_call>` | Seed XML: `<seed:tool_call><function=f><parameter=p>…` |
 | `<arg_key>` | GLM XML: `<tool_call>f<arg_key>p</arg_key><arg_value>…` |
@@ -37,6 +39,8 @@ from cortex.neuron.text.template.chat_template import ChatTemplate
 
 
 class ToolSyntax(StrEnum):
+    HARMONY = "harmony"
+    MUSE_XML = "muse_xml"
     MINIMAX_XML = "minimax_xml"
     SEED_XML = "seed_xml"
     GLM_XML = "glm_xml"
@@ -61,7 +65,12 @@ class ReasoningMarkers:
 
     open: str
     close: str
+    follow: str = "\n\n"
+    """What the model writes between its reasoning and its response."""
 
+
+ADDRESSED: Final = ReasoningMarkers("to=self<|message|>", "<|eom|>", "<|start|>assistant")
+"""Of models that address each message (`output/addressed.py`)."""
 
 REASONING_MARKERS: Final = (
     ReasoningMarkers("<think>", "</think>"),
@@ -72,6 +81,7 @@ REASONING_MARKERS: Final = (
     ReasoningMarkers("<thought>", "</thought>"),
     ReasoningMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningMarkers("<|channel>thought", "<channel|>"),
+    ADDRESSED,
 )
 
 PYTHON_TAG: Final = "<|python_tag|>"
@@ -83,6 +93,8 @@ _SPELLS_PARAMETERS: Final = re.compile(r"""\\?["']parameters\\?["']\s*:""")
 
 
 _MARKERS: Final = (
+    (("<|channel|>", "<|message|>"), ToolSyntax.HARMONY),
+    (("<atem:function_calls>",), ToolSyntax.MUSE_XML),
     (("<minimax:tool_call>",), ToolSyntax.MINIMAX_XML),
     (("<seed:tool_call>",), ToolSyntax.SEED_XML),
     (("<arg_key>",), ToolSyntax.GLM_XML),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable
 
+from cortex.neuron.text.output.addressed import AddressedSplitter
 from cortex.neuron.text.output.reasoning import OutputPiece, ReasoningSplitter
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop
@@ -15,7 +16,9 @@ OutputEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolC
 class OutputParser:
     """Parses one choice of a response. Owned by one request. The joined events do not depend on how text was split."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, scanner: CallScanner | None, index: int) -> None:
+    def __init__(
+        self, splitter: ReasoningSplitter | AddressedSplitter | None, scanner: CallScanner | None, index: int
+    ) -> None:
         """Without a splitter there is no reasoning; without a scanner there are no calls."""
         self._splitter = splitter
         self._scanner = scanner

@@ -7,7 +7,7 @@ Markers inside the response are text. Reasoning that is cut off stays reasoning.
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from cortex.neuron.text.output.detect import ReasoningMarkers
 from cortex.neuron.text.output.stops import held_suffix
@@ -128,10 +128,22 @@ class ReasoningSplitter:
         return False
 
 
+class ThinkingReader(Protocol):
+    """Reads a response, and knows whether it is reasoning."""
+
+    @property
+    def is_thinking(self) -> bool: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def push(self, text: str) -> object: ...
+
+
 class ReasoningWatch:
     """Tracks whether one choice is still reasoning, token by token from its first. Owned by one request."""
 
-    def __init__(self, detokenizer: Detokenizer, splitter: ReasoningSplitter) -> None:
+    def __init__(self, detokenizer: Detokenizer, splitter: ThinkingReader) -> None:
         self._detokenizer = detokenizer
         self._splitter = splitter
 

@@ -1,17 +1,24 @@
 """A request's conversation as the variables that chat templates expect.
 
-Nothing is reordered or dropped. If templates differ about a form, the template itself decides. Only a template without
-a place for tools gets them in the system message.
+Nothing is dropped. If templates differ about a form, the template itself decides. A template without a place for tools
+gets them in the system message, and one that shows a single call for each turn gets a turn for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from cortex.neuron.text.template import generic_tools
 from cortex.neuron.text.template.call_form import CallForm, call_form
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.harmony_form import (
+    described_tools,
+    is_harmony,
+    known_effort,
+    reject_built_in_tools,
+)
 from cortex.neuron.text.template.system_form import system_form
 from cortex.wire.errors import InvalidValue, UnsupportedModality
 from cortex.wire.requests import (
@@ -40,6 +47,9 @@ def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Ma
         )
     _reject_hidden_calls(request, template)
     tools = [_tool(tool) for tool in request.tools]
+    if is_harmony(template):
+        reject_built_in_tools(request.template_args)
+        tools = described_tools(tools)
     turns = messages(request.messages, template)
     if not template.takes_tools:
         turns = generic_tools.described(turns, tools if request.tool_choice.mode != "none" else [], template)
@@ -61,7 +71,32 @@ def messages(conversation: Iterable[Message], template: ChatTemplate) -> list[di
     for position, message in enumerate(conversation):
         rendered.append(_message(message, position, template, names_by_call))
         names_by_call.update((part.id, part.name) for part in message.parts if isinstance(part, ToolCall))
+    if any(len(turn.get("tool_calls", ())) > 1 for turn in rendered) and not call_form(template).takes_several:
+        return list(_with_single_calls(rendered, call_form(template)))
     return rendered
+
+
+def _with_single_calls(turns: list[dict[str, Any]], form: CallForm) -> Iterator[dict[str, Any]]:
+    """The turns with a turn for each call, followed by its result."""
+    results: list[dict[str, Any]] = []
+    for number, turn in enumerate(turns):
+        if turn["role"] == "tool" and any(turn is result for result in results):
+            continue  # it was put after its call
+        results = list(itertools.takewhile(lambda each: each["role"] == "tool", turns[number + 1 :]))
+        calls = turn.get("tool_calls", ())
+        if len(calls) < 2:
+            results = []
+            yield turn
+            continue
+        left = results
+        for place, call in enumerate(calls):
+            yield {
+                **(turn if place == 0 else {"role": "assistant", "content": form.empty_content}),
+                "tool_calls": [call],
+            }
+            yield from (result for result in left if result.get("tool_call_id") == call["id"])
+            left = [result for result in left if result.get("tool_call_id") != call["id"]]
+        yield from left
 
 
 def _with_system_form(turns: list[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
@@ -95,13 +130,17 @@ def _message(
         value["reasoning_content"] = value["thinking"] = "".join(reasoning)
     # The text parts of an assistant are pieces of one stream; those of other roles are separate blocks.
     text = ("" if message.role == "assistant" else "\n").join(_texts(parts, position))
+    if calls and reasoning and text and not form.takes_both:
+        value["reasoning_content"] = value["thinking"] = f"{value['thinking']}\n\n{text}"
+        text = ""
     value["content"] = form.empty_content if calls and not text else text
     return value
 
 
 def _role(message: Message, template: ChatTemplate) -> str:
-    # One vendor calls `system` now `developer`; a template that does not know the role would drop the turn.
-    if message.role == "developer" and not template.mentions("developer"):
+    # One vendor calls `system` now `developer`; a template that does not know the role would drop the turn. Harmony has
+    # one place for both.
+    if message.role == "developer" and (not template.mentions("developer") or is_harmony(template)):
         return "system"
     return message.role
 
@@ -144,6 +183,8 @@ def _thinking(request: GenerateRequest, template: ChatTemplate) -> dict[str, Any
         budget = 0
     if effort is not None or budget:
         switch["reasoning_effort"] = effort or effort_of(budget)
+    if is_harmony(template):
+        switch |= known_effort(switch.get("reasoning_effort"), is_off=thinking.switch is False)
     if budget is not None or effort in EFFORT_TOKENS:
         switch["thinking_budget"] = EFFORT_TOKENS[effort] if budget is None and effort is not None else budget
     return switch

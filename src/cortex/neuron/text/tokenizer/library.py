@@ -7,7 +7,7 @@ process. Imports on a bare GPU host: the engine's grammar masks need the library
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,9 +53,8 @@ class LibraryTokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> LibraryTokenizer:
-        return cls(
-            gguf_vocabulary.build(metadata), gguf_vocabulary.named_tokens(metadata), gguf_vocabulary.end_ids(metadata)
-        )
+        backend, ends = gguf_vocabulary.build(metadata), gguf_vocabulary.end_ids(metadata)
+        return cls(backend, gguf_vocabulary.named_tokens(metadata), _with_harmony_ends(backend, ends))
 
     @cached_property
     def vocab_size(self) -> int:
@@ -269,6 +268,14 @@ def _eos_ids(path: Path, backend: Backend, named: Mapping[str, str]) -> tuple[in
     ids = stated if isinstance(stated, list) else [stated]
     if "eos_token" in named:
         ids = [*ids, backend.token_to_id(named["eos_token"])]
+    return _with_harmony_ends(backend, ids)
+
+
+def _with_harmony_ends(backend: Backend, ids: Iterable[Any]) -> tuple[int, ...]:
+    """In harmony a response ends after its answer or a call, and not after each message, whatever a file says."""
+    ends = [backend.token_to_id(text) for text in ("<|return|>", "<|call|>")]
+    if None not in (*ends, backend.token_to_id("<|channel|>")):
+        ids = [i for i in (*ids, *ends) if i != backend.token_to_id("<|end|>")]
     return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
 
 

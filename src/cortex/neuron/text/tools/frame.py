@@ -32,6 +32,7 @@ FRAMES: Final[Mapping[ToolSyntax, CallFrame]] = {
     ToolSyntax.GLM_XML: CallFrame(TOOL_CALL_OPEN, "", "", TOOL_CALL_CLOSE),
     ToolSyntax.SEED_XML: CallFrame("<seed:tool_call>", "\n", "\n", "</seed:tool_call>"),
     ToolSyntax.MINIMAX_XML: CallFrame("<minimax:tool_call>", "\n", "\n", "</minimax:tool_call>"),
+    ToolSyntax.MUSE_XML: CallFrame("<atem:function_calls>", "\n", "\n", "</atem:function_calls>"),
     ToolSyntax.MISTRAL: CallFrame("[TOOL_CALLS]", "", "", "", is_control=True),
     ToolSyntax.MISTRAL_JSON: CallFrame("[TOOL_CALLS]", "[", "]", "", is_control=True),
     ToolSyntax.PHI_JSON: CallFrame("<|tool_call|>", "[", "]", "<|/tool_call|>", is_control=True),

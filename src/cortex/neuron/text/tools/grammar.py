@@ -15,7 +15,10 @@ from cortex.wire.requests import Tool
 
 MARKED = frozenset(FRAMES)
 """Syntaxes in which a call is between markers, anywhere in the response."""
-OPENINGS = {kind: openings for kind in ToolSyntax if (openings := call_syntax(kind, ()).openings)}
+_READ_IN_TEXT = [kind for kind in ToolSyntax if kind is not ToolSyntax.HARMONY]
+OPENINGS: Mapping[ToolSyntax, tuple[str, ...]] = {
+    kind: openings for kind in _READ_IN_TEXT if (openings := call_syntax(kind, ()).openings)
+}
 """What begins a call anywhere in the response."""
 _KEYS = {ToolSyntax.LLAMA_JSON: ("name", "parameters"), ToolSyntax.COHERE_JSON: ("tool_name", "parameters")}
 """The keys of a JSON call's name and arguments, where they are not the usual ones."""

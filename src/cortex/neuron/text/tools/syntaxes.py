@@ -16,11 +16,12 @@ from cortex.wire.requests import Tool
 
 
 def call_syntax(kind: ToolSyntax, tools: Sequence[Tool]) -> CallSyntax:
-    """The syntax for calls of these tools."""
+    """The syntax for calls of these tools. Harmony has none: `output/harmony.py` reads its messages."""
+    assert kind is not ToolSyntax.HARMONY
     names = [tool.name for tool in tools]
     schemas = {tool.name: tool.parameters for tool in tools}
     match kind:
-        case ToolSyntax.QWEN_XML | ToolSyntax.SEED_XML | ToolSyntax.MINIMAX_XML | ToolSyntax.GLM_XML:
+        case _ if kind in TAG_FORMS:
             return TagSyntax(TAG_FORMS[kind], schemas)
         case ToolSyntax.MISTRAL | ToolSyntax.MISTRAL_JSON:
             return MistralSyntax(FRAMES[kind], names)

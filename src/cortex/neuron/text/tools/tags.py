@@ -1,5 +1,6 @@
 """Calls whose parameters are between tags: as Qwen writes them,
-`<tool_call><function=f><parameter=p>value</parameter></function></tool_call>`, and the forms of Seed, MiniMax and GLM.
+`<tool_call><function=f><parameter=p>value</parameter></function></tool_call>`, and the forms of Seed, MiniMax, Muse
+and GLM.
 
 Values are raw text; the tool's schema has their types. Models forget the marker around the function, so `<function=`
 also opens a call, and `</function>` ends one. The arguments are streamed as JSON: text as it is written, other values
@@ -64,6 +65,12 @@ TAG_FORMS: Final[Mapping[ToolSyntax, TagForm]] = {
         FRAMES[ToolSyntax.MINIMAX_XML],
         *("<invoke name=", ">", "</invoke>"),
         *("<parameter name=", (">",), "</parameter>"),
+        quote='"',
+    ),
+    ToolSyntax.MUSE_XML: TagForm(
+        FRAMES[ToolSyntax.MUSE_XML],
+        *("<atem:invoke name=", ">", "</atem:invoke>"),
+        *("<atem:parameter name=", (">",), "</atem:parameter>"),
         quote='"',
     ),
     ToolSyntax.GLM_XML: TagForm(

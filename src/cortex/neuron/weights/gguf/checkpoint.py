@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cortex.neuron.weights.directory import model_file
 from cortex.neuron.weights.errors import Malformed, TensorMissing, Unsupported
 from cortex.neuron.weights.family_tensors import arranged
-from cortex.neuron.weights.gguf.config import INTERLEAVED, PLUS_ONE_NORMS, config_of, delta_heads
+from cortex.neuron.weights.gguf.config import INTERLEAVED, PLAIN_LAST_NORM, PLUS_ONE_NORMS, config_of, delta_heads
 from cortex.neuron.weights.gguf.delta import delta_tensors
 from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor, HeaderBudget, parse_header
 from cortex.neuron.weights.gguf.names import ROPE_TABLES, expert_names, hub_name, is_expert_stack, layer_part
@@ -105,7 +105,8 @@ class GGUFCheckpoint:
         if is_expert_stack(name):
             self._add_experts(name, stored)
             return
-        if self._architecture in PLUS_ONE_NORMS and name.endswith("norm.weight"):
+        is_plain = self._architecture in PLAIN_LAST_NORM and name == "model.norm.weight"
+        if self._architecture in PLUS_ONE_NORMS and name.endswith("norm.weight") and not is_plain:
             stored = replace(stored, adjustment=Adjustment.PLUS_ONE)
         if name.endswith((".shared_expert_gate.weight", "cls.output.weight")) and len(stored.shape) == 1:
             stored = replace(stored, shape=(1, *stored.shape))

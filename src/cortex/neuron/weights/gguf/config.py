@@ -16,6 +16,7 @@ from cortex.neuron.weights.pooling_files import with_pooling
 
 _FAMILIES: Final = {
     "cohere2": ("cohere2", "Cohere2ForCausalLM"),
+    "deepseek2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
     "ernie4_5-moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
@@ -23,11 +24,14 @@ _FAMILIES: Final = {
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
     "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
+    "laguna": ("laguna", "LagunaForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
     "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "mistral3": ("mistral", "MistralForCausalLM"),
+    "muse-glimmer": ("muse_glimmer_text", "MuseGlimmerForConditionalGeneration"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
@@ -39,15 +43,21 @@ _FAMILIES: Final = {
     "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
 }
-INTERLEAVED: Final = frozenset({"granite", "llama", "mistral3", "smollm3"})
+INTERLEAVED: Final = frozenset({"granite", "llama", "mistral3", "muse-glimmer", "smollm3"})
 """Architectures whose converters interleave the rotary halves of queries and keys."""
-_MIXTURES: Final = frozenset({"ernie4_5-moe", "glm4moe", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"})
+_MIXTURES: Final = frozenset(
+    {"deepseek2", "ernie4_5-moe", "glm4moe", "gpt-oss", "laguna", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"}
+)
 _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""
-_PARTIAL: Final = frozenset({"glm4", "glm4moe", "minimax-m2", "phi3"}) | _HYBRIDS
+_PARTIAL: Final = frozenset({"deepseek2", "glm4", "glm4moe", "laguna", "minimax-m2", "phi3"}) | _HYBRIDS
 """Architectures that rotate a part of each head."""
-PLUS_ONE_NORMS: Final = frozenset({"gemma3", "gemma-embedding"}) | _HYBRIDS
+_HEADS_BY_LAYER: Final = frozenset({"laguna"})
+"""Architectures whose layers may have different numbers of heads."""
+PLUS_ONE_NORMS: Final = frozenset({"gemma-embedding", "gemma3", "muse-glimmer"}) | _HYBRIDS
 """Architectures whose converters add one to the weights of norms."""
+PLAIN_LAST_NORM: Final = frozenset({"muse-glimmer"})
+"""Of these, those that keep that of the last norm."""
 _TILED: Final = frozenset({"qwen35", "qwen35moe"})
 """Architectures whose value heads converters put into another order."""
 
@@ -72,7 +82,12 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
     model_type, class_name = _FAMILIES[architecture]
     hidden_size = keys.count("embedding_length")
-    num_heads = keys.count("attention.head_count")
+    num_layers = _num_layers(file, keys)
+    num_heads = (
+        max(keys.counts("attention.head_count", num_layers))
+        if architecture in _HEADS_BY_LAYER
+        else keys.count("attention.head_count")
+    )
     head_dim = keys.count("attention.key_length", hidden_size // num_heads)
     rotary_dim = keys.count("rope.dimension_count", head_dim)
     is_hybrid = architecture in _HYBRIDS
@@ -88,7 +103,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "architectures": [class_name],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
-        "num_hidden_layers": _num_layers(file, keys),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from cortex.neuron.weights.gguf.keys import Keys
+from cortex.neuron.weights.gguf.keys import FLOAT32_DIGITS, Keys
 
 _GEMMA3_27B_LAYERS: Final = 62
 """The one Gemma 3 whose attention scale does not follow from the width of its heads, and files do not name it."""
@@ -18,6 +18,50 @@ def _cohere2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
         **keys.windows(config["num_hidden_layers"], 4),
         "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "logit_scale": keys.number("logit_scale"),
+    }
+
+
+def _deepseek2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek V3, Kimi K2 and GLM-4.7-Flash or, with a softmax router, DeepSeek V2. Files name the sizes of latents as
+    those of a head, older ones those of a head itself."""
+    num_dense, rope_dims = _num_dense(keys), keys.count("rope.dimension_count")
+    groups = keys.count("expert_group_count", 1)
+    kept = keys.count("expert_group_used_count", 1) if groups > 1 else 1
+    query_dim = keys.count("attention.key_length_mla", config["head_dim"])
+    if query_dim <= rope_dims:
+        raise keys.malformed(f"rotates {rope_dims} of {query_dim} dimensions of a head")
+    has_bias = keys.has_tensor(f"blk.{num_dense}.exp_probs_b.bias")
+    is_sigmoid = keys.count("expert_gating_func", SIGMOID if has_bias else SOFTMAX) == SIGMOID
+    _check_scoring(keys, SIGMOID if is_sigmoid else SOFTMAX)
+    scaling = dict(config["rope_scaling"] or {})
+    if "mscale" in scaling:  # files have a tenth of it
+        scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(scaling["mscale"] * 10, FLOAT32_DIGITS))
+    options = {
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": rope_dims,
+        "partial_rotary_factor": 1.0,
+        "rope_scaling": scaling or None,
+        "q_lora_rank": keys.count("attention.q_lora_rank") if keys.has("attention.q_lora_rank") else None,
+        "kv_lora_rank": keys.count("attention.kv_lora_rank"),
+        "qk_nope_head_dim": query_dim - rope_dims,
+        "qk_rope_head_dim": rope_dims,
+        "v_head_dim": keys.count("attention.value_length_mla", keys.count("attention.value_length")),
+        "n_routed_experts": config["num_experts"],
+        "n_shared_experts": keys.count("expert_shared_count") if keys.has("expert_shared_count") else 0,
+        "n_group": groups,
+        "topk_group": kept,
+        "first_k_dense_replace": num_dense,
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.flag("expert_weights_norm", default=False),
+    }
+    if is_sigmoid:
+        return options
+    method = "group_limited_greedy" if groups > kept else "greedy"
+    return {
+        **options,
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "topk_method": method,
     }
 
 
@@ -65,6 +109,17 @@ def _glm4moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **keys.windows(config["num_hidden_layers"], 2),
+        "num_local_experts": config["num_experts"],
+        "intermediate_size": config["moe_intermediate_size"],
+        # Files do not name it.
+        "rope_scaling": {**config["rope_scaling"], "truncate": False} if config["rope_scaling"] else None,
+        "rope_parameters": {},
+    }
+
+
 def _granite(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     if not keys.flag("rope.scaling.finetuned", default=True):
         raise keys.unsupported("rope.scaling.finetuned", "Granite models without positions are not supported")
@@ -73,6 +128,23 @@ def _granite(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
         "residual_multiplier": keys.number("residual_scale", 1.0),
         "attention_multiplier": keys.number("attention.scale", config["head_dim"] ** -0.5),
         "logits_scaling": keys.number("logit_scale"),
+    }
+
+
+def _laguna(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    _check_scoring(keys, SIGMOID)
+    num_layers, width = config["num_hidden_layers"], config["head_dim"]
+    heads, num_dense = keys.counts("attention.head_count", num_layers), _num_dense(keys)
+    ropes = _by_type(config, keys.number("rope.freq_base_swa", config["rope_theta"]))
+    ropes["full_attention"]["partial_rotary_factor"] = config["partial_rotary_factor"]
+    ropes["sliding_attention"]["partial_rotary_factor"] = keys.count("rope.dimension_count_swa", width) / width
+    return {
+        **keys.windows(num_layers, 4, is_first=True),
+        "num_attention_heads_per_layer": heads,
+        "gating": "per-head" if keys.num_rows("blk.0.attn_gate.weight") == heads[0] else "per-element",
+        "mlp_layer_types": ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)],
+        "moe_routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "rope_parameters": ropes,
     }
 
 
@@ -88,6 +160,19 @@ def _mistral3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     growth = {"llama_4_scaling_beta": keys.number("attention.temperature_scale")}
     scaling = {**(config["rope_scaling"] or {}), **growth}
     return {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], "rope_scaling": scaling}
+
+
+def _muse_glimmer(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without a window do not rotate. The scale of queries is the weight of a norm, which only files have."""
+    windows = keys.windows(config["num_hidden_layers"], 4)
+    return {
+        **windows,
+        "layer_rope_theta": [config["rope_theta"] * (kind == "sliding_attention") for kind in windows["layer_types"]],
+        "output_multiplier": keys.number("logit_scale"),
+        "final_logit_softcapping": keys.number("final_logit_softcapping"),
+        "qk_norm_weights": True,
+        "qk_scale_factor": 1.0,
+    }
 
 
 def _olmo2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,14 +218,18 @@ def _by_type(config: Mapping[str, Any], windowed_theta: float) -> dict[str, Any]
 
 OPTIONS: Final[Mapping[str, Callable[[Keys, Mapping[str, Any]], dict[str, Any]]]] = {
     "cohere2": _cohere2,
+    "deepseek2": _deepseek2,
     "ernie4_5-moe": _ernie4_5_moe,
     "exaone4": _exaone4,
     "gemma-embedding": _gemma_embedding,
     "gemma3": _gemma3,
     "glm4moe": _glm4moe,
+    "gpt-oss": _gpt_oss,
     "granite": _granite,
+    "laguna": _laguna,
     "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,
+    "muse-glimmer": _muse_glimmer,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "seed_oss": _seed_oss,

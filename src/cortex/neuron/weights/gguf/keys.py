@@ -35,6 +35,18 @@ class Keys:
             raise self._wrong(name, value)
         return value
 
+    def counts(self, name: str, num_layers: int) -> list[int]:
+        """A count of each layer, or one of all."""
+        value = self._get(name, None)
+        counts = value if isinstance(value, list) else [value] * num_layers
+        if len(counts) < num_layers or not all(type(count) is int and 0 < count < 1 << 31 for count in counts):
+            raise self._wrong(name, value)
+        return counts[:num_layers]
+
+    def num_rows(self, tensor: str) -> int:
+        """Of a tensor, 0 if the file does not have it."""
+        return self._file.tensors[tensor].shape[0] if tensor in self._file.tensors else 0
+
     def has(self, name: str) -> bool:
         """Whether the file has the key with a value other than zero."""
         return bool(self._file.metadata.get(f"{self._architecture}.{name}", 0) != 0)
@@ -45,10 +57,10 @@ class Keys:
     def flag(self, name: str, default: bool) -> bool:
         return bool(self._file.metadata.get(f"{self._architecture}.{name}", default))
 
-    def windows(self, num_layers: int, period: int) -> dict[str, Any]:
+    def windows(self, num_layers: int, period: int, *, is_first: bool = False) -> dict[str, Any]:
         """The window and the type of every layer; without a window all have full attention.
 
-        `period`: every which layer has none, in files that do not name it.
+        `period`: every which layer has none, in files that do not name it: the last of each period, or the first.
         """
         if not self.has("attention.sliding_window"):
             return {"sliding_window": None, "layer_types": ["full_attention"] * num_layers}
@@ -56,7 +68,7 @@ class Keys:
         if not isinstance(pattern, list):
             if not isinstance(pattern, int) or pattern < 1:
                 raise self._wrong("attention.sliding_window_pattern", pattern)
-            pattern = [bool((layer + 1) % pattern) for layer in range(num_layers)]
+            pattern = [bool((layer + (not is_first)) % pattern) for layer in range(num_layers)]
         if len(pattern) < num_layers:
             raise self._wrong("attention.sliding_window_pattern", pattern)
         types = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in pattern[:num_layers]]

@@ -49,6 +49,17 @@ _AFTER_BLOCKS: Final = {
 }
 _FUSED: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "deepseek2": {
+        **_SHARED,
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_k_b": "self_attn.k_b_proj",
+        "attn_v_b": "self_attn.v_b_proj",
+    },
     "ernie4_5-moe": _SHARED,
     "exaone4": _AFTER_BLOCKS,
     "gemma-embedding": {**_AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"},
@@ -59,7 +70,14 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
+    "laguna": {**_SHARED, "attn_gate": "self_attn.g_proj"},
+    "muse-glimmer": {
+        **_AFTER_BLOCKS,
+        "ffn_norm": "pre_feedforward_layernorm",
+        "attn_gate": "self_attn.gate_proj",
+    },
     "glm4moe": {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},
     "olmo2": _AFTER_BLOCKS,
     "phi3": _FUSED,
     "qwen3next": _HYBRID,
@@ -99,6 +117,8 @@ def hub_name(name: str, architecture: str = "llama") -> str:
         layer, part, kind = match.groups()
         if part == "exp_probs_b" and kind == "bias":
             return f"model.layers.{int(layer)}.mlp.gate.e_score_correction_bias"
+        if part == "attn_sinks" and kind == "weight":
+            return f"model.layers.{int(layer)}.self_attn.sinks"
         own = _OWN_NAMES.get(architecture, {}).get(part) or _PER_LAYER.get(part)
         if own is not None:
             return f"model.layers.{int(layer)}.{own}.{kind}"
@@ -113,7 +133,7 @@ def hub_name(name: str, architecture: str = "llama") -> str:
 
 def is_expert_stack(hub_tensor_name: str) -> bool:
     """Whether the tensor holds all experts of a layer, `[experts, out, in]`."""
-    return ".mlp.experts." in hub_tensor_name
+    return ".mlp.experts." in hub_tensor_name and hub_tensor_name.endswith(".weight")
 
 
 def expert_names(stack_name: str) -> tuple[str, ...]:

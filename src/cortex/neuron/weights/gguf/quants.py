@@ -183,6 +183,26 @@ def _iq4_xs(blocks: Tensor) -> Groups:
     return Groups(_iq4_levels(blocks.device)[q.int()], run_scale, run_scale * -128)
 
 
+@lru_cache
+def _four_bit_floats(device: torch.device) -> Tensor:
+    """Twice each four-bit floating-point value, as 8-bit codes, offset by 12."""
+    return torch.tensor((12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0), dtype=torch.uint8, device=device)
+
+
+def four_bit_floats(packed: Tensor, exponents: Tensor) -> Groups:
+    """MXFP4. packed: four-bit floating-point values, one a byte [..., group]; exponents: of their scales [..., 1]"""
+    scale = torch.exp2(exponents.float() - 128.0)
+    return Groups(_four_bit_floats(packed.device)[packed.int()], scale, scale * -12)
+
+
+def _mxfp4(blocks: Tensor) -> Groups:
+    exponents = blocks[:, :1]
+    # the exponent 255 stands for NaN, which makes the scale one that is not finite
+    groups = four_bit_floats(_nibbles(blocks[:, 1:]).view(-1, 32), exponents)
+    scale = torch.where(exponents == 255, torch.inf, groups.scale)
+    return Groups(groups.q, scale, scale * -12)
+
+
 QUANTISATIONS: Final[dict[str, Quantisation]] = {
     kind.name: Quantisation(kind.block_elements, kind.block_bytes, groups)
     for kind, groups in {
@@ -198,5 +218,6 @@ QUANTISATIONS: Final[dict[str, Quantisation]] = {
         GGMLType.Q6_K: _q6_k,
         GGMLType.IQ4_NL: _iq4_nl,
         GGMLType.IQ4_XS: _iq4_xs,
+        GGMLType.MXFP4: _mxfp4,
     }.items()
 }

@@ -89,7 +89,7 @@ _BLOCKS: Final[dict[GGMLType, tuple[int, int]]] = {
     GGMLType.MXFP4: (32, 17),
 }
 
-_UNREADABLE: Final = frozenset({"Q8_1", "Q8_K", "TQ1_0", "TQ2_0", "MXFP4"})
+_UNREADABLE: Final = frozenset({"Q8_1", "Q8_K", "TQ1_0", "TQ2_0"})
 READABLE: Final = tuple(
     kind.name for kind in GGMLType if kind.name not in _UNREADABLE and not re.match(r"IQ[123]|I\d", kind.name)
 )

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.weights.errors import Malformed
-from cortex.neuron.weights.gguf.quants import Groups
+from cortex.neuron.weights.gguf.quants import Groups, four_bit_floats
 from cortex.neuron.weights.stored import GROUP, ScaleTensors, StoredTensor
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word each of eight outputs is."""
-_MXFP4_CODEBOOK = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
-"""Twice each four-bit floating-point value, plus 12."""
 _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -149,13 +147,12 @@ def _spread(by_block: Tensor, stored: StoredTensor, scales: ScaleTensors, rows: 
 
 def _mxfp4(stored: StoredTensor, scales: ScaleTensors, raw: Tensor, first_row: int) -> Groups:
     pairs = raw.view(-1, stored.row_shape[0] // 2)
-    codebook = torch.tensor(_MXFP4_CODEBOOK, dtype=torch.uint8, device=raw.device)
-    codes = codebook[torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(1).int()]
-    exponent = _read(scales.scale)[_rows(stored, first_row, len(codes), torch.device("cpu"))]
+    packed = torch.stack((pairs & 0xF, pairs >> 4), -1).view(len(pairs), -1, GROUP)
+    exponent = _read(scales.scale)[_rows(stored, first_row, len(pairs), torch.device("cpu"))]
     if bool((exponent == 255).any()):
         raise Malformed(f"{stored.file.path}: {scales.name} has scales that are not finite; download it again")
-    scale = torch.exp2(exponent.to(raw.device).float() - 128.0)
-    return _groups(stored, codes, scale, -12.0 * scale)
+    groups = four_bit_floats(packed, exponent.to(raw.device)[..., None])
+    return Groups(*(_columns(stored, part, GROUP) for part in (groups.q, groups.scale, groups.minimum)))
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

@@ -23,7 +23,7 @@ _UNREAD: Final = frozenset({"input_scale", "weight_shape", "k_scale", "v_scale",
 
 def is_readable(method: object) -> bool:
     """Whether a checkpoint with this `quant_method` can be read, as far as its name says."""
-    return method in ("fp8", "compressed-tensors", "awq", "gptq")
+    return method in ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 
 
 def assemble(path: Path, config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

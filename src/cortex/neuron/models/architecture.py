@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from cortex.neuron.layers.configs import (
     KV_MIXERS,
     WHOLE,
+    AttentionConfig,
     GatedDeltaConfig,
     MLPConfig,
     MoEConfig,

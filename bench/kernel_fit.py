@@ -249,7 +249,7 @@ def gated_delta(dim: int) -> None:
 
 
 def cases() -> Iterator[tuple[str, Any]]:
-    for dim, heads, kv_heads in ((64, 32, 8), (128, 32, 8), (256, 16, 2)):
+    for dim, heads, kv_heads in ((64, 32, 8), (128, 32, 8), (256, 16, 2), (512, 16, 2)):
         for decodes in (1, 64):
             yield f"attention {dim}, {decodes} rows", lambda s=(dim, heads, kv_heads, decodes): attention(*s)
         yield f"attention {dim}, window", lambda s=(dim, heads, kv_heads, 1, 512): attention(*s)

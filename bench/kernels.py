@@ -6,7 +6,7 @@
 A time is the median of one call in a captured chain of calls. The chain uses enough distinct buffers that none is still
 in the L2 cache when it is read again. The floor is the time for the bytes that must be read, or the operations that
 must be computed, at the limits measured in the same run. Sizes are those of Qwen3-8B, of Qwen3-30B-A3B for mixtures and
-of Qwen3-Next for gated delta nets.
+of Qwen3-Next for gated delta nets, and of GLM-4.7-Flash for latent attention.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,8 @@ from cortex.neuron.kernels.delta.gated_delta import gated_delta
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.dense.product import beats_library
+from cortex.neuron.kernels.latent.attention import latent_attention
+from cortex.neuron.kernels.latent.rules import LatentRules
 from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, Prologue
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
@@ -248,7 +250,35 @@ def deltas(limits: Limits) -> Iterator[Row]:
         yield Row("delta net, prompt", f"{tokens} tokens", us, limits.floor_us(moved, 6 * tokens * cells))
 
 
-SECTIONS = {each.__name__: each for each in (matrices, attention, prompts, mixtures, deltas)}
+def latents(limits: Limits) -> Iterator[Row]:
+    """Latent attention between its projections, with the products by head."""
+    heads, latent, plain, rotated, value = 20, 512, 192, 64, 256
+
+    def rules() -> LatentRules:
+        rope, weight = normal(CONTEXT, rotated, dtype=torch.float32), normal(heads, plain + value, latent)
+        return LatentRules(0.1, rope, k_scale=normal(latent), eps=EPS, weight=weight, latent=latent, interleaved=True)
+
+    for rows, length in ((1, 640), (1, 16384), (8, 640), (64, 640), (64, 4096)):
+        read = rows * length * (latent + rotated) * 2 + heads * (plain + value) * latent * 2
+        table = page_table(rows, length)
+        batch = decode_batch(rows, length, table)
+        q, own = normal(rows, heads, plain + rotated), normal(rows, latent + rotated)
+        layers = [(rules(), normal(table.numel() + 1, PAGE, 1, latent + rotated)) for _ in range(copies(read))]
+        us = chain_us([partial(latent_attention, q, own, each, batch, pages) for each, pages in layers])
+        yield Row("latents, one token", f"{rows} × {length}", us, limits.floor_us(read, 0))
+    for start, count in ((0, 2048), (6144, 2048), (0, 8192)):
+        table = page_table(1, start + count)
+        batch = prompt_batch(start, count, table)
+        place = torch.arange(start, start + count, device=DEVICE)
+        batch = replace(batch, slots=table[0, place // PAGE].long() * PAGE + place % PAGE)
+        q, own = normal(count, heads, plain + rotated), normal(count, latent + rotated)
+        pages = normal(table.numel() + 1, PAGE, 1, latent + rotated)
+        us = chain_us([partial(latent_attention, q, own, rules(), batch, pages)] * 2)
+        flops = 2 * heads * count * ((2 * latent + rotated) * (start + count / 2) + (plain + value) * latent)
+        yield Row("latents, prompt", f"{count} after {start}", us, limits.floor_us(0, flops))
+
+
+SECTIONS = {each.__name__: each for each in (matrices, attention, prompts, latents, mixtures, deltas)}
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import msgspec
 from cortex.settings import Section
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.load_options import Count, KVDtype
+from cortex.wire.node.load_options import Count, KVDtype, Speculation
 from cortex.wire.node.sampling import SamplingDefaults
 
 MEBIBYTE = 1024 * 1024
@@ -85,6 +85,9 @@ class ModelSpec(Section, frozen=True):
     deterministic: bool = False
     """A request with a seed, or at temperature 0, gets the same tokens whatever else is in the batch or cached, and
     however its prompt is divided into steps. Slower; not for models that are divided among devices."""
+    speculation: Speculation | None = None
+    """`lookup`: while few requests run, a step also checks tokens that are likely to come next. The output is the same.
+    `off`: one token per step. As the node is configured when absent."""
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does; from
     the next load on. By default they are only text, so that clients cannot forge turns."""

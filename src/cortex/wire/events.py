@@ -43,6 +43,12 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: Tokens = 0
     completion_tokens: Tokens = 0
     reasoning_tokens: Tokens = 0
+    accepted_prediction_tokens: Tokens = 0
+    """Tokens of the client's prediction that the response has, and those that it has not."""
+    rejected_prediction_tokens: Tokens = 0
+    drafted_tokens: Tokens = 0
+    """Draft tokens that were checked, several in one step, and those of them that the response has."""
+    accepted_draft_tokens: Tokens = 0
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

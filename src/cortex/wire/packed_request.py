@@ -56,6 +56,7 @@ def head_of(request: GenerateRequest) -> GenerateRequest:
         messages=(),
         prompt=None if request.prompt is None else "",
         more_prompts=("",) * len(request.more_prompts),
+        prediction=None,
         dropped_tools=_shown(request.dropped_tools),
         ignored_fields=_shown(request.ignored_fields),
         unenforced=_shown((*request.unenforced, *unenforced_parts(request))),

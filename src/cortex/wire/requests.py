@@ -155,6 +155,8 @@ class Sampling(Value, frozen=True):
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
     """Log-probabilities of the prompt's tokens with this many top tokens; None: not of the prompt."""
+    speculation: Literal["off"] | None = None
+    """`off`: no draft tokens are checked; the response is the same. `None`: as the model is loaded."""
 
 
 class GenerateRequest(Value, frozen=True):
@@ -177,6 +179,8 @@ class GenerateRequest(Value, frozen=True):
     as_functions: bool = False
     """Chat only: the client sent `functions` and expects one `function_call` instead of `tool_calls`."""
     output: OutputFormat | None = None
+    prediction: str | None = None
+    """Text that the response is expected to repeat, which makes it faster."""
     thinking: Thinking = Thinking()
     sampling: Sampling = Sampling()
     stream: bool = False

@@ -113,10 +113,5 @@ def total_usage(finishes: Iterable[Finish]) -> Usage:
 
 
 def summed(usages: Iterable[Usage]) -> Usage:
-    prompt = cached = completion = reasoning = 0
-    for usage in usages:
-        prompt += usage.prompt_tokens
-        cached += usage.cached_tokens
-        completion += usage.completion_tokens
-        reasoning += usage.reasoning_tokens
-    return Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, reasoning_tokens=reasoning)
+    each = list(usages)
+    return Usage(**{name: sum(getattr(usage, name) for usage in each) for name in Usage.__struct_fields__})

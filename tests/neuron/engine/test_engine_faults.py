@@ -202,10 +202,10 @@ def test_failed_draw_ends_only_its_own_request(
     """The fault is raised in a step of many requests, without naming the one at fault."""
     apply = Penalties.apply
 
-    def failing(penalties: Penalties, logits: Any, rows: Any, positions: Any, params: Any) -> Any:
+    def failing(penalties: Penalties, logits: Any, rows: Any, positions: Any, params: Any, drafted: Any) -> Any:
         if any(param is POISON for param in params):
             raise OverflowError("int too big to convert")
-        return apply(penalties, logits, rows, positions, params)
+        return apply(penalties, logits, rows, positions, params, drafted)
 
     monkeypatch.setattr(Penalties, "apply", failing)
     said, blamed = run_with_worker(make_engine(late=late, **changes), batch_with_poison(1, 6))

@@ -75,7 +75,7 @@ def test_decode_rows_come_first_and_prefill_beside_them_is_capped() -> None:
     collect(scheduler, planned(scheduler))
     scheduler.submit(other("new", 20, 100))
     plan = planned(scheduler)
-    assert plan.rows[0] == RowPlan(0, 4, LATEST_TOKEN, DRAW_ONE)
+    assert plan.rows[0] == RowPlan(0, 4, LATEST_TOKEN, DRAW_ONE, decodes=True)
     assert spans(plan) == [(4, 1), (0, 6)]
     assert plan.num_singles == 1
     assert plan.num_tokens == 7

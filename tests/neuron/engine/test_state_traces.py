@@ -14,6 +14,7 @@ from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.speculation.drafter import Draft
 from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 VOCAB = 3
@@ -44,14 +45,16 @@ class FoldingDevice:
             tokens = (self.last_tokens[row.row],) if row.inputs.tokens is None else row.inputs.tokens
             past = self.slots[row.row] = past + tokens
             self.last_tokens[row.row] = next_token(past)
-            drawn.append((self.last_tokens[row.row],) * row.outputs.draws)
+            ends = range(len(past) - row.outputs.draws + 1, len(past) + 1)
+            given = tuple(next_token(past[:end]) for end in ends)
+            drawn.append(given[: row.num_accepted(given)])
         for source, slot in plan.saves:
             self.slots[slot] = self.slots[source]
         return drawn
 
     def fail(self, plan: StepPlan) -> None:
         """A failed step: everything that it was to write is garbage."""
-        for slot in [*(row.row for row in plan.rows), *(slot for _, slot in plan.saves)]:
+        for slot in [*(row.row for row in plan.rows), *(slot for _, slot in (*plan.restores, *plan.saves))]:
             self.slots[slot] = GARBAGE
 
 
@@ -99,8 +102,23 @@ class Trace(RuleBasedStateMachine):
         request = EngineRequest(str(self.num_submitted), prompt, max_tokens, checkpoint_at=tuple(turns))
         self.live[request.id] = self.scheduler.submit(request)
 
+    @rule(drafted=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=5), min_size=3, max_size=3))
+    def step_with_drafts(self, drafted: list[list[int]]) -> None:
+        """Some draft tokens are right, and some wrong."""
+        while self.in_flight:
+            self._collect()
+        for sequence, tokens in zip(self.scheduler.running, drafted, strict=False):
+            past = tuple(sequence.tokens)
+            for token in tokens:
+                past = (*past, next_token(past) if token else token)
+            guesses = past[len(sequence.tokens) :]
+            sequence.draft = Draft(guesses, (1.0,) * len(guesses), "lookup")
+        self.step()
+
     @rule()
     def step(self) -> None:
+        if any(row.drafted for step in self.in_flight for _, row, _ in step):
+            self._collect()
         plan = self.scheduler.plan()
         if plan is not None:
             assert plan.num_tokens <= self.limits.step_tokens
@@ -134,8 +152,9 @@ class Trace(RuleBasedStateMachine):
         for sequence, row, tokens in self.in_flight.popleft():
             if sequence.finished:
                 continue
-            for token in tokens:
-                assert token == next_token(tuple(sequence.tokens)), "a token was drawn from another history"
+            for number, token in enumerate(tokens):
+                past = (*sequence.tokens, *tokens[:number])
+                assert token == next_token(past), "a token was drawn from another history"
             self.scheduler.row_read(sequence, row, tokens)
             if len(sequence.tokens) == len(sequence.request.prompt) + sequence.request.max_tokens:
                 self.conversations.append(tuple(sequence.tokens))

@@ -18,6 +18,7 @@ from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import NO_ROW, Sequence
+from cortex.neuron.engine.speculation.drafter import Draft
 from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 VOCAB = 3
@@ -78,7 +79,8 @@ class Device:
             own = past[row.start : row.start + row.count]
             self._slots.update(zip(self._written(row), own * len(self._windows), strict=False))
             self._last_tokens[row.row] = next_token(own[-1])
-            drawn.append((self._last_tokens[row.row],) * row.outputs.draws)
+            tokens = tuple(map(next_token, own[row.count - row.outputs.draws :]))
+            drawn.append(tokens[: row.num_accepted(tokens)])
         return drawn
 
     def fail(self, plan: StepPlan) -> None:
@@ -94,11 +96,14 @@ class Device:
         return [self._slot(group, row.row, position) for group in range(len(self._windows)) for position in own]
 
     def _compute(self, row: RowPlan, truth: list[int], written: set[Slot]) -> list[History]:
-        past = histories(truth)
         own = range(row.start, row.start + row.count)
         tokens = [self._last_tokens[row.row]] if row.inputs.tokens is None else list(row.inputs.tokens)
-        assert tokens == truth[row.start : row.start + row.count], "a row computes tokens that are not its own"
-        assert row.outputs.draws == (own.stop == len(truth)), "a row draws if and only if it computes its last token"
+        num_drafted = len(row.drafted)
+        past = histories([*truth[: row.start], *tokens])
+        known = tokens[: row.count - num_drafted]
+        assert known == truth[row.start : row.start + len(known)], "a row computes tokens that are not its own"
+        draws = own.stop - num_drafted == len(truth)
+        assert row.outputs.draws == draws + num_drafted, "a row draws if and only if it computes its last token"
         for group, window in enumerate(self._windows):
             first = 0 if window is None else max(0, row.start + 1 - window)
             for position in range(first, own.stop if not row.writes else row.start):
@@ -194,8 +199,21 @@ class Trace(RuleBasedStateMachine):
         self.live[request.id] = self.scheduler.submit(request)
         self.truth[request.id] = list(request.prompt)
 
+    @rule(drafted=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=4), min_size=4, max_size=4))
+    def step_with_drafts(self, drafted: list[list[int]]) -> None:
+        """Some draft tokens are right, and some wrong."""
+        while self.in_flight:
+            self._collect()
+        for sequence, tokens in zip(self.scheduler.running, drafted, strict=False):
+            right = continuation(sequence.request)[len(sequence.tokens) - len(sequence.request.prompt) :]
+            draft = (*right[: len(tokens)], *tokens)[: 2 * len(tokens)]
+            sequence.draft = Draft(draft, (1.0,) * len(draft), "lookup")
+        self.step()
+
     @rule()
     def step(self) -> None:
+        if any(row.drafted for step in self.in_flight for _, row, _ in step):
+            self._collect()
         plan = self._plan()
         if plan is not None:
             self._launch(plan)
@@ -267,9 +285,9 @@ class Trace(RuleBasedStateMachine):
             return None
         assert plan.rows
         assert plan.num_tokens <= self.limits.step_tokens, "over the step's budget"
-        prefill = sum(row.count for row in plan.rows if row.inputs.tokens is not None)
-        num_decodes = plan.num_tokens - prefill
-        allowed = self.limits.prefill_tokens(num_decodes, num_sequences - num_decodes)
+        prefill = sum(row.count for row in plan.rows if not row.decodes)
+        num_decodes = sum(row.decodes for row in plan.rows)
+        allowed = self.limits.prefill_tokens(plan.num_tokens - prefill, num_sequences - num_decodes)
         assert prefill <= allowed, "prefill holds up the running streams"
         assert [row.count > 1 for row in plan.rows] == sorted(row.count > 1 for row in plan.rows)
         assert plan.num_singles == sum(row.count == 1 for row in plan.rows)
@@ -292,8 +310,10 @@ class Trace(RuleBasedStateMachine):
         for sequence, row, tokens in self.in_flight.popleft():
             if sequence.finished:
                 continue
-            self.scheduler.row_read(sequence, row, tokens)
             request = sequence.request
+            ends = [number for number, token in enumerate(tokens, start=1) if token in request.stop_token_ids]
+            tokens = tokens[: min(ends, default=len(tokens))]
+            self.scheduler.row_read(sequence, row, tokens)
             drawn = sequence.tokens[len(request.prompt) :]
             if not set(tokens).isdisjoint(request.stop_token_ids) or len(drawn) == request.max_tokens:
                 assert drawn == continuation(request), "scheduling changed what a request gets"

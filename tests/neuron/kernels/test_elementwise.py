@@ -20,6 +20,8 @@ def test_rms_norm_matches_its_reference(
     assert_close(rms_norm(x, weight, 1e-6), expected)
     residual = torch.randn(shape, device=device, dtype=dtype)
     assert_close(rms_norm(x, weight, 1e-6, residual), expected + residual.float())
+    factor = torch.tensor([0.3], device=device, dtype=dtype)
+    assert_close(rms_norm(x, weight, 1e-6, residual, factor), (expected + residual.float()) * factor.float())
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 2048), (3, 7, 128), (2, 33)])

@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 
 from ..tiny_models import tiny_sizes
+from .gemma4_models import GEMMA4, GEMMA4_PATCHES, GEMMA4_TOWER, GEMMA4_UNIFIED
 from .reference_models import randomised
 
 VOCAB = 97
@@ -189,6 +190,22 @@ TABLE: dict[str, Family] = {
             }
         },
         SIGLIP,
+    ),
+    "gemma4_text": Family(transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM, GEMMA4),
+    "gemma4_unified_text": Family(
+        transformers.Gemma4UnifiedTextConfig, transformers.Gemma4UnifiedForCausalLM, GEMMA4_UNIFIED
+    ),
+    "gemma4": Family(
+        transformers.Gemma4Config,
+        transformers.Gemma4ForConditionalGeneration,
+        {"readers": GEMMA4["readers"] | {"pad_token_id": 0}},
+        GEMMA4_TOWER,
+    ),
+    "gemma4_unified": Family(
+        transformers.Gemma4UnifiedConfig,
+        transformers.Gemma4UnifiedForConditionalGeneration,
+        GEMMA4_UNIFIED,
+        GEMMA4_PATCHES,
     ),
     "gpt_oss": Family(
         transformers.GptOssConfig,

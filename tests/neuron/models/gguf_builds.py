@@ -31,6 +31,10 @@ WINDOWS: dict[str, Any] = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
 }
+GEMMA4: dict[str, Any] = {
+    **{"num_hidden_layers": 5, "global_head_dim": 128, "sliding_window": 9, "final_logit_softcapping": 30.0},
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+}
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
@@ -101,6 +105,14 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.Gemma3TextConfig,
         transformers.Gemma3ForCausalLM,
         UNPADDED | WINDOWS | {"query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0},
+    ),
+    "gemma4": (
+        transformers.Gemma4TextConfig,
+        transformers.Gemma4ForCausalLM,
+        {
+            **{**UNPADDED, **GEMMA4, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": VOCAB},
+            **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        },
     ),
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM, UNPADDED),
     "granite": (
@@ -175,6 +187,18 @@ VARIANTS: dict[str, tuple[str, tuple[Any, Any, dict[str, Any]]]] = {
                 **LATENT,
                 **{"q_lora_rank": None, "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"},
                 "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+            },
+        ),
+    ),
+    "gemma4 with experts": (
+        "gemma4",
+        (
+            transformers.Gemma4TextConfig,
+            transformers.Gemma4ForCausalLM,
+            {
+                **{**UNPADDED, **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+                **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 256},
+                "hidden_size_per_layer_input": 0,
             },
         ),
     ),

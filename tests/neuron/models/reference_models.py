@@ -20,4 +20,6 @@ def randomised(build: Callable[[], Any], std: float, vector_std: float) -> Any:
     for name, buffer in reference.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.5)
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return reference.eval()

@@ -52,6 +52,11 @@ OWN_OPTIONS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "deepseek_v3": {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24},
+    "gemma4": {
+        **{"num_kv_shared_layers": 1, "use_double_wide_mlp": True},
+        "layer_types": [*["sliding_attention"] * 3, *["full_attention"] * 2],
+    },
+    "gemma4_text": {**{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3}, "moe_intermediate_size": 24},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "glm4_moe_lite": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
@@ -69,7 +74,7 @@ OWN_OPTIONS: dict[str, dict[str, Any]] = {
 LATENT = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32}
 WITH_LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu")
 OWN_OPTIONS |= {family: LATENT | OWN_OPTIONS.get(family, {}) for family in WITH_LATENTS}
-WITH_TOWER = ("gemma3", "mistral3", "muse_glimmer", "qwen3_5", "qwen3_5_moe")
+WITH_TOWER = ("gemma3", "gemma4", "gemma4_unified", "mistral3", "muse_glimmer", "qwen3_5", "qwen3_5_moe")
 
 
 def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:

@@ -40,8 +40,8 @@ def logs(
 ) -> None:
     """Show the latest requests, oldest first.
 
-    TOKENS are those of the prompt, in parentheses how many of them were cached, and of the response. With --json one
-    request per line when following.
+    TOKENS are those of the prompt, in parentheses how many of them were cached, and of the response, in parentheses how
+    many of them were drafted. With --json one request per line when following.
     """
     filters = {name: value for name, value in (("model", model), ("key", key), ("status", status)) if value is not None}
     batches = _batches(gateway, limit, filters)
@@ -117,7 +117,8 @@ def _cells(request: dict[str, Any]) -> tuple[str, ...]:
     tokens = ""
     if request["prompt_tokens"] is not None:
         cached = f" ({request['cached_tokens']})" if request["cached_tokens"] else ""
-        tokens = f"{request['prompt_tokens']}{cached} {request['completion_tokens']}"
+        drafted = f" ({request['accepted_draft_tokens']})" if request.get("accepted_draft_tokens") else ""
+        tokens = f"{request['prompt_tokens']}{cached} {request['completion_tokens']}{drafted}"
     note = f"  {request['error']}" if request["error"] else ""
     return (
         f"{datetime.fromtimestamp(request['time']):%Y-%m-%d %H:%M:%S}",

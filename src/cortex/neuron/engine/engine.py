@@ -12,6 +12,7 @@ import torch
 
 from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.execution.batch_invariant import block_tokens
+from cortex.neuron.engine.execution.graphs import SIZES
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
@@ -22,12 +23,16 @@ from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats,
 from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sleep import ModelSleep
+from cortex.neuron.engine.speculation.drafter import Drafter
+from cortex.neuron.engine.speculation.speculation import FastestWidths, Speculation, WidthRule
 from cortex.neuron.engine.step_loop import Counters, StepLoop
 from cortex.neuron.models.decoder import Decoder
 
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
 RESERVED_TOKENS = 512
 """Responses up to this length do not preempt each other."""
+STEP_GROWTH = {"cuda": 0.03, "cpu": 0.15}
+"""What a token more adds to the time of a decode step, until it is measured."""
 CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
 """A checkpoint costs a step of its own, about as much time as it takes to compute this many tokens."""
 
@@ -55,9 +60,19 @@ class Engine:
     """Belongs to the engine thread of its device's worker; no other thread may call it."""
 
     def __init__(
-        self, loaded: LoadedModel, spec: LoadSpec, *, overlaps: bool | None = None, moves_weights: bool | None = None
+        self,
+        loaded: LoadedModel,
+        spec: LoadSpec,
+        *,
+        overlaps: bool | None = None,
+        moves_weights: bool | None = None,
+        width_rule: Callable[[Runner], WidthRule] | None = None,
+        new_drafter: type[Drafter] = Drafter,
     ) -> None:
-        """`overlaps`: see `StepLoop`; `moves_weights`: see `ModelSleep`. By default, a GPU does both."""
+        """`overlaps`: see `StepLoop`; `moves_weights`: see `ModelSleep`. By default, a GPU does both. `width_rule`: how
+        many draft tokens are checked; None: as many as make the model fastest. `new_drafter`: where they come from."""
+        self._width_rule = width_rule or self._fastest_widths
+        self._new_drafter = new_drafter
         device = loaded.body.parameters.device
         is_gpu = device.type == "cuda"
         memory = loaded.memory
@@ -128,11 +143,21 @@ class Engine:
             spacing_tokens = CHECKPOINT_SPACING_TOKENS[self._device.type]
             checkpoints = RecurrentCheckpoints(limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)
         scheduler = Scheduler(KVPages(memory.num_pages, memory.page_tokens), limits, checkpoints)
-        return StepLoop(scheduler, self._new_runner(), self._constraints, self._counters, overlaps=self._overlaps)
+        runner = self._new_runner()
+        speculation = Speculation(self._width_rule(runner), self._new_drafter, is_on=self._checks_drafts)
+        shared = (self._constraints, self._counters, speculation)
+        return StepLoop(scheduler, runner, *shared, overlaps=self._overlaps)
+
+    def _fastest_widths(self, runner: Runner) -> WidthRule:
+        return FastestWidths(SIZES, STEP_GROWTH[self._device.type], lambda: runner.max_draft_tokens)
 
     def _new_runner(self) -> Runner:
         size = block_tokens(self._device) if self._spec.deterministic else None
-        return Runner(*self._runner_arguments(), block_tokens=size)
+        return Runner(*self._runner_arguments(), block_tokens=size, checks_drafts=self._checks_drafts)
+
+    @property
+    def _checks_drafts(self) -> bool:
+        return self._spec.speculation != "off"
 
     def _runner_arguments(self) -> tuple[Decoder, int, int, int, int, StateMemory | None]:
         memory, limits = self._loaded.memory, self._limits

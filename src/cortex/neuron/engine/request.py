@@ -5,7 +5,7 @@ Plain dataclasses: they import on a bare GPU host, and cross the worker's channe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cortex.neuron.engine.errors import RequestError
@@ -99,6 +99,10 @@ class EngineRequest:
     """Prompt positions (turn ends) where a model with recurrent layers should save its state for later turns."""
     prompt_logprobs: int | None = None
     """None: not of the prompt. 0: of each prompt token after the first. N: also of the N top tokens at its position."""
+    prediction: tuple[int, ...] = ()
+    """The expected output. Where it is right, several tokens are checked in one step."""
+    speculates: bool = True
+    """Whether draft tokens may be checked for it, as far as the model does so. The output is the same."""
     texts: PooledTexts | None = None
     """For an embedding or rerank model, which continues no sequence: `prompt` is empty then."""
 
@@ -127,6 +131,12 @@ class StepOutput:
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """They begin with the second token of the prompt; set on the first output of a request that asks for them."""
+    num_drafted: int = 0
+    """Draft tokens that the step checked."""
+    num_accepted: int = 0
+    """Those of `tokens` that were draft tokens."""
+    num_predicted: int = 0
+    """Those of `tokens` that the request's prediction has at the same place, drafted or not."""
     vectors: bytes = b""
     """Of a request for texts: their vectors or scores in order, as little-endian float32."""
 
@@ -188,6 +198,8 @@ class LoadSpec:
     """The dtype in which keys and values are kept; `auto`: the one that the model computes in."""
     deterministic: bool = False
     """Whether the tokens of a request are independent of the batch (batch-invariant arithmetic), which is slower."""
+    speculation: Literal["off", "lookup"] = "lookup"
+    """Where draft tokens come from, which a step checks in addition to drawing one; `off`: there are none."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""
@@ -243,3 +255,7 @@ class EngineStats:
     cached_tokens: int = 0
     completion_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: dict[str, int] = field(default_factory=dict)
+    """Draft tokens that were checked, by where they came from."""
+    accepted_tokens: dict[str, int] = field(default_factory=dict)
+    """Those of them that were drawn."""

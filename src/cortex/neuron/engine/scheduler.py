@@ -108,7 +108,7 @@ class Scheduler:
         self.pages.release(sequence.pages)
         sequence.pages = ()
         sequence.computed = sequence.committed = 0
-        sequence.drew_in_row = False
+        sequence.drew_in_row = sequence.is_token_on_device = False
         self._free_rows.append(sequence.row)
         sequence.row = NO_ROW
 
@@ -120,7 +120,7 @@ class Scheduler:
         self._trim()
         self._plan_decodes(draft)
         num_prefilling = sum(not sequence.is_decoding for sequence in self.running)
-        budget = self.limits.prefill_tokens(len(draft.rows), num_prefilling + len(self.waiting))
+        budget = self.limits.prefill_tokens(draft.num_tokens, num_prefilling + len(self.waiting))
         budget = self._continue_prefills(draft, budget)
         self._admit(draft, budget)
         return draft.finish()
@@ -146,7 +146,7 @@ class Scheduler:
             if row.writes:
                 touched = sequence.digests[row.start // page_tokens : sequence.scheduled // page_tokens]
                 self.pages.disown(touched)
-                self._states.retract(sequence, touched)
+                self._states.retract(sequence, row.start, touched)
             sequence.planned -= row.count
             sequence.in_flight -= row.outputs.draws
             self._preempt(sequence)
@@ -158,14 +158,34 @@ class Scheduler:
                 self.pages.trim(sequence.pages, sequence.scheduled)
 
     def _plan_decodes(self, draft: StepDraft) -> None:
-        for sequence in list(self.running):
-            if sequence.row == NO_ROW or not sequence.is_decoding or not sequence.wants_more:
-                continue
-            if len(draft.rows) == self.limits.step_tokens:
+        decoding = [sequence for sequence in self.running if sequence.is_decoding and sequence.wants_more]
+        spare = self.limits.step_tokens - sum(sequence.remaining for sequence in decoding)
+        if any(sequence.draft.tokens for sequence in decoding):
+            for sequence in decoding:  # the host gives all tokens of a step that checks drafts
+                sequence.is_token_on_device = False
+        for sequence in decoding:
+            if sequence.row == NO_ROW:
+                continue  # preempted
+            if draft.num_tokens + sequence.remaining > self.limits.step_tokens:
                 break
             if self._make_room(sequence, sequence.length, draft):
-                self._add_row(sequence, sequence.length, draft)
+                num_drafts = self._fit_drafts(sequence, spare, draft)
+                spare -= num_drafts
+                end = sequence.length + num_drafts
+                self._states.before_decode(sequence, end, draft)
+                self._add_row(sequence, end, draft)
                 self._states.decode(sequence, draft)
+
+    def _fit_drafts(self, sequence: Sequence, room: int, draft: StepDraft) -> int:
+        """How many of its draft tokens the next row of `sequence` checks. They take no page that another sequence
+        would be preempted for."""
+        allowed = sequence.request.max_tokens - sequence.num_drawn - 1
+        count = self._states.num_drafts(sequence, min(len(sequence.draft.tokens), room, allowed))
+        added = self.pages.extend(sequence.pages, sequence.length + count) if count > 0 else None
+        if added is None:
+            return 0
+        draft.new_pages += [(sequence.row, *pages) for pages in added]
+        return count
 
     def _continue_prefills(self, draft: StepDraft, budget: int) -> int:
         for sequence in list(self.running):
@@ -248,6 +268,8 @@ class Scheduler:
         sequence.planned += row.inputs.count
         sequence.in_flight += draws
         sequence.drew_in_row |= draws > 0
+        sequence.is_token_on_device = draws == 1
+        sequence.draft = sequence.draft.first(0)
         first_new = sequence.committed
         self._commit(sequence)
         if sequence.committed > first_new:
@@ -298,7 +320,8 @@ class Scheduler:
         sequence.in_flight -= row.outputs.draws
         sequence.tokens += tokens
         if sequence.row != NO_ROW:  # else it was preempted: its pages are gone
-            sequence.computed += row.num_computed(len(tokens))
+            if len(tokens) == row.outputs.draws or not self._states.rejected(sequence):
+                sequence.computed += row.num_computed(len(tokens))
             if tokens:
                 self._commit(sequence)
 

@@ -9,6 +9,7 @@ from cortex.neuron.engine.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.recurrent_checkpoints import DecodeCheckpoint
 from cortex.neuron.engine.request import EngineRequest, TokenLogprobs
 from cortex.neuron.engine.sampling.constraints import Constraint
+from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter
 from cortex.neuron.engine.step_plan import (
     DRAW_ONE,
     LATEST_TOKEN,
@@ -43,7 +44,13 @@ class Sequence:
     in_flight: int = 0
     """Tokens that steps in flight draw."""
     drew_in_row: bool = False
-    """Whether its last token was drawn in its current row, so that the device has it."""
+    """Whether its last token was drawn in its current row."""
+    is_token_on_device: bool = False
+    """Whether the device knows its last token: it was the only one that its row drew."""
+    draft: Draft = NO_DRAFT
+    """What its next row is to check."""
+    drafter: Drafter | None = None
+    """Where its draft tokens come from; None: nowhere."""
     committed: int = 0
     """Leading pages whose digests the pool knows."""
     cached: int | None = None
@@ -51,6 +58,10 @@ class Sequence:
     checkpoints: tuple[int, ...] = ()
     """Positions where its recurrent state will be saved, if the model has one."""
     decode_checkpoint: DecodeCheckpoint | None = None
+    snapshot: int | None = None
+    """The slot that its recurrent state is copied to before a row checks draft tokens."""
+    is_state_ahead: bool = False
+    """Whether the recurrent state of its row includes rejected tokens: the one in `snapshot` is valid."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """They begin with the second token of the prompt and reach as far as steps were read; only if the request asks for
     them."""
@@ -100,8 +111,12 @@ class Sequence:
     def next_row(self, end: int, *, writes: bool) -> RowPlan:
         """The row that computes the next positions, up to `end`."""
         start = self.scheduled
+        if self.is_decoding and self.is_token_on_device and end - start == 1:
+            return RowPlan(self.row, start, LATEST_TOKEN, DRAW_ONE, decodes=True)
         if self.is_decoding:
-            return RowPlan(self.row, start, LATEST_TOKEN, DRAW_ONE)
+            tokens = (*self.tokens[start:], *self.draft.tokens)[: end - start]
+            outputs = RowOutputs(draws=1 + end - len(self.tokens))
+            return RowPlan(self.row, start, RowInputs(end - start, tokens), outputs, decodes=True)
         inputs = RowInputs(end - start, tuple(self.tokens[start:end]))
         return RowPlan(self.row, start, inputs, self._outputs(start, end), writes)
 

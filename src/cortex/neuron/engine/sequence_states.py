@@ -8,7 +8,7 @@ from collections.abc import Sequence as Ordered
 from cortex.neuron.engine.pages import Digest
 from cortex.neuron.engine.recurrent_checkpoints import DecodeCheckpoint, RecurrentCheckpoints, checkpoint_positions
 from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.step_plan import StepDraft
+from cortex.neuron.engine.step_plan import StateCopy, StepDraft
 
 
 class SequenceStates:
@@ -60,29 +60,71 @@ class SequenceStates:
         if slot is not None:
             draft.saves.append((sequence.row, slot))
 
-    def decode(self, sequence: Sequence, draft: StepDraft) -> None:
-        """After a decoded token: at the end of a page, the state replaces the one saved a page earlier."""
-        num_pages, rest = divmod(sequence.scheduled, self._page_tokens)
-        if self._checkpoints is None or rest:
+    def num_drafts(self, sequence: Sequence, count: int) -> int:
+        """How many of `count` draft tokens the next row may check. There must be a slot for the state before them. The
+        row ends where a state is to be saved, because the state after a rejected token is of no use."""
+        if self._checkpoints is None or count <= 0:
+            return count
+        spacing = max(1, self._checkpoints.spacing_tokens // self._page_tokens) * self._page_tokens
+        count = min(count, (sequence.computed // spacing + 1) * spacing - sequence.length)
+        if count > 0 and sequence.snapshot is None:
+            sequence.snapshot = self._checkpoints.lend()
+        return 0 if sequence.snapshot is None else max(0, count)
+
+    def before_decode(self, sequence: Sequence, end: int, draft: StepDraft) -> None:
+        """Before a row of a response that reaches up to `end`: the state of the row must be the one at its start. If
+        the row checks draft tokens, that state is kept, and saved if it is at the end of a page."""
+        if self._checkpoints is None:
             return
+        if sequence.is_state_ahead:
+            assert sequence.snapshot is not None
+            draft.restores.append((sequence.snapshot, sequence.row))
+            sequence.is_state_ahead = False
+        elif end > sequence.length:
+            assert sequence.snapshot is not None
+            draft.restores.append((sequence.row, sequence.snapshot))
+            num_pages, rest = divmod(sequence.computed, self._page_tokens)
+            held = sequence.decode_checkpoint
+            if not rest and (held is None or held.num_pages < num_pages):
+                self._save(sequence, num_pages, draft.restores)
+
+    def rejected(self, sequence: Sequence) -> bool:
+        """Draft tokens were rejected. True: the state of the row includes them, so that its tokens must be computed
+        again, from the state before them."""
+        sequence.is_state_ahead = self._checkpoints is not None
+        return sequence.is_state_ahead
+
+    def decode(self, sequence: Sequence, draft: StepDraft) -> None:
+        """After a row of a response: at the end of a page, the state replaces the one saved before, unless the row
+        checks draft tokens: which of them its state includes is not known yet."""
+        num_pages, rest = divmod(sequence.scheduled, self._page_tokens)
+        if self._checkpoints is not None and not rest and draft.rows[-1].outputs.draws == 1:
+            self._save(sequence, num_pages, draft.saves)
+
+    def _save(self, sequence: Sequence, num_pages: int, copies: list[StateCopy]) -> None:
+        assert self._checkpoints is not None
         checkpoint = sequence.decode_checkpoint
         slot = self._checkpoints.lend() if checkpoint is None else checkpoint.slot
         if slot is not None:
             sequence.decode_checkpoint = DecodeCheckpoint(slot, num_pages)
-            draft.saves.append((sequence.row, slot))
+            copies.append((sequence.row, slot))
 
     def release(self, sequence: Sequence) -> None:
         """The sequence leaves its row: its latest state becomes reusable under the digest of its prefix."""
+        sequence.is_state_ahead = False
+        if self._checkpoints is not None and sequence.snapshot is not None:
+            self._checkpoints.take_back(sequence.snapshot, None)
+            sequence.snapshot = None
         if sequence.decode_checkpoint is not None:
             digests = sequence.digests_of_full_pages(self._page_tokens)
             self._end_decode_checkpoint(sequence, next(iter(digests[sequence.decode_checkpoint.num_pages - 1 :]), None))
 
-    def retract(self, sequence: Sequence, touched: Iterable[Digest]) -> None:
-        """Forgets the states that a failed step was to save."""
+    def retract(self, sequence: Sequence, start: int, touched: Iterable[Digest]) -> None:
+        """Forgets the states that a failed step from position `start` on was to save."""
         if self._checkpoints is not None:
             self._checkpoints.forget(touched)
             checkpoint = sequence.decode_checkpoint
-            if checkpoint is not None and checkpoint.num_pages * self._page_tokens == sequence.scheduled:
+            if checkpoint is not None and checkpoint.num_pages * self._page_tokens >= start:
                 self._end_decode_checkpoint(sequence, None)
 
     def distrust(self, sequence: Sequence, digests: Iterable[Digest]) -> None:
@@ -94,11 +136,18 @@ class SequenceStates:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError unless the lent slots are those that `sequences` hold."""
         if self._checkpoints is not None:
-            held = [sequence.decode_checkpoint for sequence in sequences]
-            self._checkpoints.check_integrity(checkpoint.slot for checkpoint in held if checkpoint is not None)
+            held = [slot for sequence in sequences for slot in _lent_to(sequence)]
+            self._checkpoints.check_integrity(held)
 
     def _end_decode_checkpoint(self, sequence: Sequence, digest: Digest | None) -> None:
         """`digest` names the prefix of the state; None: the state is not reusable."""
         if self._checkpoints is not None and sequence.decode_checkpoint is not None:
             self._checkpoints.take_back(sequence.decode_checkpoint.slot, digest)
             sequence.decode_checkpoint = None
+
+
+def _lent_to(sequence: Sequence) -> list[int]:
+    """The slots of checkpoints that a sequence holds."""
+    checkpoint = sequence.decode_checkpoint
+    slots = [] if checkpoint is None else [checkpoint.slot]
+    return slots if sequence.snapshot is None else [*slots, sequence.snapshot]

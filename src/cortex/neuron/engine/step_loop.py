@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from cortex.neuron.engine.errors import RequestError, StepBlamed
 from cortex.neuron.engine.execution.results import Launched
@@ -20,6 +21,7 @@ from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduler import Scheduler
 from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.speculation.speculation import CheckedDraft, Speculation
 from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 
@@ -40,15 +42,32 @@ class Counters:
     cached_tokens: int = 0
     completion_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: dict[str, int] = field(default_factory=dict)
+    """By the kind of the draft, as `accepted_tokens`. Never changed in place: copies of the counters share them."""
+    accepted_tokens: dict[str, int] = field(default_factory=dict)
+
+    def count(self, checked: CheckedDraft) -> None:
+        kind = checked.kind
+        drafted, accepted = self.drafted_tokens, self.accepted_tokens
+        self.drafted_tokens = drafted | {kind: drafted.get(kind, 0) + checked.num_drafted}
+        self.accepted_tokens = accepted | {kind: accepted.get(kind, 0) + checked.num_accepted}
 
 
 class StepLoop:
     """Owns the sequences of one engine from submission to their last output. Belongs to the engine thread."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, constraints: Constraints, counters: Counters, *, overlaps: bool
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        constraints: Constraints,
+        counters: Counters,
+        speculation: Speculation,
+        *,
+        overlaps: bool,
     ) -> None:
         """`overlaps`: a step is launched before the host reads the previous one, as a GPU needs to stay busy."""
+        self._speculation = speculation
         self._scheduler = scheduler
         self._runner = runner
         self._constraints = constraints
@@ -56,6 +75,8 @@ class StepLoop:
         self._overlaps = overlaps
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
+        self._read_at: float | None = None
+        """When the latest step was read, if the device has been busy since."""
         self._outputs: list[StepOutput] = []
         self._failed: tuple[Sequence, ...] = ()
         """The sequences of the step that raised last."""
@@ -71,8 +92,9 @@ class StepLoop:
         vocab = self._runner.model.config.vocab
         if request.id in self._sequences:
             raise RequestError(f"request id {request.id!r} is already running")
-        if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
-            raise RequestError(f"the prompt has token ids outside the model's vocabulary of {vocab}")
+        for name, tokens in (("prompt", request.prompt), ("prediction", request.prediction)):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+                raise RequestError(f"the {name} has token ids outside the model's vocabulary of {vocab}")
         request.sampling.check()
         allowed = request.sampling.allowed_token_ids
         if allowed and not any(0 <= token < vocab for token in allowed):
@@ -80,6 +102,7 @@ class StepLoop:
         constraint = self._constraints.compile(request.grammar) if request.grammar is not None else None
         sequence = self._scheduler.submit(request)
         sequence.constraint = constraint
+        self._speculation.begin(sequence)
         self._sequences[request.id] = sequence
 
     def cancel(self, request_id: str) -> None:
@@ -99,15 +122,37 @@ class StepLoop:
 
         Raises StepBlamed if one request is known to be at fault, and anything else that a step may raise."""
         self._failed = ()
-        if self._suspects or any(sequence.constraint is not None for sequence in self._scheduler.running):
-            self._collect_all()  # the next step depends on the tokens of the last
+        if self._must_read_first():
+            self._collect_all()
+        if not self._in_flight and not self._suspects:
+            decoding, is_mixed = self._decoding()
+            self._speculation.assign(decoding, is_mixed=is_mixed)
         plan = self._plan()
         if plan is not None:
             self._launch(plan)
+        elif not self._in_flight:
+            self._read_at = None
         if self._in_flight and (not self._overlaps or plan is None or len(self._in_flight) > 1):
             self._collect(self._in_flight.popleft())
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _must_read_first(self) -> bool:
+        """Whether the next step depends on the tokens of those in flight."""
+        if not self._in_flight:
+            return False
+        if self._suspects or any(sequence.constraint is not None for sequence in self._scheduler.running):
+            return True
+        has_drafts = any(row.drafted for step in self._in_flight for _, row in step.rows)
+        decoding, is_mixed = self._decoding()
+        return has_drafts or self._speculation.is_likely(decoding, is_mixed=is_mixed)
+
+    def _decoding(self) -> tuple[list[Sequence], bool]:
+        """The sequences that the next step decodes, and whether it may also compute prompts."""
+        running = self._scheduler.running
+        decoding = [sequence for sequence in running if sequence.is_decoding and sequence.wants_more]
+        is_mixed = bool(self._scheduler.waiting) or any(not sequence.is_decoding for sequence in running)
+        return decoding, is_mixed
 
     def prepare(self) -> bool:
         """Builds one more graph or plan for later steps; false if nothing is left to build."""
@@ -169,11 +214,10 @@ class StepLoop:
     def _launch(self, plan: StepPlan) -> None:
         by_row = {sequence.row: sequence for sequence in self._scheduler.running}
         rows = tuple((by_row[row.row], row) for row in plan.rows)
-        drawing = [sequence for sequence, row in rows if row.outputs.draws]
-        # The plan has already counted this draw.
-        draws = [Draw(sequence.row, sequence.num_drawn - 1) for sequence in drawing]
+        drawing = [(sequence, row) for sequence, row in rows if row.outputs.draws]
+        draws = [draw for sequence, row in drawing for draw in draws_of(sequence, row)]
         try:
-            mask = self._constraints.mask([sequence.constraint for sequence in drawing])
+            mask = self._constraints.mask([(sequence.constraint, row.drafted) for sequence, row in drawing])
             launched = self._runner.launch(plan, draws, mask)
         except Exception as error:
             self._scheduler.retract(plan)
@@ -185,14 +229,25 @@ class StepLoop:
             self._suspects.popleft()
         self._in_flight.append(_InFlight(launched, rows))
         self._counters.steps += 1
-        self._counters.prompt_tokens += sum(row.count for row in plan.rows if row.inputs.tokens is not None)
+        self._counters.prompt_tokens += sum(row.count for row in plan.rows if not row.decodes)
 
     def _collect_all(self) -> None:
         while self._in_flight:
             self._collect(self._in_flight.popleft())
 
+    def _time(self, step: _InFlight) -> None:
+        """Reports how long a step of decode rows took: the time since the step before it was read."""
+        now = time.perf_counter()
+        if self._read_at is not None and all(row.decodes for _, row in step.rows):
+            num_tokens = sum(row.count for _, row in step.rows)
+            has_drafts = any(row.drafted for _, row in step.rows)
+            self._speculation.rule.record(num_tokens, now - self._read_at, checks_drafts=has_drafts)
+        self._read_at = now
+
     def _collect(self, step: _InFlight) -> None:
-        for (sequence, row), result in zip(step.rows, step.launched.read(), strict=True):
+        results = step.launched.read()
+        self._time(step)
+        for (sequence, row), result in zip(step.rows, results, strict=True):
             if sequence.finished:
                 continue  # ended after this step was launched
             scores = result.prompt_logprobs
@@ -204,8 +259,11 @@ class StepLoop:
                 continue
             tokens, finish = until_end(sequence, result.tokens)
             self._scheduler.row_read(sequence, row, tokens)
+            checked = self._speculation.read(sequence, row, tokens)
+            if checked.num_drafted:
+                self._counters.count(checked)
             if tokens:
-                self._report(sequence, tokens, finish, result.logprobs[: len(tokens)])
+                self._report(sequence, tokens, finish, result.logprobs[: len(tokens)], checked)
 
     def _report(
         self,
@@ -213,6 +271,7 @@ class StepLoop:
         tokens: tuple[int, ...],
         finish: FinishReason | None,
         logprobs: tuple[TokenLogprobs, ...],
+        checked: CheckedDraft,
     ) -> None:
         """Adds the output for the tokens that one row drew."""
         request = sequence.request
@@ -235,6 +294,9 @@ class StepLoop:
             cached,
             finish,
             prompt_logprobs=prompt_logprobs,
+            num_drafted=checked.num_drafted,
+            num_accepted=checked.num_accepted,
+            num_predicted=checked.num_predicted,
         )
         if finish is None:
             self._outputs.append(output)
@@ -268,6 +330,13 @@ class StepLoop:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every row and page is accounted for."""
         self._scheduler.check_integrity()
+
+
+def draws_of(sequence: Sequence, row: RowPlan) -> list[Draw]:
+    """The draws of a planned row, which its sequence has already counted."""
+    first = sequence.num_drawn - row.outputs.draws
+    drafted: list[int | None] = [*row.drafted, None]
+    return [Draw(sequence.row, first + index, token) for index, token in enumerate(drafted)]
 
 
 def until_end(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:

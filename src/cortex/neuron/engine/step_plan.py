@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cortex.neuron.engine.pages import Digest
@@ -40,7 +41,7 @@ class RowOutputs:
 
     draws: int = 0
     """A token is drawn after each of this many last positions. If there are several, all but the first of these
-    positions contain guesses; the tokens drawn up to the first wrong guess are accepted."""
+    positions contain draft tokens; the tokens drawn up to the first wrong one are accepted."""
     scores: PromptScoring | None = None
 
 
@@ -59,14 +60,29 @@ class RowPlan:
     outputs: RowOutputs = NO_OUTPUT
     writes: bool = True
     """False if the KV of these positions is already in the pages (a fully cached prompt)."""
+    decodes: bool = False
+    """Whether the row continues a response: its tokens were drawn or drafted."""
 
     @property
     def count(self) -> int:
         return self.inputs.count
 
+    @property
+    def drafted(self) -> tuple[int, ...]:
+        """The draft tokens, which are checked by the draws before them."""
+        tokens, draws = self.inputs.tokens, self.outputs.draws
+        return tokens[self.count - draws + 1 :] if tokens is not None and draws > 1 else ()
+
+    def num_accepted(self, drawn: Sequence[int]) -> int:
+        """How many of the drawn tokens count: those up to the first that is not the draft token after it."""
+        for index, token in enumerate(self.drafted):
+            if drawn[index] != token:
+                return index + 1
+        return len(drawn)
+
     def num_computed(self, num_accepted: int) -> int:
-        """The positions that are valid once `num_accepted` of its drawn tokens are. The KV of wrong guesses lies after
-        them and is overwritten."""
+        """The positions that are valid once `num_accepted` of its drawn tokens are. The KV of wrong draft tokens lies
+        after them and is overwritten."""
         return self.inputs.count - self.outputs.draws + num_accepted
 
 
@@ -82,7 +98,8 @@ class StepPlan:
     new_pages: tuple[NewPages, ...]
     """Additions to the rows' page tables."""
     restores: tuple[StateCopy, ...] = ()
-    """Recurrent states to copy before the step, from a checkpoint to a row."""
+    """Recurrent states to copy before the step: from a checkpoint to a row, or from a row whose tokens may be rejected
+    to a slot."""
     saves: tuple[StateCopy, ...] = ()
     """Recurrent states to copy after the step, from a row to a checkpoint."""
     captures: bool = False
@@ -91,6 +108,14 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.count for row in self.rows)
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(row.outputs.draws > 1 for row in self.rows)
+
+    @property
+    def only_decodes(self) -> bool:
+        return all(row.decodes for row in self.rows)
 
 
 CAPTURE = StepPlan((), 0, (), (), captures=True)
@@ -107,6 +132,10 @@ class StepDraft:
     saves: list[StateCopy] = field(default_factory=list)
     being_computed: set[Digest] = field(default_factory=set)
     """Pages that this step fills: no other row of the step may read them."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
 
     def finish(self) -> StepPlan | None:
         """The step; None if there is nothing to compute."""

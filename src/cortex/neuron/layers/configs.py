@@ -14,6 +14,9 @@ from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "gelu", "relu"]
 """The functions of a feed-forward block. Gates of decoders know the first three, and encoders all but the third."""
+KVOrigin = Literal["projected", "keys"] | int
+"""Where a layer's keys and values come from: a projection each, one projection for both, or an earlier layer of the
+model, which has this index."""
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -21,6 +24,7 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
     "longrope": ("original_max_position_embeddings",),
+    "proportional": (),
 }
 """The supported scaling rules → the parameters that each requires."""
 
@@ -125,11 +129,14 @@ class AttentionConfig:
     """The factor of the scores before the softmax."""
     rope: RopeConfig | None
     """None: the layer does not encode positions."""
+    kv: KVOrigin = "projected"
     bias: bool = False
     """Biases on q, k and v."""
     output_bias: bool = False
     qk_norm: QKNormConfig | None = None
     gate: GateConfig | None = None
+    norms_values: bool = False
+    """Whether each value head is normalised like the keys, without a weight."""
     window: int | None = None
     """Positions a token attends to, including its own; None: all."""
     query_growth: QueryGrowth | None = None
@@ -153,20 +160,34 @@ class AttentionConfig:
     @property
     def kv_elements(self) -> int:
         """Elements of a token in the KV cache."""
-        return 2 * self.kv_heads * self.head_dim
+        return 2 * self.kv_heads * self.head_dim if self.owns_kv else 0
+
+    @property
+    def source(self) -> int | None:
+        """The earlier layer whose KV pages it attends to; None: it has its own."""
+        return self.kv if isinstance(self.kv, int) else None
+
+    @property
+    def owns_kv(self) -> bool:
+        return self.source is None
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {f"{prefix}.q_proj": 2 * q if self.gated else q, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
+        rows = {f"{prefix}.q_proj": 2 * q if self.gated else q}
+        if self.owns_kv:
+            rows[f"{prefix}.k_proj"] = kv
+        if self.kv == "projected":
+            rows[f"{prefix}.v_proj"] = kv
+        return rows
 
     def norm_sizes(self, prefix: str) -> dict[str, int]:
         """The norms of queries and keys (without `.weight`) → the elements of their weight."""
         if self.qk_norm is None:
             return {}
-        heads = (self.heads, self.kv_heads) if self.qk_norm.spans_heads else (1, 1)
-        names = (f"{prefix}.q_norm", f"{prefix}.k_norm")
-        return {name: count * self.head_dim for name, count in zip(names, heads, strict=True)}
+        q_heads, kv_heads = (self.heads, self.kv_heads) if self.qk_norm.spans_heads else (1, 1)
+        sizes = {f"{prefix}.q_norm": q_heads * self.head_dim}
+        return sizes | ({f"{prefix}.k_norm": kv_heads * self.head_dim} if self.owns_kv else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +218,7 @@ class LatentAttentionConfig:
     """Whether pairs of adjacent dimensions are rotated; otherwise those half of `rope_dims` apart."""
     window: None = None
     """Without a window."""
+    owns_kv: Literal[True] = True
 
     @property
     def query_dim(self) -> int:
@@ -263,6 +285,10 @@ class MoEConfig:
     """Biases on the router's scores, and on gate, up and down of each expert."""
     activation: Activation = "silu"
     """The activation of the routed experts' gates."""
+    router_norm: NormConfig | None = None
+    """A norm before the router, `gate.input_scale`; None: the router has the input of the experts."""
+    scales_experts: bool = False
+    """Whether the checkpoint has a factor for the weight of each expert, `gate.expert_scale`."""
     shard: Shard = WHOLE
     """Whole experts are divided among the ranks; every rank routes over all of them."""
 
@@ -280,6 +306,36 @@ class MoEConfig:
     def num_scores(self) -> int:
         """Rows of the router: one for each routed expert, and one for the gate of the shared expert."""
         return self.experts + (self.router.gates_shared and self.shared_inner > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputsConfig:
+    """The inputs that every layer has of its own, made from the tokens and their embeddings before the first layer."""
+
+    vocab: int
+    hidden: int
+    size: int
+    """Elements of one layer's input."""
+    num_layers: int
+    norm: NormConfig
+    """Applies to what is projected from the embedding, whose scale is included in `eps`."""
+    embedding_scale: float
+    """The factor of the tokens' embeddings."""
+
+    @property
+    def width(self) -> int:
+        """Elements of all layers' inputs."""
+        return self.size * self.num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputConfig:
+    """What a layer does with its own input: adds norm(projection(activation(gate(x)) · input)) to the residual
+    stream."""
+
+    hidden: int
+    size: int
+    norm: NormConfig
 
 
 @dataclass(frozen=True, slots=True)

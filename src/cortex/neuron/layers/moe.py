@@ -52,9 +52,11 @@ class MoE:
             config.renormalise,
             num_shared,
             config.held.start,
+            activation=config.activation,
             rule=config.router,
             bias=_bias(parameters, config, prefix),
-            activation=config.activation,
+            router_norm=_router_norm(parameters, config, prefix),
+            scales=_scales(parameters, config, prefix),
             **_biases(parameters, config, prefix),
         )
 
@@ -66,6 +68,19 @@ class MoE:
         if self.shared is not None:
             residual = residual + self.shared(x, norm)
         return self._group.all_reduce(mixture(x, norm.weight, norm.eps, self.experts, residual))
+
+
+class ExpertsBeside:
+    """A mixture beside a feed-forward block, with the same residual stream as its input. Both results are normalised
+    and added."""
+
+    def __init__(self, experts: MoE, after_block: RMSNorm, before: RMSNorm, after: RMSNorm) -> None:
+        self.experts = experts
+        self._after_block, self._before, self._after = after_block, before, after
+
+    def __call__(self, block: Tensor, hidden: Tensor) -> Tensor:
+        """block: what the feed-forward block made of `hidden`, both [tokens, hidden] → [tokens, hidden]"""
+        return self._after(self.experts(hidden, self._before), residual=self._after_block(block))
 
 
 class SharedExpert:
@@ -131,6 +146,20 @@ def _bias(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | No
     if not config.has_bias:
         return None
     return parameters.load(f"{prefix}.gate.e_score_correction_bias", config.experts, dtype=torch.float32)
+
+
+def _router_norm(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | None:
+    """The weight of the norm before the router."""
+    if config.router_norm is None:
+        return None
+    return RMSNorm(parameters, config.hidden, config.router_norm, f"{prefix}.gate.input_scale").weight
+
+
+def _scales(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | None:
+    """The factors of the experts' weights."""
+    if not config.scales_experts:
+        return None
+    return parameters.load(f"{prefix}.gate.expert_scale", config.experts, dtype=torch.float32)
 
 
 def _biases(parameters: Parameters, config: MoEConfig, prefix: str) -> dict[str, Tensor]:

@@ -22,6 +22,8 @@ from cortex.neuron.layers.configs import (
     MLPConfig,
     MoEConfig,
     NormConfig,
+    PerLayerInputConfig,
+    PerLayerInputsConfig,
     Shard,
 )
 from cortex.neuron.models.config import DecoderConfig
@@ -32,6 +34,7 @@ from cortex.neuron.models.sharding import (
     Slices,
     feed_forward_slices,
     mixer_slices,
+    sharded_experts,
     sharded_feed_forward,
     sharded_mixer,
 )
@@ -53,6 +56,10 @@ class BlockNorms:
         return [name for name in (self.before, self.after) if name is not None]
 
 
+EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+"""The norms where a layer has experts beside its feed-forward block: after the block, before and after the experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """A mixer over the tokens of a sequence, then a feed-forward block for each token."""
@@ -64,10 +71,17 @@ class LayerConfig:
     mixer_norms: BlockNorms
     feed_forward_norms: BlockNorms
     """None of its own: the feed-forward block has the same input as the mixer, and both are added."""
+    experts: MoEConfig | None = None
+    """Experts beside the feed-forward block, with norms of their own: `EXPERT_NORMS`."""
+    per_layer_input: PerLayerInputConfig | None = None
+    """What follows the feed-forward block, in models whose layers have inputs of their own."""
+    has_factor: bool = False
+    """Whether the residual stream after the layer is multiplied by a number of the checkpoint, `layer_scalar`."""
 
     def sharded(self, shard: Shard) -> LayerConfig:
         mixer, feed_forward = sharded_mixer(self.mixer, shard), sharded_feed_forward(self.feed_forward, shard)
-        return replace(self, mixer=mixer, feed_forward=feed_forward)
+        experts = None if self.experts is None else sharded_experts(self.experts, shard)
+        return replace(self, mixer=mixer, feed_forward=feed_forward, experts=experts)
 
     @property
     def is_parallel(self) -> bool:
@@ -85,6 +99,7 @@ class EndsConfig:
     """Of a norm of embeddings without a weight; None: there is none."""
     logit_cap: float | None = None
     """Logits x become cap · tanh(x / cap)."""
+    per_layer_inputs: PerLayerInputsConfig | None = None
     norms: tuple[str, ...] = ("norm",)
     """The norms before the first and after the last layer, by name."""
     tables: Mapping[str, int] = field(default_factory=dict)
@@ -93,7 +108,9 @@ class EndsConfig:
 
 def _can_pool(mixer: MixerConfig) -> bool:
     """Whether a mixer can be computed within whole texts, without pages."""
-    return isinstance(mixer, AttentionConfig) and not mixer.sinks
+    if not isinstance(mixer, AttentionConfig):
+        return False
+    return mixer.kv == "projected" and not mixer.sinks and not mixer.norms_values
 
 
 class Architecture(ABC):
@@ -132,10 +149,11 @@ class Architecture(ABC):
         if self.pooling is not None:
             self.config = self._without_head(self.config, self.pooling)
         self.ends = self.read_ends()
-        self.layers = tuple(self._layer(index) for index in range(self.config.num_layers))
+        self.layers = tuple(self.layer(index) for index in range(self.config.num_layers))
         self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
-        if self.pooling is not None and not all(_can_pool(layer.mixer) for layer in self.layers):
+        can_pool = self.ends.per_layer_inputs is None and all(_can_pool(layer.mixer) for layer in self.layers)
+        if self.pooling is not None and not can_pool:
             raise UnsupportedModel("embedding and rerank models with this kind of attention are not supported")
         found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)} or {None}
         self.windows = tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
@@ -152,7 +170,8 @@ class Architecture(ABC):
         context_tokens = min(config.context_tokens, pooling.max_tokens or config.context_tokens)
         return replace(config, context_tokens=context_tokens, tied=config.tied or not pooling.compares_logits)
 
-    def _layer(self, index: int) -> LayerConfig:
+    def layer(self, index: int) -> LayerConfig:
+        """One layer of the whole model."""
         mixer, feed_forward = self.mixer(index), self.feed_forward(index)
         if self.pooling is not None and self.raw.get("is_causal") is False and isinstance(mixer, AttentionConfig):
             mixer = replace(mixer, is_causal=False)  # decoders that were trained further as encoders
@@ -205,9 +224,12 @@ class Architecture(ABC):
         slices: dict[str, TensorSlice | None] = {}
         for name in (f"{self.prefix}.embed_tokens.weight", "lm_head.weight"):
             slices[name] = TensorSlice(rows=(shard.part(self.config.vocab),))
+        if (inputs := self.ends.per_layer_inputs) is not None:
+            slices[f"{self.prefix}.embed_tokens_per_layer.weight"] = TensorSlice(rows=(shard.part(inputs.vocab),))
         for name, layer in self.named_layers():
             slices.update(mixer_slices(layer.mixer, shard, name))
-            slices.update(feed_forward_slices(layer.feed_forward, shard, name))
+            for block in (layer.feed_forward, layer.experts):
+                slices.update(feed_forward_slices(block, shard, name) if block is not None else ())
         return slices
 
     @property

@@ -13,6 +13,12 @@ from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.cohere2 import Cohere2
 from cortex.neuron.models.families.ernie4_5 import Ernie45
 from cortex.neuron.models.families.gemma3 import Gemma3, Gemma3Multimodal
+from cortex.neuron.models.families.gemma4 import (
+    Gemma4,
+    Gemma4Multimodal,
+    Gemma4Unified,
+    Gemma4UnifiedMultimodal,
+)
 from cortex.neuron.models.families.glm4 import Glm4
 from cortex.neuron.models.families.granite import Granite
 from cortex.neuron.models.families.hunyuan import HunyuanDense
@@ -42,6 +48,10 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "exaone4": Exaone4,
     "gemma3": Gemma3Multimodal,
     "gemma3_text": Gemma3,
+    "gemma4": Gemma4Multimodal,
+    "gemma4_text": Gemma4,
+    "gemma4_unified": Gemma4UnifiedMultimodal,
+    "gemma4_unified_text": Gemma4Unified,
     "glm4": Glm4,
     "glm4_moe": Glm4Moe,
     "gpt_oss": GptOss,

@@ -45,12 +45,17 @@ def sharded_mixer(mixer: MixerConfig, shard: Shard) -> MixerConfig:
 def sharded_feed_forward(block: MLPConfig | MoEConfig, shard: Shard) -> MLPConfig | MoEConfig:
     """One rank's share of a feed-forward block. Raises UnsupportedModel."""
     if isinstance(block, MoEConfig):
-        if block.experts < shard.size:
-            raise UnsupportedModel(f"{block.experts} experts cannot be divided among {shard.size} devices; use fewer")
-        shared_inner = _divide(block.shared_inner, shard, f"a shared expert of width {block.shared_inner}")
-        return replace(block, shared_inner=shared_inner, shard=shard)
+        return sharded_experts(block, shard)
     inner = _divide(block.inner, shard, f"an inner width of {block.inner}")
     return replace(block, inner=inner, output_bias=block.output_bias and shard.is_first)
+
+
+def sharded_experts(experts: MoEConfig, shard: Shard) -> MoEConfig:
+    """One rank's share of a mixture. Raises UnsupportedModel."""
+    if experts.experts < shard.size:
+        raise UnsupportedModel(f"{experts.experts} experts cannot be divided among {shard.size} devices; use fewer")
+    shared_inner = _divide(experts.shared_inner, shard, f"a shared expert of width {experts.shared_inner}")
+    return replace(experts, shared_inner=shared_inner, shard=shard)
 
 
 def mixer_slices(mixer: MixerConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:

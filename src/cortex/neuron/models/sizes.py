@@ -18,8 +18,10 @@ from cortex.neuron.layers.configs import (
     MLPConfig,
     MoEConfig,
     NormConfig,
+    PerLayerInputConfig,
+    PerLayerInputsConfig,
 )
-from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture
 from cortex.neuron.models.pooling.config import DenseStep, NormStep, Step
 
 _FLOAT32_BYTES = 4
@@ -83,6 +85,8 @@ def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
         embedding = storage.packed_bytes(config.hidden, {f"{prefix}.embed_tokens": vocab})
         ends = storage.matrix_bytes(vocab, config.hidden) if embedding is None else embedding
         ends += storage.linear_bytes(config.hidden, {"lm_head": vocab})
+    if architecture.ends.per_layer_inputs is not None:
+        ends += _per_layer_inputs_bytes(architecture.ends.per_layer_inputs, architecture, storage)
     ends += sum(storage.matrix_bytes(rows, config.hidden) for rows in architecture.ends.tables.values())
     return ends + len(architecture.ends.norms) * _norm_bytes(architecture.ends.norm, config.hidden, storage)
 
@@ -103,8 +107,28 @@ def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]
             total += _mlp_bytes(layer.feed_forward, storage, f"{name}.mlp")
         else:
             total += _moe_bytes(layer.feed_forward, storage, f"{name}.mlp")
-        totals.append(total)
+        if layer.experts is not None:
+            total += len(EXPERT_NORMS) * _norm_bytes(layer.norm, architecture.config.hidden, storage)
+            total += _moe_bytes(layer.experts, storage, f"{name}.mlp")
+        if layer.per_layer_input is not None:
+            total += _per_layer_input_bytes(layer.per_layer_input, storage, name)
+        totals.append(total + storage.item_bytes * layer.has_factor)
     return totals
+
+
+def _per_layer_inputs_bytes(config: PerLayerInputsConfig, architecture: Architecture, storage: WeightStorage) -> int:
+    """What makes the inputs of all layers."""
+    prefix, vocab = architecture.prefix, len(architecture.shard.part(config.vocab))
+    total = storage.linear_bytes(config.width, {f"{prefix}.embed_tokens_per_layer": vocab})
+    total += storage.linear_bytes(config.hidden, {f"{prefix}.per_layer_model_projection": config.width})
+    return total + _norm_bytes(config.norm, config.size, storage)
+
+
+def _per_layer_input_bytes(config: PerLayerInputConfig, storage: WeightStorage, prefix: str) -> int:
+    """What one layer does with its input."""
+    total = storage.linear_bytes(config.hidden, {f"{prefix}.per_layer_input_gate": config.size})
+    total += storage.linear_bytes(config.size, {f"{prefix}.per_layer_projection": config.hidden})
+    return total + _norm_bytes(config.norm, config.hidden, storage)
 
 
 def _norm_bytes(norm: NormConfig, size: int, storage: WeightStorage) -> int:
@@ -180,17 +204,19 @@ def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
 
 def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
     """The experts are one stack, in which the shared expert takes as many places as it needs."""
-    bias = config.experts * _FLOAT32_BYTES * config.has_bias
+    extra = config.experts * _FLOAT32_BYTES * (config.has_bias + config.scales_experts)
+    if config.router_norm is not None:
+        extra += _norm_bytes(config.router_norm, config.hidden, storage)
     if config.biased:
-        bias += (config.experts + len(config.held) * (2 * config.inner + config.hidden)) * storage.item_bytes
+        extra += (config.experts + len(config.held) * (2 * config.inner + config.hidden)) * storage.item_bytes
     packed = _packed_expert_bytes(config, storage, prefix)
     if packed is not None:
-        packed += bias
+        packed += extra
         return packed + storage.matrix_bytes(config.experts, config.hidden) + _shared_bytes(config, storage, prefix)
     num_experts = len(config.held) + config.num_shared
     total = storage.matrix_bytes(num_experts * 2 * config.inner, config.hidden)
     total += storage.matrix_bytes(num_experts * config.hidden, config.inner)
-    return total + storage.matrix_bytes(config.num_scores, config.hidden) + bias
+    return total + storage.matrix_bytes(config.num_scores, config.hidden) + extra
 
 
 def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:

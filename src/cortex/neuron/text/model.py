@@ -23,7 +23,13 @@ from cortex.neuron.text.output.detect import (
 )
 from cortex.neuron.text.output.harmony import HarmonyParser
 from cortex.neuron.text.output.parser import OutputParser, new_call_id
-from cortex.neuron.text.output.reasoning import ReasoningSplitter, ReasoningWatch, closes_reasoning, opens_reasoning
+from cortex.neuron.text.output.reasoning import (
+    ReasoningSplitter,
+    ReasoningWatch,
+    ThinkingReader,
+    closes_reasoning,
+    opens_reasoning,
+)
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
 from cortex.neuron.text.template.literal_content import LiteralContent
@@ -183,7 +189,7 @@ class TextModel:
 
     def reasoning_watch(self, rendered: Rendered) -> ReasoningWatch:
         """A watch for one choice of a response that may begin with reasoning."""
-        reading: ReasoningSplitter | AddressedSplitter | HarmonyParser
+        reading: ThinkingReader
         if self._is_harmony:
             reading = HarmonyParser((), new_call_id, 0, self._opened_message(rendered))
         else:

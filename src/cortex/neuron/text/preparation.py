@@ -24,6 +24,8 @@ class Prepared:
     """Constrains the output; None: no constraint."""
     response_grammar: str | None = None
     """Constrains the output after reasoning that the client's budget has ended."""
+    prediction: tuple[int, ...] = ()
+    """The text that the client expects."""
 
 
 def prepare(text: TextModel, request: GenerateRequest, rules: PromptRules) -> Prepared:
@@ -33,7 +35,9 @@ def prepare(text: TextModel, request: GenerateRequest, rules: PromptRules) -> Pr
     grammar = text.grammar(request, rules)
     has_budget = text.reasoning_budget(request) is not None and text.may_reason(request)
     response_grammar = text.response_grammar(request, rules) if has_budget else None
-    return Prepared(prompts, grammar, response_grammar)
+    # No response is longer than the context.
+    prediction = tuple(text.encode(request.prediction or "")[: rules.context_tokens])
+    return Prepared(prompts, grammar, response_grammar, prediction)
 
 
 def _fitting(text: TextModel, request: GenerateRequest, rules: PromptRules) -> tuple[GenerateRequest, Rendered]:

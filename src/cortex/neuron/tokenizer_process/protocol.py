@@ -98,6 +98,7 @@ class PackedPrepared(ChannelMessage, frozen=True):
     prompts: tuple[PackedPrompt, ...]
     grammar: str | None
     response_grammar: str | None
+    prediction: bytes
 
 
 class FilesUnreadable(ChannelMessage, frozen=True):
@@ -135,14 +136,14 @@ def pack_prepared(prepared: Prepared, *, with_text: bool) -> PackedPrepared:
         PackedPrompt(each.text if with_text else "", packed(each.ids), each.turn_ends, each.starts_in_reasoning)
         for each in prepared.prompts
     )
-    return PackedPrepared(prompts, prepared.grammar, prepared.response_grammar)
+    return PackedPrepared(prompts, prepared.grammar, prepared.response_grammar, packed(prepared.prediction))
 
 
 def unpack_prepared(reply: PackedPrepared) -> Prepared:
     prompts = tuple(
         Rendered(each.text, unpacked(each.ids), each.turn_ends, each.starts_in_reasoning) for each in reply.prompts
     )
-    return Prepared(prompts, reply.grammar, reply.response_grammar)
+    return Prepared(prompts, reply.grammar, reply.response_grammar, unpacked(reply.prediction))
 
 
 def unreadable(error: Exception) -> FilesUnreadable:

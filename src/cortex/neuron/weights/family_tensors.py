@@ -32,6 +32,9 @@ _OWN_NAMES: Final = {
     ".mlp.gate.moe_statics.": ".mlp.gate.",
     ".mlp.router.": ".mlp.gate.",
     ".mlp.shared_experts.": ".mlp.shared_expert.",
+    ".router.proj.": ".mlp.gate.",
+    ".router.scale": ".mlp.gate.input_scale",
+    ".router.per_expert_scale": ".mlp.gate.expert_scale",
     ".w1.weight": ".gate_proj.weight",
     ".w2.weight": ".down_proj.weight",
     ".w3.weight": ".up_proj.weight",
@@ -39,6 +42,8 @@ _OWN_NAMES: Final = {
 """Parts of names in published checkpoints → what layers call them."""
 _BODY: Final = ("embed_tokens.", "layers.", "norm.")
 _NAMES: Final = re.compile("|".join(("^" if name[0] != "." else "") + re.escape(name) for name in _OWN_NAMES))
+_BESIDE: Final = re.compile(r"(\.layers\.\d+)\.experts\.")
+"""Experts beside a feed-forward block, which layers have in that block."""
 _BIAS_OF_CHOICE: Final = ".mlp.gate.e_score_correction_bias"
 _INTERLEAVED: Final = frozenset({"cohere2", "ernie4_5", "ernie4_5_moe", "glm4"})
 """Families that rotate pairs of adjacent dimensions; here the two halves of the rotated dimensions are pairs."""
@@ -60,8 +65,7 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
         # Models that were saved without their head have no prefix.
         prefix = "model." if "embed_tokens.weight" in stored else ""
         tensors = {
-            _NAMES.sub(_own_name, prefix + name if name.startswith(_BODY) else name): tensor
-            for name, tensor in stored.items()
+            _arranged_name(prefix + name if name.startswith(_BODY) else name): tensor for name, tensor in stored.items()
         }
     if len(tensors) < len(stored):
         raise Malformed("the checkpoint has tensors under two names for the same; download it again")
@@ -79,6 +83,10 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
         for name in [name for name in tensors if _ROTATED.search(name)]:
             tensors[name] = tensors[name].with_halves_apart(sizes.head_dim, sizes.rotated)
     return tensors
+
+
+def _arranged_name(name: str) -> str:
+    return _BESIDE.sub(r"\1.mlp.experts.", _NAMES.sub(_own_name, name))
 
 
 def _own_name(match: re.Match[str]) -> str:

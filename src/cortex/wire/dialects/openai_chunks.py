@@ -70,8 +70,17 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "completion_tokens_details": output_details(usage),
     }
+
+
+def output_details(usage: Usage) -> dict[str, int]:
+    """Those of a prediction only if the client sent one."""
+    details = {"reasoning_tokens": usage.reasoning_tokens}
+    accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
+    if accepted or rejected:
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    return details
 
 
 def prompt_logprobs_body(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:

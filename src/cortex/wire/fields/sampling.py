@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from cortex.wire.errors import InvalidValue, shorten
@@ -49,7 +51,15 @@ def read_sampling(fields: Fields) -> Sampling:
         ignore_eos=fields.flag("ignore_eos") or False,
         stop=read_stops(fields, "stop"),
         stop_token_ids=fields.integers("stop_token_ids", low=0, high=LARGEST_TOKEN, most=MAX_STOP_TOKENS),
+        speculation=_read_speculation(fields),
     )
+
+
+def _read_speculation(fields: Fields) -> Literal["off"] | None:
+    given = fields.text("speculation")
+    if given not in (None, "off"):
+        raise fields.invalid("speculation", "a request can only switch it `off`; the model's setting has the rest")
+    return "off" if given else None
 
 
 def read_limits(fields: Fields, *, fewest_tokens: int = 1) -> tuple[int | None, int]:

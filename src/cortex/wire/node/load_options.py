@@ -14,6 +14,8 @@ Count = Annotated[int, Meta(ge=1)]
 ShortText = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
 KVDtype = Literal["auto", "fp8"]
 """The dtype of a model's KV cache; `auto`: the dtype that the model computes in."""
+Speculation = Literal["off", "lookup"]
+"""Where draft tokens come from."""
 
 Options = TypeVar("Options", bound="LoadOptions")
 
@@ -38,6 +40,10 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     deterministic: bool = False
     """A request with a seed, or at temperature 0, gets the same tokens whatever else is in the batch or cached, and
     however its prompt is divided into steps. Slower; not for models that are divided among devices."""
+    speculation: Speculation | None = None
+    """`lookup`, also when absent: while few requests run, a step also checks tokens that are likely to come next, from
+    the text so far, a request's `prediction` or its grammar. The output is the same, edits of long texts come several
+    times as fast. `off`: one token per step."""
     tensor_parallel: Count = 1
     """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
     pipeline_parallel: Count = 1

@@ -8,13 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, SIZES, GraphSizes, Outputs
+from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, MAX_NATIVE_ROWS, SIZES, GraphSizes, Outputs
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.memory.sequences import KVCache
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
+from cortex.neuron.engine.speculation.drafter import Draft
+from cortex.neuron.engine.step_loop import draws_of
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.families.llama import Llama
@@ -67,14 +68,14 @@ class _Replay:
 class Bench:
     """A runner and a scheduler over a tiny model with random weights."""
 
-    def __init__(self, capture: ReplayOnCpu | None) -> None:
+    def __init__(self, capture: ReplayOnCpu | None, *, checks_drafts: bool = False) -> None:
         torch.manual_seed(0)
         model = Decoder(Llama(CONFIG), Parameters(CPU, torch.float32), CONTEXT)
         for binding in model.parameters.bindings:
             torch.nn.init.normal_(binding.destination, std=0.3)
         KVCache(model.attentions, {None: 40}, 8, torch.float32, CPU)
         self._capture = capture
-        self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, 64, capture=capture)
+        self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, 64, capture=capture, checks_drafts=checks_drafts)
         self.scheduler = Scheduler(KVPages({None: 40}, 8), SchedulerLimits(MAX_ROWS, 64, 64, CONTEXT))
 
     @property
@@ -82,17 +83,31 @@ class Bench:
         assert self._capture is not None
         return self._capture
 
-    def respond(self, prompts: list[tuple[int, ...]], max_tokens: int, temperature: float = 0.0) -> list[list[int]]:
+    def respond(
+        self,
+        prompts: list[tuple[int, ...]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        expected: list[list[int]] | None = None,
+    ) -> list[list[int]]:
+        """`expected`: the responses, of which drafts are made, with every fifth token wrong."""
         sequences = [
             self.scheduler.submit(
                 EngineRequest(str(number), prompt, max_tokens, SamplingParams(temperature=temperature, seed=number))
             )
             for number, prompt in enumerate(prompts)
         ]
-        while (plan := self.scheduler.plan()) is not None:
+        while True:
+            for number, sequence in enumerate(sequences if expected is not None else ()):
+                done = len(sequence.tokens) - len(sequence.request.prompt)
+                right = (expected or [])[number][done : done + 1 + number]
+                drafted = tuple(token if (done + place) % 5 else 0 for place, token in enumerate(right))
+                sequence.draft = Draft(drafted, (1.0,) * len(drafted), "lookup")
+            if (plan := self.scheduler.plan()) is None:
+                break
             by_row = {sequence.row: sequence for sequence in self.scheduler.running}
-            drawing = [by_row[row.row] for row in plan.rows if row.outputs.draws]
-            launched = self.runner.launch(plan, [Draw(one.row, one.num_drawn - 1) for one in drawing])
+            draws = [draw for row in plan.rows if row.outputs.draws for draw in draws_of(by_row[row.row], row)]
+            launched = self.runner.launch(plan, draws)
             for row, result in zip(plan.rows, launched.read(), strict=True):
                 sequence = by_row[row.row]
                 self.scheduler.row_read(sequence, row, result.tokens)
@@ -150,6 +165,19 @@ def test_responses_do_not_depend_on_captured_graphs(num_prepared: int, temperatu
     bench = Bench(ReplayOnCpu())
     assert list(itertools.islice(iter(bench.runner.prepare, False), num_prepared)) == [True] * min(num_prepared, 4)
     assert bench.respond(PROMPTS, 12, temperature) == plain
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_steps_that_check_drafts_have_graphs_and_give_the_same_responses(temperature: float) -> None:
+    plain = Bench(None).respond(PROMPTS, 24, temperature)
+    assert Bench(None).respond(PROMPTS, 24, temperature, expected=plain) == plain
+    bench = Bench(ReplayOnCpu(), checks_drafts=True)
+    while bench.runner.prepare():
+        pass
+    assert bench.runner.max_draft_tokens == MAX_NATIVE_ROWS
+    before = bench.capture.replays
+    assert bench.respond(PROMPTS, 24, temperature, expected=plain) == plain
+    assert 0 < bench.capture.replays - before < 22
 
 
 def test_graphs_are_captured_one_by_one_smallest_first() -> None:

@@ -60,6 +60,18 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", EXPERTS | SHARED | DELTA),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "global_head_dim": 24,
+            "sliding_window": 20,
+            "num_kv_shared_layers": 1,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "sliding", "full", "full")],
+        },
+    ),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", EXPERTS | SHARED | DELTA),
 }
@@ -70,6 +82,7 @@ DIVISIONS: dict[str, list[tuple[int, ...]]] = {
     "qwen3_moe": [(2, 1, 2)],
     "glm4_moe_lite": [(1, 4)],
     "qwen3_next": [(3, 2), (1, 4), (2, 1, 2)],
+    "gemma4": [(1, 4), (2, 1, 2)],
     "qwen3_5": [(1, 4)],
     "qwen3_5_moe": [(2, 1, 2)],
 }

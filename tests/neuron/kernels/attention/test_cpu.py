@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.neuron.kernels.attention.test_paged import PAGE_TOKENS, behind_windows, make_batch
+from tests.neuron.kernels.attention.test_paged import PAGE_TOKENS, as_decode_rows, behind_windows, make_batch
 
 from cortex.neuron.kernels.attention import native
 from cortex.neuron.kernels.attention.native import DTYPES
@@ -42,7 +42,7 @@ def test_attention_of_one_row_on_a_cpu_matches_the_reference(
     q_scale, k_scale = (torch.randn(dim) if normed else None for _ in range(2))
     angles = torch.randn(length, rotated // 2)
     rope = torch.cat((angles.cos(), angles.sin()), dim=1)
-    rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window)
+    rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, None, normed, dim // 2 if normed else 0)
     kept, expected_kept = pages.clone(), pages.float()
     out = one_row_attention(q, k, v, rules, batch, *kept)
     expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *expected_kept)
@@ -97,7 +97,8 @@ def test_attention_of_decode_rows_in_c_matches_the_reference(
     angles = torch.randn(max(lengths), rotated // 2)
     rope = torch.cat((angles.cos(), angles.sin()), dim=1)
     sinks = torch.randn(heads) if kv_heads > 1 else None
-    rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, sinks)
+    half = dim // 2 if normed else 0
+    rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, sinks, normed, half)
     kept, expected_kept = pages.clone(), pages.float()
     out = native.native_attention(q, k, v, rules, batch, *kept)
     expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *expected_kept)
@@ -105,3 +106,24 @@ def test_attention_of_decode_rows_in_c_matches_the_reference(
     assert (out.shape, out.dtype) == (q.shape, dtype)
     assert (out.float() - expected).norm() / expected.norm() < limit
     assert (kept.float() - expected_kept).norm() / expected_kept.norm() < limit
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("window", [None, 20])
+def test_tokens_of_one_sequence_attend_to_each_other_in_c(
+    window: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native_library_or_none() is None:
+        pytest.skip("nothing can be compiled on this host")
+    monkeypatch.setattr(native, "_MIN_PARALLEL_NUMBERS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(0)
+    batch, num_pages = make_batch([], [(70, 8), (0, 3), (31, 2), (130, 1)], torch.device("cpu"))
+    rules = AttentionRules(0.1, torch.randn(400, 64), window=window)
+    q, k, v = (torch.randn(len(batch.positions), heads, 64) for heads in (4, 2, 2))
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, 2, 64)
+    kept, expected_kept = pages.clone(), pages.clone()
+    expected = attention_reference(q, k, v, rules, batch, *expected_kept)
+    out = native.native_attention(q, k, v, rules, as_decode_rows(batch), *kept)
+    assert (out - expected).norm() / expected.norm() < 1e-5
+    assert torch.allclose(kept, expected_kept, atol=1e-5)

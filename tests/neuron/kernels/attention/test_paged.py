@@ -47,7 +47,13 @@ def make_batch(decode_lengths: list[int], prefills: list[tuple[int, int]], devic
     return batch, len(lengths) * max_pages + 1
 
 
-GEOMETRIES = [(4, 2, 128, 128, True), (3, 1, 64, 64, False), (2, 2, 80, 16, True), (2, 1, 256, 64, True)]
+GEOMETRIES = [
+    (4, 2, 128, 128, True, False),
+    (3, 1, 64, 64, False, False),
+    (2, 2, 80, 16, True, True),
+    (2, 1, 256, 64, True, False),
+    (8, 1, 512, 128, True, True),
+]
 ROWS: list[tuple[list[int], list[tuple[int, int]]]] = [
     ([1], []),
     ([5, 200, 65], []),
@@ -57,7 +63,18 @@ ROWS: list[tuple[list[int], list[tuple[int, int]]]] = [
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotated", "normed", "window", "has_sinks", "decode_lengths", "prefills"),
+    (
+        "heads",
+        "kv_heads",
+        "dim",
+        "rotated",
+        "normed",
+        "norms_values",
+        "window",
+        "has_sinks",
+        "decode_lengths",
+        "prefills",
+    ),
     [
         # Every geometry and all rows, each with and without a window, and with and without sinks.
         (*geometry, None if (number + row) % 2 else 50, number % 2 == 1, *ROWS[row])
@@ -72,6 +89,7 @@ def test_attention_and_stored_kv_match_the_reference(
     dim: int,
     rotated: int,
     normed: bool,
+    norms_values: bool,
     window: int | None,
     has_sinks: bool,
     decode_lengths: list[int],
@@ -91,7 +109,8 @@ def test_attention_and_stored_kv_match_the_reference(
 
     def run(function: Callable[..., torch.Tensor], kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         q_scale, k_scale = (None if scale is None else scale.to(kind) for scale in scales)
-        rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, sinks)
+        half = dim // 2 if norms_values else 0  # some pairs in the middle of a head do not turn
+        rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, sinks, norms_values, half)
         q, k, v = projected.to(kind).split([heads, kv_heads, kv_heads], dim=1)
         kept = pages.to(kind, copy=True)
         return function(q, k, v, rules, batch, *kept), kept
@@ -184,3 +203,38 @@ def test_pages_in_eight_bits_give_what_their_rounded_numbers_give(
     expected = attention_reference(q.float(), small_k, small_v, rules, batch, *rounded)
     assert_close(out, expected)
     assert_close(kept.to(torch.float32), rounded)
+
+
+def as_decode_rows(batch: Batch) -> Batch:
+    """The tokens of prefill rows as decode rows, several of one sequence after another."""
+    counts = torch.tensor([row.count for row in batch.prefills], device=batch.rows.device)
+    return replace(
+        batch,
+        rows=batch.rows.repeat_interleave(counts),
+        lengths=(batch.positions + 1).int(),
+        num_decodes=len(batch.positions),
+        prefills=(),
+        prefill_offsets=None,
+        prefill_tiles=None,
+        shares_rows=True,
+        _shared={},
+    )
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("rows", [[(200, 8)], [(70, 4), (0, 3), (31, 2), (130, 1)]])
+def test_tokens_of_one_sequence_attend_to_each_other_as_decode_rows(
+    rows: list[tuple[int, int]],
+    window: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close: AssertClose,
+) -> None:
+    batch, num_pages = make_batch([], rows, device)
+    rules = AttentionRules(0.1, torch.randn(400, 64, device=device), window=window)
+    q, k, v = (torch.randn(len(batch.positions), heads, 64, device=device, dtype=dtype) for heads in (4, 2, 2))
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, 2, 64, device=device, dtype=dtype)
+    expected_kept, kept = pages.float(), pages.clone()
+    expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *expected_kept)
+    assert_close(attention(q, k, v, rules, as_decode_rows(batch), *kept), expected)
+    assert_close(kept, expected_kept)

@@ -120,6 +120,24 @@ def test_output_and_state_of_a_step_match_the_reference(
     compare(rules, batch, projected, assert_close, device, dtype)
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("tokens", [[(200, 8)], [(70, 4), (0, 9), (1, 2), (2, 1), (31, 5)]])
+def test_tokens_of_one_sequence_as_decode_rows_match_the_reference(
+    sizes: tuple[int, int, int, int, int],
+    tokens: list[tuple[int, int]],
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close: AssertClose,
+) -> None:
+    batch = make_batch([], tokens, device)
+    counts = torch.tensor([count for _, count in tokens], device=device)
+    rows = batch.rows.repeat_interleave(counts)
+    batch = dataclasses.replace(batch, rows=rows, num_decodes=len(rows), prefills=(), shares_rows=True)
+    rules = make_rules(*sizes, device, dtype)
+    projected = torch.randn(len(rows), rules.projected_size, device=device, dtype=dtype)
+    compare(rules, batch, projected, assert_close, device, dtype)
+
+
 def test_prompt_of_one_repeated_token_matches_the_reference(
     device: torch.device, dtype: torch.dtype, assert_close: AssertClose
 ) -> None:

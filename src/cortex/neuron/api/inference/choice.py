@@ -45,6 +45,8 @@ class ChoiceContext:
     rendered: Rendered
     text: TextModel
     stop_token_ids: tuple[int, ...]
+    num_predicted: int = 0
+    """Tokens of the client's prediction."""
 
 
 class Stopwatch:
@@ -91,18 +93,24 @@ class Choice:
         self._thinking = context.rendered.starts_in_reasoning
         self._num_reasoning_tokens = 0
         self._num_cached_tokens = 0
+        self._num_drafted = self._num_accepted = self._num_predicted = 0
         self._has_called = False
         self._spellings: dict[int, tuple[str, tuple[int, ...]]] = {}
 
     @property
     def usage(self) -> Usage:
         """Usage so far. The prompt, which its `n` choices share, counts for the first of them, from its start on."""
+        accepted = min(self._num_predicted, self._context.num_predicted)
         counts_prompt = self.index % self._context.request.sampling.n == 0 and self._started
         return Usage(
             prompt_tokens=len(self._context.rendered.ids) if counts_prompt else 0,
             cached_tokens=self._num_cached_tokens if counts_prompt else 0,
             completion_tokens=self.num_tokens,
             reasoning_tokens=self._num_reasoning_tokens,
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=self._context.num_predicted - accepted,
+            drafted_tokens=self._num_drafted,
+            accepted_draft_tokens=self._num_accepted,
         )
 
     def push(self, outputs: Iterable[StepOutput], stopwatch: Stopwatch) -> list[AnyEvent]:
@@ -133,6 +141,9 @@ class Choice:
         if self._context.request.sampling.max_tokens == 0:
             return [*events, *self._end("length", None, stopwatch.timing())]
         self.num_tokens += len(output.tokens)
+        self._num_drafted += output.num_drafted
+        self._num_accepted += output.num_accepted
+        self._num_predicted += output.num_predicted
         if output.logprobs:
             events.append(Logprobs(index=self.index, tokens=self._logprobs(output.tokens, output.logprobs)))
         text = self._detokenizer.push(self._shown(output))

@@ -51,6 +51,7 @@ def engine_requests(
     eos_ids: tuple[int, ...],
     turn_ends: tuple[int, ...] = (),
     grammar: str | None = None,
+    prediction: tuple[int, ...] = (),
     principal: str = "",
 ) -> tuple[EngineRequest, ...]:
     """One per choice, numbered from `first_index`.
@@ -76,6 +77,8 @@ def engine_requests(
             principal=principal,
             checkpoint_at=turn_ends,
             prompt_logprobs=_num_prompt_logprobs(request),
+            prediction=prediction,
+            speculates=sampling.speculation != "off",
         )
         for index in range(sampling.n)
     )

@@ -90,10 +90,12 @@ class Session:
                 eos_ids=text.eos_ids,
                 turn_ends=rendered.turn_ends,
                 grammar=prepared.grammar,
+                prediction=prepared.prediction,
                 principal=self._principal,
             )
-            stops = continuations[0].stop_token_ids
-            context = ChoiceContext(self._id, self._created, request.model, single, rendered, text, stops)
+            stops, num_predicted = continuations[0].stop_token_ids, len(prepared.prediction)
+            shown = (self._id, self._created, request.model)
+            context = ChoiceContext(*shown, single, rendered, text, stops, num_predicted)
             choices += [Choice(context, len(jobs) + number) for number in range(len(continuations))]
             jobs += continuations
         if request.sampling.max_tokens == 0 and not scores_prompt(request):

@@ -52,4 +52,6 @@ def _end(span: Span, watch: RequestWatch, error: str | None) -> None:
         attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
         attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
         attributes["cortex.cached_tokens"] = usage.cached_tokens
+        attributes["cortex.drafted_tokens"] = usage.drafted_tokens
+        attributes["cortex.accepted_draft_tokens"] = usage.accepted_draft_tokens
     span.end(attributes, error=error)

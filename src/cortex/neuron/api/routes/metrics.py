@@ -148,6 +148,10 @@ class _NodeState(Collector):
         yield _counter(
             "preemptions", "Sequences put back into the queue.", {m: s.preemptions for m, s in stats.items()}
         )
+        drafted = {m: s.drafted_tokens for m, s in stats.items()}
+        yield _by_kind("drafted_tokens", "Draft tokens that steps checked.", drafted)
+        accepted = {m: s.accepted_tokens for m, s in stats.items()}
+        yield _by_kind("accepted_draft_tokens", "Draft tokens that were drawn.", accepted)
         yield _gauge("kv_pages", "Pages of the KV cache.", "model", {m: s.num_pages for m, s in stats.items()})
         yield _gauge(
             "kv_used_pages", "Pages that running sequences hold.", "model", {m: s.used_pages for m, s in stats.items()}
@@ -198,6 +202,14 @@ def _gauge(name: str, documentation: str, label: str, values: Mapping[str, float
     for key, value in values.items():
         if value is not None:
             family.add_metric([key], value)
+    return family
+
+
+def _by_kind(name: str, documentation: str, values: Mapping[str, Mapping[str, float]]) -> Metric:
+    family = CounterMetricFamily(f"neuron_{name}", documentation, labels=["model", "kind"])
+    for model, by_kind in values.items():
+        for kind, value in by_kind.items():
+            family.add_metric([model, kind], value)
     return family
 
 

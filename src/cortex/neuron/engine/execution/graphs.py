@@ -1,9 +1,10 @@
-"""Whole single-token steps as graphs: one replay instead of hundreds of launches.
+"""Whole decode steps as graphs: one replay instead of hundreds of launches.
 
 There is a graph for each of some batch sizes; a step takes the smallest that fits and pads. A graph reads from fixed
-addresses: its input buffer, the page table, the rows' latest tokens. Graphs are captured one at a time: the smallest
-when the model is loaded, the others while the engine is idle, or after enough steps that lacked one. The ranks of a
-divided model capture the same graphs together, with the messages between them.
+addresses: its input buffer, the page table, the rows' latest tokens. Steps that check draft tokens have graphs of their
+own, in which each token is a row: a graph serves any division of its tokens among sequences. Graphs are captured one
+at a time: the smallest when the model is loaded, the others while the engine is idle, or after enough steps that lacked
+one. The ranks of a divided model capture the same graphs together, with the messages between them.
 
 On a CPU a graph is a list of operations in C. It computes the rows that there are, so one for the largest batch serves
 all.
@@ -33,6 +34,8 @@ from cortex.neuron.models.decoder import Decoder
 log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+DRAFT_SIZES = (2, 4, 8, 16, 32, 64)
+"""Numbers of tokens of the steps that check drafts."""
 MAX_NATIVE_ROWS = 16
 """On a CPU. The operations of larger batches take long enough for their launches not to matter."""
 CAPTURE_AFTER_MISSES = 8
@@ -54,6 +57,11 @@ class GraphSizes:
     def serving(self, num_rows: int) -> int | None:
         """The smallest captured size that fits `num_rows`."""
         return _smallest(self._captured, num_rows)
+
+    @property
+    def largest(self) -> int:
+        """The largest captured size; 0: none."""
+        return self._captured[-1] if self._captured else 0
 
     @property
     def next_missing(self) -> int | None:
@@ -153,7 +161,7 @@ class _Captured:
     graph: Graph
     outputs: Outputs
     inputs: Tensor
-    """[2 + KV groups, size] int64: rows, positions, and slots in each group"""
+    """[3 + KV groups, size] int64: rows, positions, tokens, and slots in each group"""
 
 
 class StepGraphs:
@@ -169,8 +177,11 @@ class StepGraphs:
         capture: Capture,
         *,
         is_batch_invariant: bool = False,
+        checks_drafts: bool = False,
     ) -> None:
-        """`page_tables`: of each KV group; their last row is the padding row. `is_batch_invariant`: see `Batch`."""
+        """`page_tables`: of each KV group; their last row is the padding row. `is_batch_invariant`: see `Batch`.
+        `checks_drafts`: rows may be tokens of the same sequence, and the host gives their tokens."""
+        self._checks_drafts = checks_drafts
         self._model = model
         self._group = model.parameters.group
         self._page_tables = tuple(page_tables)
@@ -194,31 +205,45 @@ class StepGraphs:
         size = self._sizes.missed(num_rows)
         return size is not None and self._add(size)
 
-    def replay(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> Outputs:
+    def replay(
+        self,
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        tokens: NDArray[np.int64] | None = None,
+    ) -> Outputs:
         """Runs a step for which `fits` returned true. The outputs are valid until the next replay, in stream order.
 
-        slots: [KV groups, rows]"""
+        slots: [KV groups, rows]. tokens: of each row, if the graphs check drafts; None: the rows' latest tokens."""
         count = len(rows)
         size = self._sizes.serving(count)
         assert size is not None
         captured = self._captured[size]
         inputs = self._padding(size)
-        inputs[0, :count], inputs[1, :count], inputs[2:, :count] = rows, positions, slots
+        inputs[0, :count], inputs[1, :count], inputs[3:, :count] = rows, positions, slots
+        if tokens is not None:
+            inputs[2, :count] = tokens
         host = torch.from_numpy(inputs)
         captured.inputs.copy_(host.pin_memory() if captured.inputs.is_cuda else host, non_blocking=True)
         captured.graph.replay(count)
-        logits, tokens, healthy = captured.outputs
-        return logits[:count], tokens[:count], healthy[:count]
+        logits, drawn, healthy = captured.outputs
+        return logits[:count], drawn[:count], healthy[:count]
 
     def _padding(self, size: int) -> NDArray[np.int64]:
-        inputs = np.zeros((2 + len(self._page_tables), size), dtype=np.int64)
+        inputs = np.zeros((3 + len(self._page_tables), size), dtype=np.int64)
         inputs[0] = self._padding_row
-        inputs[2:] = PADDING_PAGE
+        inputs[3:] = PADDING_PAGE
         return inputs
 
     @property
-    def is_complete(self) -> bool:
-        return self._sizes.next_missing is None
+    def next_missing(self) -> int | None:
+        """The size that `prepare` captures."""
+        return self._sizes.next_missing
+
+    @property
+    def max_rows(self) -> int:
+        """The largest captured size; 0: none."""
+        return self._sizes.largest
 
     def _add(self, size: int) -> bool:
         inputs = torch.from_numpy(self._padding(size)).to(self._last_tokens.device)
@@ -246,12 +271,12 @@ class StepGraphs:
         return self._group.all_reduce(flag).item() == self._group.shard.size
 
     def _step(self, inputs: Tensor) -> Outputs:
-        rows, positions, slots, *others = inputs.unbind()
+        rows, positions, given, slots, *others = inputs.unbind()
         first, *tables = self._page_tables
         count = len(rows)
         offsets = torch.arange(count + 1, dtype=torch.int32, device=rows.device) if self._is_batch_invariant else None
         batch = Batch(
-            tokens=self._last_tokens.index_select(0, rows),
+            tokens=given if self._checks_drafts else self._last_tokens.index_select(0, rows),
             positions=positions,
             slots=slots,
             rows=rows,
@@ -262,6 +287,7 @@ class StepGraphs:
             prefill_offsets=offsets,
             prefill_tiles=None if offsets is None else F.pad(offsets[:-1, None], (0, 1)),
             batch_invariant=self._is_batch_invariant,
+            shares_rows=self._checks_drafts,
         ).with_groups(others, tables)
         logits = self._model.logits(self._model(batch))
         tokens, healthy = argmax(logits)

@@ -28,7 +28,7 @@ class StepInputs:
     """[KV groups, tokens]"""
     drawn_before: NDArray[np.int64]
     last: NDArray[np.int64]
-    """The last token of each row that draws."""
+    """The tokens that are drawn after: the last ones of each row that draws."""
 
     @classmethod
     def of(cls, plan: StepPlan, pages: Sequence[NDArray[np.int32]], page_tokens: int) -> StepInputs:
@@ -48,7 +48,8 @@ class StepInputs:
                 tokens[offsets[index] : offsets[index + 1]] = row.inputs.tokens
             if not row.writes:
                 slots[:, offsets[index] : offsets[index + 1]] = PADDING_PAGE
-        draws = np.fromiter((row.outputs.draws > 0 for row in plan.rows), bool, num_rows)
+        draws = np.fromiter((row.outputs.draws for row in plan.rows), np.int64, num_rows)
+        is_last = np.arange(offsets[-1]) >= np.repeat(offsets[1:] - draws, counts)
         on_device = np.fromiter((row.inputs.tokens is None for row in plan.rows), bool, num_rows)
         return cls(
             rows=rows,
@@ -58,5 +59,5 @@ class StepInputs:
             positions=positions,
             slots=slots,
             drawn_before=offsets[:-1][on_device],
-            last=offsets[1:][draws] - 1,
+            last=is_last.nonzero()[0],
         )

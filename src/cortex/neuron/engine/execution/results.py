@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class Launched:
         drawn, scores = self._read_drawn(), iter(self._scores)
         results = []
         for row in self._rows:
-            result = next(drawn) if row.outputs.draws else NO_RESULT
+            result = _accepted(row, list(islice(drawn, row.outputs.draws))) if row.outputs.draws else NO_RESULT
             if row.outputs.scores is not None:
                 scored = tuple(next(scores).read())
                 result = RowResult(result.tokens, result.logprobs, scored, result.healthy)
@@ -66,7 +67,7 @@ class Launched:
         return results
 
     def _read_drawn(self) -> Iterator[RowResult]:
-        """The draws of each row that has some."""
+        """One draw after the other."""
         if not self._drawn:
             return
         tokens, healthy, logprobs, top_ids, top_logprobs = (
@@ -79,6 +80,16 @@ class Launched:
             elif logprobs is not None:
                 entries = (TokenLogprobs(logprobs[index]),)
             yield RowResult((token,), entries, healthy=is_healthy)
+
+
+def _accepted(row: RowPlan, draws: list[RowResult]) -> RowResult:
+    """The draws of a row up to the first whose draft token was wrong."""
+    if len(draws) == 1:
+        return draws[0]
+    tokens = tuple(token for draw in draws for token in draw.tokens)
+    count = row.num_accepted(tokens)
+    logprobs = tuple(one for draw in draws[:count] for one in draw.logprobs)
+    return RowResult(tokens[:count], logprobs, healthy=all(draw.healthy for draw in draws[:count]))
 
 
 def _to_host(tensor: Tensor) -> Tensor:

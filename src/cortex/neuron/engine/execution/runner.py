@@ -18,6 +18,7 @@ from torch import Tensor
 from cortex.neuron.engine.errors import StepBlamed
 from cortex.neuron.engine.execution import batch_invariant
 from cortex.neuron.engine.execution.graphs import (
+    DRAFT_SIZES,
     MAX_NATIVE_ROWS,
     Capture,
     CudaCapture,
@@ -64,10 +65,13 @@ class Runner:
         states: StateMemory | None = None,
         capture: Capture | None = None,
         block_tokens: int | None = None,
+        *,
+        checks_drafts: bool = False,
     ) -> None:
         """`states`: the memory of recurrent states; a row's number is its slot. `capture`: captures single-token steps
         as graphs; None: as `default_capture` says. `block_tokens`: tokens are computed in blocks of this many, so
-        that their results do not depend on each other (`batch_invariant`)."""
+        that their results do not depend on each other (`batch_invariant`). `checks_drafts`: also captures steps that
+        check draft tokens."""
         self.model = model
         self._states = states
         self.device = model.parameters.device
@@ -85,6 +89,7 @@ class Runner:
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
         self._threads = StepThreads() if self.device.type == "cpu" and not is_batch_invariant else None
         self._graphs: StepGraphs | None = None
+        self._draft_graphs: StepGraphs | None = None
         if capture is None:
             capture = default_capture(model, is_batch_invariant=is_batch_invariant)
         group = model.parameters.group
@@ -97,15 +102,15 @@ class Runner:
                 sizes = GraphSizes(block_tokens, sizes=())
             elif capture is native_capture:
                 sizes = GraphSizes(min(graph_rows, MAX_NATIVE_ROWS), sizes=())
-            self._graphs = StepGraphs(
-                model,
-                self._page_tables,
-                self._last_tokens,
-                sizes,
-                context_tokens,
-                capture,
-                is_batch_invariant=is_batch_invariant,
-            )
+            shared = (context_tokens, capture)
+            tables = (self._page_tables, self._last_tokens)
+            self._graphs = StepGraphs(model, *tables, sizes, *shared, is_batch_invariant=is_batch_invariant)
+            if checks_drafts and not is_batch_invariant:
+                most = max_captured_rows(DRAFT_SIZES[-1], row_elements, group.max_captured_bytes)
+                draft_sizes = GraphSizes(most, DRAFT_SIZES)
+                if capture is native_capture:
+                    draft_sizes = GraphSizes(MAX_NATIVE_ROWS, sizes=())
+                self._draft_graphs = StepGraphs(model, *tables, draft_sizes, *shared, checks_drafts=True)
         self._prompt_plans = PromptPlans(model, 0 if is_batch_invariant else min(step_tokens, context_tokens))
 
     def prepare(self) -> bool:
@@ -115,7 +120,26 @@ class Runner:
             return self._capture_next() or self._prompt_plans.prepare()
 
     def _capture_next(self) -> bool:
-        return self._graphs is not None and self._graphs.prepare()
+        return self._next_graphs is not None and self._next_graphs.prepare()
+
+    @property
+    def _next_graphs(self) -> StepGraphs | None:
+        """Those of which one is captured next. Steps that check drafts are for small batches."""
+        missing = [
+            (graphs.next_missing, graphs)
+            for graphs in (self._graphs, self._draft_graphs)
+            if graphs is not None and graphs.next_missing is not None
+        ]
+        return min(missing, key=lambda pair: pair[0], default=(0, None))[1]
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens of a step that checks drafts, if it is to be fast; 0: no such step is."""
+        if self._block_tokens is not None:
+            return 0
+        if self.device.type == "cpu":
+            return MAX_NATIVE_ROWS  # without a graph, other steps have none either
+        return 0 if self._draft_graphs is None else self._draft_graphs.max_rows
 
     def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None = None) -> Launched:
         """Starts a step. `draws`: the plan's drawing rows in order; `mask`: the tokens that they may draw.
@@ -136,17 +160,16 @@ class Runner:
             if self._states is not None:
                 self._states.copy(plan.restores)
             inputs = StepInputs.of(plan, self._pages, self.page_tokens)
-            is_single = plan.num_singles == len(plan.rows)
             scores: list[PromptScores] = []
             if any(row.outputs.scores is not None for row in plan.rows):
                 drawn = self._forward(plan, inputs, draws, mask, scores)
             else:
-                num_rows = len(plan.rows)
-                threads = self._threads.decoding(num_rows) if self._threads and is_single else nullcontext()
-                is_captured = self._graphs is not None and is_single and self._graphs.fits(num_rows)
-                with threads:
-                    if is_captured:
-                        drawn = self._replay(plan, inputs, draws, mask)
+                is_single, num_tokens = plan.num_singles == len(plan.rows), plan.num_tokens
+                is_small = is_single or plan.only_decodes
+                graphs = self._graphs if is_single else self._draft_graphs if is_small else None
+                with self._threads.decoding(num_tokens) if self._threads and is_small else nullcontext():
+                    if graphs is not None and graphs.fits(num_tokens):
+                        drawn = self._replay(graphs, plan, inputs, draws, mask)
                     else:
                         drawn = self._forward(plan, inputs, draws, mask, scores)
             launched = Launched(self.device, plan.rows, drawn, scores)
@@ -154,24 +177,36 @@ class Runner:
                 self._states.copy(plan.saves)
             return launched
 
-    def _replay(self, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None) -> Drawn | None:
-        """Runs a step of single tokens through a captured graph."""
-        assert self._graphs is not None
+    def _replay(
+        self, graphs: StepGraphs, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None
+    ) -> Drawn | None:
+        """Runs a step of single tokens, or of rows that check drafts, through a captured graph."""
+        if graphs is self._graphs:
+            self._upload_tokens(plan)
+            logits, tokens, healthy = graphs.replay(inputs.rows, inputs.positions, inputs.slots)
+        else:
+            owners = np.repeat(inputs.rows, np.diff(inputs.offsets))
+            logits, tokens, healthy = graphs.replay(owners, inputs.positions, inputs.slots, inputs.tokens)
+        if not draws:
+            return None
+        draws_all = len(draws) == len(tokens) and mask is None
+        if self._draws_alone and draws_all and self.sampler.is_plain(draws):
+            return Drawn(tokens, healthy)
+        index = self._upload(inputs.last)
+        rows = self._rows_of(draws)
+        drawn = self._draw(logits[index], rows, self._upload(inputs.positions)[index], draws, mask)
+        self._last_tokens.index_copy_(0, rows, drawn.tokens)
+        return drawn
+
+    def _upload_tokens(self, plan: StepPlan) -> None:
+        """Sets the latest tokens of the rows whose tokens the host gives."""
         uploaded = [(row.row, row.inputs.tokens[0]) for row in plan.rows if row.inputs.tokens is not None]
         if uploaded:
             rows, tokens = self._upload(np.array(uploaded, dtype=np.int64).T)
             self._last_tokens.index_copy_(0, rows, tokens)
-        logits, tokens, healthy = self._graphs.replay(inputs.rows, inputs.positions, inputs.slots)
-        if not draws:
-            return None
-        draws_all = len(draws) == len(plan.rows) and mask is None
-        if self._draws_alone and draws_all and self.sampler.is_plain(draws):
-            return Drawn(tokens, healthy)
-        index = self._upload(inputs.last)
-        rows = self._upload(inputs.rows)[index]
-        drawn = self._draw(logits[index], rows, self._upload(inputs.positions)[index], draws, mask)
-        self._last_tokens.index_copy_(0, rows, drawn.tokens)
-        return drawn
+
+    def _rows_of(self, draws: Sequence[Draw]) -> Tensor:
+        return self._upload(np.fromiter((draw.row for draw in draws), np.int64, len(draws)))
 
     def _forward(
         self,
@@ -187,7 +222,7 @@ class Runner:
         if not draws:
             return None
         index = self._upload(inputs.last)
-        rows = self._upload(np.fromiter((draw.row for draw in draws), np.int64, len(draws)))
+        rows = self._rows_of(draws)
         logits = self._logits(hidden.index_select(0, index))
         drawn = self._draw(logits, rows, self._upload(inputs.positions[inputs.last]), draws, mask)
         self._last_tokens.index_copy_(0, rows, drawn.tokens)

@@ -96,6 +96,8 @@ class KVCache:
         groups = list(num_pages)
         for attention in attentions:
             config = attention.config
+            if not config.owns_kv:
+                continue
             shape = (num_pages[config.window], page_tokens, config.kv_heads, config.head_dim)
             keys = _zeros(shape, dtype, device)
             # The values of latent attention are a part of its keys.

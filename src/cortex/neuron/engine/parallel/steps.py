@@ -60,7 +60,7 @@ class LeadingRunner(Runner):
             return launched
 
     def _capture_next(self) -> bool:
-        if self._graphs is None or self._graphs.is_complete:
+        if self._next_graphs is None:
             return False
         with self._announced(CAPTURE):
             return super()._capture_next()
@@ -93,7 +93,7 @@ class FollowingRunner(Runner):
             with torch.inference_mode():
                 super()._capture_next()
             return
-        draws = [Draw(row.row, 0) for row in plan.rows if row.outputs.draws]
+        draws = [Draw(row.row, 0) for row in plan.rows for _ in range(row.outputs.draws)]
         self._run(plan, draws, None).wait()
 
     def _capture_next(self) -> bool:

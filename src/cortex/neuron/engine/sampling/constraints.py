@@ -32,6 +32,28 @@ class Constraint:
         except Exception as error:  # noqa: BLE001 - any error of the grammar library concerns this sequence alone
             self._fail(error)
 
+    def forced_tokens(self) -> tuple[int, ...]:
+        """Tokens that the grammar asks for next. Others that spell the same text may be allowed too."""
+        try:
+            return self._state.forced_tokens()
+        except Exception:  # noqa: BLE001 - a draft is not needed
+            return ()
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens` the grammar allows one after the other, without one that ends the output."""
+        ahead = Constraint(self._state.copy()) if tokens else self
+        return next((count for count, token in enumerate(tokens) if ahead.is_complete_after(token)), len(tokens))
+
+    def fill_masks(self, rows: Tensor, drafted: Sequence[int]) -> None:
+        """As `fill_mask`, for the next token and after each of `drafted`, which `num_allowed` has counted.
+        rows: [1 + drafted, words]"""
+        self.fill_mask(rows[0])
+        ahead = Constraint(self._state.copy()) if drafted else self
+        for index, token in enumerate(drafted, start=1):
+            if not ahead.is_complete_after(token):
+                ahead.fill_mask(rows[index])
+        # If that failed, the output fails in the same way once it gets there.
+
     def is_complete_after(self, token: int) -> bool:
         """Accepts `token`; true if no token may follow it."""
         if self.failure is not None:
@@ -67,13 +89,15 @@ class Constraints:
         except TextModelError as error:
             raise RequestError(str(error)) from error
 
-    def mask(self, drawing: Sequence[Constraint | None]) -> Tensor | None:
-        """[draws, vocab] bool on the device, true for allowed tokens; None if no row has a constraint."""
-        if not any(drawing):
+    def mask(self, drawing: Sequence[tuple[Constraint | None, Sequence[int]]]) -> Tensor | None:
+        """[draws, vocab] bool on the device, true for allowed tokens; None if no row has a constraint. `drawing`: the
+        constraint of each row, and the draft tokens that it checks."""
+        if all(constraint is None for constraint, _ in drawing):
             return None
-        words = torch.full((len(drawing), self._matcher.mask_words), -1, dtype=torch.int32)
-        for row, constraint in zip(words, drawing, strict=True):
+        counts = [1 + len(drafted) for _, drafted in drawing]
+        words = torch.full((sum(counts), self._matcher.mask_words), -1, dtype=torch.int32)
+        for rows, (constraint, drafted) in zip(words.split(counts), drawing, strict=True):
             if constraint is not None:
-                constraint.fill_mask(row)
+                constraint.fill_masks(rows, drafted)
         bits = (words.to(self._device)[:, :, None] >> self._bit) & 1
         return bits.flatten(1)[:, : self._vocab].bool()

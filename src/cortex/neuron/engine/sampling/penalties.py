@@ -43,12 +43,26 @@ class Penalties:
         past = torch.tensor((*prompt, *drawn), dtype=torch.int64)
         self._history[row, : len(past)] = past
 
-    def apply(self, logits: Tensor, rows: Tensor, positions: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-        """`positions`: those of each row's latest token. Penalties apply to the history up to and including it."""
+    def apply(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        params: Sequence[SamplingParams],
+        drafted: Sequence[int | None],
+    ) -> Tensor:
+        """`positions`: those of each draw's latest token. Penalties apply to the history up to and including it.
+        `drafted`: the draft token after it, with which the next draw of the same row continues; None: it has none."""
         if self._counts is None or self._history is None or not any(map(is_penalised, params)):
             return logits
         logits = logits.float()
         counts = self._counts[rows]
+        if earlier := _drafted_before(drafted):
+            draws, tokens = torch.tensor(earlier, device=self._device).unbind(1)
+            counts.index_put_((draws, tokens), torch.ones_like(tokens, dtype=counts.dtype), accumulate=True)
+            checking = torch.tensor([i for i, token in enumerate(drafted) if token is not None], device=self._device)
+            known = torch.tensor([token for token in drafted if token is not None], device=self._device)
+            self._history.index_put_((rows[checking], positions[checking] + 1), known.int())
         presence = torch.tensor([param.presence_penalty for param in params], device=self._device)
         frequency = torch.tensor([param.frequency_penalty for param in params], device=self._device)
         logits = logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
@@ -67,10 +81,41 @@ class Penalties:
         penalty = torch.tensor([param.repetition_penalty for param in params], device=self._device)[:, None]
         return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
-    def count(self, rows: Tensor, positions: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> None:
-        """Records the tokens drawn after `positions`."""
+    def count(
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        params: Sequence[SamplingParams],
+        drafted: Sequence[int | None],
+    ) -> None:
+        """Records the tokens drawn after `positions`, without those after a wrong draft token. The history may have
+        them: it is read up to the latest token only."""
         if self._counts is None or self._history is None or not any(map(is_penalised, params)):
             return
-        ones = torch.ones_like(tokens, dtype=torch.int32)
+        ones = _accepted(tokens, drafted).int()
         self._counts.index_put_((rows, tokens), ones, accumulate=True)
         self._history.index_put_((rows, (positions + 1).clamp(max=self._context_tokens - 1)), tokens.int())
+
+
+def _drafted_before(drafted: Sequence[int | None]) -> list[tuple[int, int]]:
+    """(draw, token) for each draft token before each draw."""
+    pairs: list[tuple[int, int]] = []
+    before: list[int] = []
+    for draw, token in enumerate(drafted):
+        pairs += [(draw, one) for one in before]
+        before = [*before, token] if token is not None else []
+    return pairs
+
+
+def _accepted(tokens: Tensor, drafted: Sequence[int | None]) -> Tensor:
+    """[draws] bool: whether all draft tokens of the row before each draw were drawn."""
+    if all(token is None for token in drafted):
+        return torch.ones_like(tokens, dtype=torch.bool)
+    firsts = [0]  # for each draw: the first one of the same row
+    for draw, token in enumerate(drafted[:-1], start=1):
+        firsts.append(draw if token is None else firsts[-1])
+    wanted = torch.tensor([-1 if token is None else token for token in drafted], device=tokens.device)
+    is_wrong = (tokens != wanted).int()
+    num_wrong_before = is_wrong.cumsum(0) - is_wrong
+    return num_wrong_before == num_wrong_before[torch.tensor(firsts, device=tokens.device)]

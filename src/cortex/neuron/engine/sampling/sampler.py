@@ -29,6 +29,8 @@ class Draw:
     row: int
     num_drawn: int
     """Tokens drawn for it before this one."""
+    drafted: int | None = None
+    """The draft token that this draw checks; the next draw is of the same row and after that token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ class Sampler:
             allowed = torch.stack([self._allowed.get(draw.row, everything) for draw in draws])
             logits = logits.masked_fill(~allowed, -torch.inf)
         logits = self._biased(logits, draws)
-        logits = self._penalties.apply(logits, rows, positions, params)
+        drafted = [draw.drafted for draw in draws]
+        logits = self._penalties.apply(logits, rows, positions, params, drafted)
         greedy = [param.temperature <= 0 for param in params]
         if all(greedy):
             tokens = _argmax(logits)
@@ -117,7 +120,7 @@ class Sampler:
             tokens = self._sampled(logits.float(), rows, positions, params)
             if any(greedy):
                 tokens = torch.where(torch.tensor(greedy, device=self.device), _argmax(logits), tokens)
-        self._penalties.count(rows, positions, tokens, params)
+        self._penalties.count(rows, positions, tokens, params, drafted)
         return self._with_logprobs(Drawn(tokens, healthy), raw, params)
 
     def _biased(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -30,8 +30,10 @@ from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 TILE = 64
 PROGRAMS_PER_PROCESSOR = 3
 """This many programs saturate the memory bandwidth; more splits only add work."""
-COMBINED = 16
-"""Splits that are combined at once."""
+COMBINED, COMBINED_VALUES = 16, 1 << 14
+"""Splits that are combined at once, at most, and their values, which are in registers."""
+WIDE, WIDE_WARPS = 512, 8
+"""From this head size on, fewer warps have too few registers."""
 MAX_SPLITS = 64
 MAX_CELLS = 1 << 16
 """Largest rows × kv heads of one launch."""
@@ -97,16 +99,19 @@ def decode_attention(
         GROUP=group,
         GROUP_BLOCK=group_block,
         GROUP_PAD=group_pad,
-        COMBINED=COMBINED,
+        COMBINED=max(1, min(COMBINED, COMBINED_VALUES // (group_pad * dim_block))),
         DIM=dim,
         DIM_BLOCK=dim_block,
-        HALF=rules.rope.shape[1] // 2,
+        HALF=rules.half,
+        PAIRS=rules.rope.shape[1] // 2,
         NORM=rules.q_scale is not None,
+        NORM_VALUES=rules.norms_values,
         SINKS=rules.sinks is not None,
         PAGE=page_tokens,
         TILE=tile,
+        SHARES=batch.shares_rows,
         HOLD=splits > 1 or dim_block <= 128,  # the first tile is loaded early; long loops of large heads need registers
-        num_warps=max(1, tile // 32),
+        num_warps=max(1, tile // 32) if dim_block < WIDE else WIDE_WARPS,
         num_stages=3,
         **launch_options(q.device),
     )
@@ -212,15 +217,20 @@ def _decode_kernel(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     SINKS: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    SHARES: tl.constexpr,
     HOLD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
         gdc_launch_dependents()
+        if SHARES:
+            gdc_wait()
     index = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -235,17 +245,17 @@ def _decode_kernel(
         return
     start = first + split * split_tokens
     end = tl.minimum(newest, start + split_tokens)
-    # Earlier positions were written by earlier steps: they may be fetched before the wait.
+    # Earlier positions were written by earlier steps, unless rows are shared: they may be fetched before the wait.
     if HOLD:
         keys, values, valid = _tile(
             start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
             q.dtype.element_ty,
         )  # fmt: skip
-    rope_row = rope + newest * 2 * HALF
-    q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
-    k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
+    rope_row = rope + newest * 2 * PAIRS
+    q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
+    k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
     slot = tl.load(slots + index)
-    if OVERLAP:
+    if OVERLAP and not SHARES:
         gdc_wait()
 
     head = tl.arange(0, GROUP_BLOCK)
@@ -260,6 +270,9 @@ def _decode_kernel(
     exact = rotated_heads(source, only, DIM, 1, k_factors, eps, DIM, DIM_BLOCK, HALF, NORM)
     new_key = exact.to(key_pages.dtype.element_ty)  # [1, dim]
     new_value = tl.load(v + index * v_token_stride + kv_head * DIM + dim, mask=dim_inside, other=0.0)
+    if NORM_VALUES:
+        exact = new_value.to(tl.float32)
+        new_value = (exact * tl.rsqrt(tl.sum(exact * exact, 0) / DIM + eps)).to(v.dtype.element_ty)
     new_value = new_value.to(value_pages.dtype.element_ty)  # what later steps will read
 
     highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)

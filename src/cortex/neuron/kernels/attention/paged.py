@@ -23,8 +23,8 @@ def attention(
 ) -> Tensor:
     """q: [tokens, heads, dim], k and v: [tokens, kv heads, dim] (strided, each head dense) → [tokens, heads, dim].
 
-    Norms and rotates q and k, stores k and v in the pages ([pages, page tokens, kv heads, dim]), and lets each token
-    attend to the positions of its row up to itself.
+    Norms q, k and v as the rules say, rotates q and k, stores k and v in the pages ([pages, page tokens, kv heads,
+    dim]), and lets each token attend to the positions of its row up to itself.
     """
     if not has_kernels(q):
         if q.shape[0] != batch.num_decodes or key_pages.dtype != q.dtype:
@@ -40,6 +40,9 @@ def attention(
     whole_prompts = bool(batch.prefills) and not batch.batch_invariant and cudnn.takes(q, k.shape[1], rules, batch)
     out = torch.empty((decodes if whole_prompts else len(q), *q.shape[1:]), dtype=q.dtype, device=q.device)
     if decodes:
+        if batch.shares_rows:  # a token reads the keys and values of those before it in the same step
+            new = q[:decodes], k[:decodes], v[:decodes]
+            rotate_and_store(*new, rules, batch.positions[:decodes], batch.slots[:decodes], key_pages, value_pages)
         decode_attention(q, k, v, rules, batch, key_pages, value_pages, out)
     if decodes == len(q):
         return out
@@ -65,7 +68,7 @@ def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor
 ) -> Tensor:
     rotation = batch.once(
-        ("rotation", id(rules.rope), q.dtype), lambda: Rotation.at(batch.positions, rules.rope, q.dtype)
+        ("rotation", id(rules.rope), q.dtype), lambda: Rotation.at(batch.positions, rules.rope, q.dtype, rules.half)
     )
     q = rotate_and_store_by(rotation, q, k, v, rules, batch.slots, key_pages, value_pages)
     return attend_reference(q, rules, batch, key_pages, value_pages)

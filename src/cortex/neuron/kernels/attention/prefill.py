@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cortex.neuron.kernels.attention.decode import LOG2_E
+from cortex.neuron.kernels.attention.decode import LOG2_E, WIDE, WIDE_WARPS
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch
 from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
@@ -66,7 +66,7 @@ def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> t
     for queries, keys, warps in TILES:
         in_heads = (queries + 2 * shared.copies * keys) * dim_block
         if shared.holds((in_heads + queries * keys) * element_bytes):
-            return queries, keys, warps
+            return queries, keys, WIDE_WARPS if dim_block >= WIDE else warps
     return TILES[-1]
 
 

@@ -25,6 +25,7 @@ def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delta
     if not has_kernels(projected):
         return gated_delta_reference(projected, rules, batch, state)
     from cortex.neuron.kernels.delta.chunks import delta_chunks
+    from cortex.neuron.kernels.delta.few_tokens import delta_few_tokens
     from cortex.neuron.kernels.delta.step import delta_step
 
     out = torch.empty((len(projected), rules.value_size), dtype=projected.dtype, device=projected.device)
@@ -38,6 +39,9 @@ def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delta
                 out[tokens] = part
         return out
     decodes = batch.num_decodes
+    if batch.shares_rows:
+        delta_few_tokens(projected, rules, batch, state, out)
+        return out
     if decodes:
         delta_step(projected, rules, batch, state, out)
     if batch.prefills:
@@ -60,6 +64,13 @@ def _turns(batch: Batch) -> list[tuple[Batch, Tensor | None]]:
 
 
 def gated_delta_reference(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:
+    if batch.shares_rows:  # one token after the other
+        turns = [
+            replace(batch, num_decodes=1, rows=row[None], positions=position[None], shares_rows=False)
+            for row, position in zip(batch.rows, batch.positions, strict=True)
+        ]
+        tokens = zip(projected.split(1), turns, strict=True)
+        return torch.cat([gated_delta_reference(token, rules, turn, state) for token, turn in tokens])
     heads = rules.value_heads
     x, gate, write, decay_input = projected.split([rules.channels, rules.value_size, heads, heads], dim=-1)
     strength = write.float().sigmoid()

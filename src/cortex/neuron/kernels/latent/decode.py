@@ -25,6 +25,8 @@ from cortex.neuron.kernels.latent.rules import LatentRules
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 MAX_SPLITS = 64
+COMBINED = 16
+"""Splits that are combined at once."""
 MAX_HEADS = 64
 """Heads of one program: their sums are in registers."""
 TILES = (64, 32, 16)
@@ -79,6 +81,7 @@ def decode_latent_attention(query: Tensor, rules: LatentRules, batch: Batch, pag
             LATENT=rules.latent,
             LATENT_BLOCK=latent_block,
             SPLITS=triton.next_power_of_2(splits),
+            COMBINED=min(COMBINED, triton.next_power_of_2(splits)),
             num_warps=4,
             **launch_options(query.device),
         )
@@ -187,6 +190,7 @@ def _combine_kernel(
     LATENT: tl.constexpr,
     LATENT_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    COMBINED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per row and head."""
@@ -200,11 +204,14 @@ def _combine_kernel(
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, LATENT_BLOCK)
     sum = tl.load(sums + split * ROWS_HEADS + cell, mask=split < active, other=-float("inf"))
-    weight = tl.exp2(sum - tl.max(sum, 0))
-    weight /= tl.sum(weight, 0)
+    highest = tl.max(sum, 0)
+    weights = tl.sum(tl.exp2(sum - highest), 0)
     total = tl.zeros((LATENT_BLOCK,), tl.float32)
-    for number in range(0, active):
-        own = tl.sum(tl.where(split == number, weight, 0.0), 0)
-        source = parts + (number * ROWS_HEADS + cell) * LATENT + column
-        total += own * tl.load(source, mask=column < LATENT, other=0.0)
+    for first in range(0, active, COMBINED):
+        some = first + tl.arange(0, COMBINED)
+        sum = tl.load(sums + some * ROWS_HEADS + cell, mask=some < active, other=-float("inf"))
+        source = parts + ((some * ROWS_HEADS + cell) * LATENT)[:, None] + column[None, :]
+        block = tl.load(source, mask=(some < active)[:, None] & (column < LATENT)[None, :], other=0.0)
+        total += tl.sum(block * tl.exp2(sum - highest)[:, None], 0)
+    total /= weights
     tl.store(mixed + cell * LATENT + column, total.to(mixed.dtype.element_ty), mask=column < LATENT)

@@ -41,6 +41,10 @@ class Experts:
     gate_up_bias: Tensor | None = None
     """Of each row of `gate_up`; `down_bias` of each row of `down`."""
     down_bias: Tensor | None = None
+    router_norm: Tensor | None = None
+    """[hidden]: the weight of the norm before the router; None: that of the norm before the experts"""
+    scales: Tensor | None = None
+    """[routed] float32: factors of the weights of the chosen experts"""
 
     @property
     def num_experts(self) -> int:

@@ -10,7 +10,7 @@ from cortex.neuron.kernels.activations import activate_reference
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.matrix import ExpertMatrix, Prologue
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.routing import choose_reference, choose_rows, held_choice, held_lists, list_pairs
+from cortex.neuron.kernels.moe.routing import choose_rows, choose_rows_reference, held_choice, held_lists, list_pairs
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.products.grouped import combine, expert_load
 
@@ -49,7 +49,8 @@ def mixture_grouped(
     tokens, size = hidden.shape
     num_pairs, load = tokens * experts.slots, expert_load(tokens * experts.top_k, experts.num_routed)
     x = rms_norm(hidden, norm_weight, eps)
-    lists = held_lists(list_pairs(F.linear(x, experts.router, experts.router_bias), experts), experts)
+    scored = x if experts.router_norm is None else rms_norm(hidden, experts.router_norm, eps)
+    lists = held_lists(list_pairs(F.linear(scored, experts.router, experts.router_bias), experts), experts)
     inner = torch.empty(num_pairs, experts.inner, dtype=x.dtype, device=x.device)
     experts.gate_up.grouped(
         x,
@@ -72,7 +73,7 @@ def mixture_reference(
 ) -> Tensor:
     """Sorts pairs by expert, so that each expert runs once on contiguous memory."""
     x = rms_norm_reference(hidden, norm_weight, eps)
-    choice = held_choice(choose_reference(F.linear(x, experts.router, experts.router_bias), experts), experts)
+    choice = held_choice(choose_rows_reference(hidden, norm_weight, eps, experts), experts)
     by_expert, order = choice.experts.flatten().sort(stable=True)
     gathered = x.index_select(0, order // experts.slots)  # [pairs, hidden]
     parts = torch.empty_like(gathered)

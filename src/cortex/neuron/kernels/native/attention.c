@@ -1,4 +1,5 @@
-// Attention of decode rows over pages: one token of each row, from projected heads to mixed values.
+// Attention of decode rows over pages: one token of each row, from projected heads to mixed values. Consecutive rows may
+// be consecutive tokens of one sequence, which attend to each other.
 
 #include "operations.h"
 
@@ -14,9 +15,9 @@ static void rotated(
         widen(norm, 0, a->dim, a->is_norm_half, room);
         for (int64_t i = 0; i < a->dim; i++) out[i] *= factor * room[i];
     }
-    const int64_t half = a->rotated_dims / 2;
-    const float *cosines = a->rope + a->positions[row] * a->rotated_dims, *sines = cosines + half;
-    for (int64_t i = 0; i < half; i++) {
+    const int64_t pairs = a->rotated_dims / 2, half = a->pair_distance;
+    const float *cosines = a->rope + a->positions[row] * a->rotated_dims, *sines = cosines + pairs;
+    for (int64_t i = 0; i < pairs; i++) {
         float one = out[i], other = out[half + i];
         out[i] = one * cosines[i] - other * sines[i];
         out[half + i] = other * cosines[i] + one * sines[i];
@@ -115,7 +116,10 @@ INLINE int mix(const Attention *a, int64_t row, int64_t kv_head, const int is_ha
 void run_attention(const Attention *a, const Member *member) {
     Team *team = member->team;
     for (int64_t number; (number = take(team, 1)) < team->rows * a->kv_heads;) {
-        const int64_t row = number / a->kv_heads, kv_head = number % a->kv_heads;
-        if (a->is_half ? mix(a, row, kv_head, 1) : mix(a, row, kv_head, 0)) fail(team, NO_MEMORY);
+        int64_t row = number / a->kv_heads;
+        const int64_t kv_head = number % a->kv_heads, owner = a->table_rows[row];
+        if (row && a->table_rows[row - 1] == owner) continue;  // computed with the sequence's first token
+        for (; row < team->rows && a->table_rows[row] == owner; row++)
+            if (a->is_half ? mix(a, row, kv_head, 1) : mix(a, row, kv_head, 0)) fail(team, NO_MEMORY);
     }
 }

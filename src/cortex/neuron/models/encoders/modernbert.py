@@ -38,8 +38,8 @@ class ModernBert(EncoderArchitecture):
     def read_ends(self) -> EndsConfig:
         return EndsConfig(self.norm, norms=("embed_norm", "norm"))
 
-    def _layer(self, index: int) -> LayerConfig:
-        layer = super()._layer(index)
+    def layer(self, index: int) -> LayerConfig:
+        layer = super().layer(index)
         return layer if index else replace(layer, mixer_norms=BlockNorms())  # the embedding has a norm already
 
     @property

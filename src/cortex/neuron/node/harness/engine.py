@@ -67,6 +67,7 @@ class EngineHarness:
             context_tokens=model.context_tokens,
             kv_dtype=model.kv_dtype,
             deterministic=model.deterministic,
+            speculation=model.speculation,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
             memory_bytes=smallest(*ceilings, *chosen.limits),

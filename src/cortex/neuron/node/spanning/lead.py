@@ -164,6 +164,7 @@ def _request(model: KnownModel) -> LoadRequest:
         pipeline_parallel=model.pipeline_parallel,
         context_tokens=model.context_tokens,
         kv_dtype=model.kv_dtype,
+        speculation=model.speculation,
         nodes=model.nodes,
     )
 

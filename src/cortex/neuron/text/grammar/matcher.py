@@ -119,6 +119,14 @@ class MatchState:
         if self._matcher.is_error():
             raise GrammarRejected(f"the grammar became too complex, simplify it: {_reason(self._matcher)}")
 
+    def forced_tokens(self) -> tuple[int, ...]:
+        """The tokens of the text that must come next, if there is only one."""
+        return () if self._matcher.is_stopped() else tuple(self._matcher.compute_ff_tokens())
+
+    def copy(self) -> MatchState:
+        """An independent state; takes some microseconds."""
+        return MatchState(self._matcher.deep_copy(), self._mask_words)
+
     def accept(self, token: int) -> None:
         """Accepts `token`; raises GrammarRejected if the mask did not allow it."""
         if not self._matcher.consume_token(token):

@@ -24,6 +24,9 @@ _NAMED: Final = {
     "mask_token": "mask_token_id",
 }
 _END_IDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+_SENTENCEPIECE: Final = frozenset({"llama", "gemma4"})
+_END_TOKENS: Final = {"gemma4": ("<eos>", "<turn|>", "<|tool_response>")}
+"""Kind of a tokenizer → tokens that end a generation, which its files do not name."""
 
 
 class TokenType(IntEnum):
@@ -43,7 +46,7 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata, tokens)
-    elif kind == "llama":
+    elif kind in _SENTENCEPIECE:
         tokenizer = _sentencepiece(metadata, tokens)
     elif kind == "bert":
         return _wordpiece(metadata, tokens)
@@ -51,11 +54,11 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
         return _unigram(metadata, tokens)
     else:
         raise TokenizerUnsupported(
-            f"the GGUF file has a tokenizer of kind {kind!r}, supported are 'gpt2', 'llama', 'bert' and 't5'; "
-            "serve the model from safetensors"
+            f"the GGUF file has a tokenizer of kind {kind!r}, supported are 'gpt2', 'llama', 'gemma4', 'bert' and "
+            "'t5'; serve the model from safetensors"
         )
     _add_whole_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or ())
-    _add_begin_and_end(tokenizer, metadata, tokens, sentencepiece=kind == "llama")
+    _add_begin_and_end(tokenizer, metadata, tokens, sentencepiece=kind in _SENTENCEPIECE)
     return tokenizer
 
 
@@ -68,7 +71,10 @@ def named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids that end a generation, according to the file."""
-    found = (metadata.get(f"tokenizer.ggml.{key}") for key in _END_IDS)
+    found = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_IDS]
+    unnamed = _END_TOKENS.get(str(metadata.get("tokenizer.ggml.model")), ())
+    tokens = metadata.get("tokenizer.ggml.tokens") or ()
+    found += [i for i, token in enumerate(tokens) if token in unnamed] if unnamed else []
     return tuple(dict.fromkeys(i for i in found if isinstance(i, int)))
 
 

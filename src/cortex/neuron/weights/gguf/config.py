@@ -22,6 +22,7 @@ _FAMILIES: Final = {
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
     "gemma-embedding": ("gemma3_text", "Gemma3TextModel"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
@@ -58,6 +59,8 @@ PLUS_ONE_NORMS: Final = frozenset({"gemma-embedding", "gemma3", "muse-glimmer"})
 """Architectures whose converters add one to the weights of norms."""
 PLAIN_LAST_NORM: Final = frozenset({"muse-glimmer"})
 """Of these, those that keep that of the last norm."""
+_BY_LAYER: Final = frozenset({"gemma4"})
+"""Architectures whose layers differ in their sizes, and whose options say how; here they have those of the first."""
 _TILED: Final = frozenset({"qwen35", "qwen35moe"})
 """Architectures whose value heads converters put into another order."""
 
@@ -95,7 +98,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         raise Unsupported(f"{file.path} rotates {rotary_dim} of {head_dim} dimensions, which is not supported in GGUF")
     rope_theta = keys.number("rope.freq_base", 10000.0)
     is_mixture = architecture in _MIXTURES
-    if not is_mixture and file.metadata.get(f"{architecture}.expert_count"):
+    if not is_mixture and architecture not in _BY_LAYER and file.metadata.get(f"{architecture}.expert_count"):
         raise Unsupported(f"{file.path} is a {architecture} mixture of experts, which is not supported in GGUF")
 
     config: dict[str, Any] = {
@@ -105,7 +108,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
+        "num_key_value_heads": _of_first_layer(keys, architecture, "attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": keys.count("context_length"),
@@ -120,7 +123,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     if is_mixture:
         config |= _mixture(keys)
     else:
-        config["intermediate_size"] = keys.count("feed_forward_length")
+        config["intermediate_size"] = _of_first_layer(keys, architecture, "feed_forward_length")
     if architecture in _PARTIAL:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if is_hybrid:
@@ -150,6 +153,10 @@ def _num_layers(file: GGUFFile, keys: Keys) -> int:
     if extra >= num_layers:
         raise Malformed(f"{file.path} has {num_layers} layers, {extra} of them for prediction; convert the model again")
     return num_layers - extra
+
+
+def _of_first_layer(keys: Keys, architecture: str, name: str, default: int | None = None) -> int:
+    return keys.counts(name, 1, default)[0] if architecture in _BY_LAYER else keys.count(name, default)
 
 
 def _mixture(keys: Keys) -> dict[str, Any]:

@@ -35,13 +35,15 @@ class Keys:
             raise self._wrong(name, value)
         return value
 
-    def counts(self, name: str, num_layers: int) -> list[int]:
-        """A count of each layer, or one of all."""
-        value = self._get(name, None)
-        counts = value if isinstance(value, list) else [value] * num_layers
-        if len(counts) < num_layers or not all(type(count) is int and 0 < count < 1 << 31 for count in counts):
+    def counts(self, name: str, num_layers: int, default: int | None = None) -> list[int]:
+        """One for each layer, of files that list them or have one for all."""
+        value = self._get(name, default)
+        if not isinstance(value, list):
+            return [self.count(name, default)] * num_layers
+        is_count = [isinstance(each, int) and not isinstance(each, bool) and 0 < each < 1 << 31 for each in value]
+        if len(value) < num_layers or not all(is_count):
             raise self._wrong(name, value)
-        return counts[:num_layers]
+        return value[:num_layers]
 
     def num_rows(self, tensor: str) -> int:
         """Of a tensor, 0 if the file does not have it."""

@@ -10,6 +10,7 @@ import msgspec
 from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.custom_tools import arguments_of
+from cortex.wire.fields.prediction import read_prediction
 from cortex.wire.fields.sampling import (
     MAX_TOP_LOGPROBS,
     read_effort,
@@ -66,6 +67,7 @@ def parse(body: bytes) -> GenerateRequest:
         tool_choice=_read_tool_choice(fields, found, as_functions=as_functions),
         as_functions=as_functions,
         output=read_output_format(fields, fields.object("response_format")),
+        prediction=read_prediction(fields),
         thinking=_read_thinking(fields, template_args),
         sampling=_read_chat_sampling(fields),
         stream=fields.flag("stream") or False,

@@ -52,6 +52,8 @@ def build(request: GenerateRequest) -> bytes:
     body |= _output_body(request.output)
     body |= _template_body(request)
     body |= _sampling_body(request)
+    if request.prediction is not None:
+        body["prediction"] = {"type": "content", "content": request.prediction}
     if request.user is not None:
         body["user"] = request.user
     return msgspec.json.encode(body)

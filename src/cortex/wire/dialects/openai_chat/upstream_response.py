@@ -235,6 +235,8 @@ def _usage(usage: dict[str, Any]) -> Usage:
         cached_tokens=int(prompt_details.get("cached_tokens") or 0),
         completion_tokens=int(usage.get("completion_tokens") or 0),
         reasoning_tokens=int(completion_details.get("reasoning_tokens") or 0),
+        accepted_prediction_tokens=int(completion_details.get("accepted_prediction_tokens") or 0),
+        rejected_prediction_tokens=int(completion_details.get("rejected_prediction_tokens") or 0),
     )
     return reported if all(0 <= tokens <= MAX_TOKENS for tokens in msgspec.structs.astuple(reported)) else Usage()
 

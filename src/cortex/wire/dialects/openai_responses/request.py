@@ -9,6 +9,7 @@ import msgspec
 from cortex.wire.dialects.openai_responses.items import read_input
 from cortex.wire.errors import shorten
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
+from cortex.wire.fields.prediction import read_prediction
 from cortex.wire.fields.sampling import (
     MAX_TOP_LOGPROBS,
     read_effort,
@@ -55,6 +56,7 @@ def parse(body: bytes) -> GenerateRequest:
         tools=tuple(found.tools),
         tool_choice=_read_tool_choice(fields, found),
         output=read_output_format(fields, text.object("format") if text else None),
+        prediction=read_prediction(fields),
         thinking=read_effort(reasoning.text("effort") if reasoning else None),
         sampling=_read_sampling(fields),
         stream=fields.flag("stream") or False,

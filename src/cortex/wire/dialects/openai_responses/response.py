@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from cortex.wire.dialects.openai_chat.stream import logprobs_body
+from cortex.wire.dialects.openai_chunks import output_details
 from cortex.wire.events import Finish, TokenLogprob, Usage
 from cortex.wire.fields.custom_tools import input_of
 from cortex.wire.requests import GenerateRequest, Reasoning, Text, ToolCall
@@ -109,6 +110,6 @@ def _usage_body(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "output_tokens_details": output_details(usage),
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

@@ -33,7 +33,7 @@ FIELDS = FieldTable(
         honoured("continue_final_message", True),
         honoured("user", "u"),
         tolerated("verbosity", "low", "a hint that open models do not know"),
-        tolerated("prediction", {"type": "content", "content": "x"}, "a hint for speed"),
+        honoured("prediction", {"type": "content", "content": "x"}, "text that the response repeats comes faster"),
         tolerated("add_special_tokens", False, "the template writes the special tokens"),
         rejected("modalities", ["text", "audio"], "the models here write text only", ["text"]),
         rejected("audio", {"voice": "x"}, "the models here write text only; remove it", {}),

@@ -20,6 +20,7 @@ FIELDS = FieldTable(
         honoured("include", ["message.output_text.logprobs"], "log-probabilities; others have nothing to add"),
         honoured("text", {"format": {"type": "json_object"}}),
         tolerated("text.verbosity", "low", "a hint that open models do not know"),
+        honoured("prediction", {"type": "content", "content": "x"}, "as in chat completions"),
         honoured("reasoning", {"effort": "low"}),
         tolerated("reasoning.summary", "auto", "the reasoning itself is returned"),
         honoured("chat_template_kwargs", {"enable_thinking": False}),

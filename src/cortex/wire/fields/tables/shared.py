@@ -24,6 +24,7 @@ SAMPLING = (
     honoured("ignore_eos", True),
     honoured("stop", ["END"]),
     honoured("stop_token_ids", [2]),
+    honoured("speculation", "off", "one token per step; the response is the same"),
 )
 """For `read_sampling`."""
 

@@ -123,6 +123,7 @@ function Detail({ row, onClose, onForgotten }) {
     ["Prompt tokens", pools(full) ? count(full.prompt_tokens) : `${count(full.prompt_tokens)}, of them ${count(full.cached_tokens)} from the prefix cache`],
     ["Dimensions", full.dimensions != null && count(full.dimensions)],
     ["Completion tokens", pools(full) ? null : full.reasoning_tokens ? `${count(full.completion_tokens)}, of them ${count(full.reasoning_tokens)} thoughts` : count(full.completion_tokens)],
+    ["Draft tokens", full.drafted_tokens > 0 && `${count(full.drafted_tokens)}, of them ${count(full.accepted_draft_tokens)} accepted`],
     ["Error", full.error], ["Message", full.error_message],
   ];
   return html`

@@ -1,0 +1,114 @@
+"""The draft tokens of one sequence, and how likely each of them is to be the token that will be drawn.
+
+The likelihood is learned from every token of the response, whether or not it was drafted: each tells whether what was
+expected there was right. So a sequence whose text begins to repeat is noticed without cost. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from cortex.neuron.engine.speculation.suffix_match import SuffixMatch
+
+DraftKind = Literal["lookup", "prediction", "grammar"]
+
+_MATCH_LENGTHS: Final = (1, 4, 8, 16, 32)
+"""Matches are as likely to go on as other matches of a length between the same two of these."""
+_FIRST_ODDS: Final[dict[DraftKind, tuple[float, ...]]] = {
+    "lookup": (0.0, 0.3, 0.5, 0.7, 0.8, 0.9),
+    "prediction": (0.6, 0.6, 0.8, 0.9, 0.9, 0.95),
+    "grammar": (0.9,) * 6,
+}
+_PACE: Final = 0.1
+"""How fast the odds follow what happens: the weight of the latest token."""
+_MAX_FOLLOWED: Final = 32
+"""If more tokens wait to be followed, their odds are not learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    tokens: tuple[int, ...]
+    odds: tuple[float, ...]
+    """How likely each token, together with all before it, is to be accepted."""
+    kind: DraftKind
+
+    def first(self, count: int) -> Draft:
+        return Draft(self.tokens[:count], self.odds[:count], self.kind)
+
+
+NO_DRAFT = Draft((), (), "lookup")
+
+
+class Drafter:
+    """Belongs to the engine thread. `text` is the sequence's tokens: it grows, and is only read."""
+
+    def __init__(self, text: list[int], prediction: tuple[int, ...] = (), *, is_on: bool = True) -> None:
+        """`is_on`: whether it is asked for drafts; if not, it only says how much of the prediction appeared."""
+        self.is_on = is_on
+        self._text = text
+        self._lookup: SuffixMatch | None = None
+        """Made when it is first needed: the index of a long prompt takes some milliseconds."""
+        self._prediction = SuffixMatch(list(prediction), text, is_prediction=True) if prediction else None
+        self._odds = {kind: list(odds) for kind, odds in _FIRST_ODDS.items()}
+
+    def draft(self, count: int) -> Draft:
+        """Up to `count` tokens that are expected after the text."""
+        self._follow()
+        sources: tuple[tuple[DraftKind, SuffixMatch | None], ...] = (
+            ("prediction", self._prediction),
+            ("lookup", self._lookup),
+        )
+        drafts = [self._draft_of(kind, lookup, count) for kind, lookup in sources if lookup is not None]
+        return max(drafts, key=lambda draft: sum(draft.odds), default=NO_DRAFT)
+
+    def _draft_of(self, kind: DraftKind, lookup: SuffixMatch, count: int) -> Draft:
+        tokens = lookup.draft(count if kind == "prediction" else min(count, lookup.length))
+        return Draft(tokens, self._chances(kind, lookup.length, len(tokens)), kind)
+
+    def forced(self, tokens: tuple[int, ...]) -> Draft:
+        """Tokens that a grammar asks for."""
+        return Draft(tokens, self._chances("grammar", 0, len(tokens)), "grammar")
+
+    def checked(self, kind: DraftKind, num_drafted: int, num_accepted: int) -> None:
+        """Learns from draft tokens that were checked. What became of others follows from the text."""
+        if kind == "grammar":
+            for index in range(min(num_accepted + 1, num_drafted)):
+                self._learn("grammar", 0, held=index < num_accepted)
+
+    def follow_prediction(self) -> int:
+        """Follows the new tokens of the text through the prediction; returns how many of them it has."""
+        if self._prediction is None:
+            return 0
+        before = self._prediction.num_followed
+        self._follow_in("prediction", self._prediction)
+        return self._prediction.num_followed - before
+
+    def _follow(self) -> None:
+        self.follow_prediction()
+        if self._lookup is None:
+            self._lookup = SuffixMatch(self._text, self._text)
+        if (late := self._lookup.num_pending - _MAX_FOLLOWED) > 0:
+            self._lookup.skip(late)
+        self._follow_in("lookup", self._lookup)
+
+    def _follow_in(self, kind: DraftKind, lookup: SuffixMatch) -> None:
+        while lookup.num_pending:
+            length = lookup.length
+            held = lookup.advance()
+            if held is not None:
+                self._learn(kind, length, held=held)
+
+    def _learn(self, kind: DraftKind, length: int, *, held: bool) -> None:
+        place = bisect_right(_MATCH_LENGTHS, length)
+        odds = self._odds[kind]
+        odds[place] += (held - odds[place]) * _PACE
+
+    def _chances(self, kind: DraftKind, length: int, count: int) -> tuple[float, ...]:
+        """A match that goes on gets longer, and with it more likely to go on."""
+        chances, chance = [], 1.0
+        for index in range(count):
+            chance *= self._odds[kind][bisect_right(_MATCH_LENGTHS, length + index if kind != "grammar" else 0)]
+            chances.append(chance)
+        return tuple(chances)

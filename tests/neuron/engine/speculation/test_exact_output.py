@@ -1,0 +1,158 @@
+"""Checking drafts changes how many steps a response takes, and nothing else: tokens, log-probabilities and the reason
+of its end are those without drafts, for every option of a request and every kind of layer."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.engine.speculation.drafter import Draft
+from cortex.neuron.layers.parameters import Parameters
+
+from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes
+
+CPU = torch.device("cpu")
+END = 256
+VOCAB = 258
+DENSE: dict[str, Any] = {"model_type": "qwen3", **tiny_sizes(vocab_size=VOCAB, hidden_size=32)}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dense": DENSE,
+    "windows": DENSE
+    | {"sliding_window": 20, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+    "mixture": DENSE | {"model_type": "qwen3_moe", **tiny_experts()},
+    "hybrid": DENSE
+    | {"model_type": "qwen3_5_text", **tiny_delta(linear_key_head_dim=8, linear_value_head_dim=8)}
+    | {"layer_types": ["linear_attention", "full_attention"]},
+}
+GRAMMAR = '{"grammars": [{"json_schema": {"type": "object", "properties": {"kind": {"enum": ["aa", "bb"]}, "n": {"type": "integer", "maximum": 99}}, "required": ["kind", "n"], "additionalProperties": false}}]}'  # noqa: E501
+
+
+@dataclass(frozen=True, slots=True)
+class AnyWidths:
+    """Checks as many draft tokens as chance says, in every kind of step."""
+
+    draw: random.Random
+    max_tokens: int = 64
+
+    def widths(self, drafts: Sequence[Draft], num_tokens: int, *, is_mixed: bool) -> list[int]:
+        del num_tokens, is_mixed
+        return [self.draw.randint(0, min(12, len(draft.tokens))) for draft in drafts]
+
+    def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer whose vocabulary is every byte and an end token."""
+    path = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: index for index, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return path
+
+
+def fill(parameters: Parameters) -> None:
+    torch.manual_seed(1)
+    for binding in parameters.bindings:
+        torch.nn.init.normal_(binding.destination, std=0.5 if binding.destination.dim() == 1 else 0.15)
+
+
+def make_engine(folder: Path, family: str, *, seed: int | None, late: bool = False, **options: Any) -> Engine:
+    """`seed`: of the widths; None: no drafts."""
+    spec = LoadSpec(str(folder), dtype="float32", context_tokens=128, deterministic=True, max_num_seqs=4, **options)
+    if seed is None:
+        spec = replace(spec, speculation="off")
+    rule = AnyWidths(random.Random(seed))
+    return Engine(build_model(FAMILIES[family], spec, CPU, fill), spec, overlaps=late, width_rule=lambda _: rule)
+
+
+def some_requests(seed: int) -> list[EngineRequest]:
+    """One with each option, and one with any of them."""
+    draw = random.Random(seed)
+    greedy, sampled = {"temperature": 0.0}, {"temperature": 1.5, "seed": seed}
+    options: list[dict[str, Any]] = [
+        greedy,
+        sampled,
+        sampled | {"top_p": 0.8, "top_k": 20, "min_p": 0.01},
+        greedy | {"frequency_penalty": 0.9, "presence_penalty": 0.5},
+        sampled | {"repetition_penalty": 1.4, "repetition_window": 12},
+        greedy | {"repetition_penalty": 1.6},
+        greedy | {"logit_bias": ((3, 4.0), (7, -5.0))},
+        sampled | {"allowed_token_ids": tuple(range(5, 90))},
+        sampled | {"top_logprobs": 3},
+    ]
+    requests = []
+    for number, sampling in enumerate([*options, greedy, sampled, greedy]):
+        text = tuple(draw.randrange(256) for _ in range(draw.randint(1, 12)))
+        prompt = text * draw.randint(1, 4)
+        request = EngineRequest(str(number), prompt, draw.randint(1, 24), SamplingParams(**sampling))
+        if number >= len(options):
+            request = replace(request, grammar=GRAMMAR, stop_token_ids=(END,))
+        elif number % 2:
+            stops = tuple(draw.randrange(256) for _ in range(30))
+            request = replace(request, stop_token_ids=stops, min_tokens=draw.choice((0, 6)))
+        requests.append(request)
+    return requests
+
+
+Response = tuple[tuple[int, ...], tuple[Any, ...], str | None]
+
+
+def responses(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, Response]:
+    found: dict[str, Response] = {request.id: ((), (), None) for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            tokens, logprobs, _ = found[output.request_id]
+            found[output.request_id] = (*tokens, *output.tokens), (*logprobs, *output.logprobs), output.finish
+        engine.check_integrity()
+    return found
+
+
+def with_predictions(requests: Sequence[EngineRequest], said: dict[str, Response], seed: int) -> list[EngineRequest]:
+    """Predictions of the responses, with some changes."""
+    draw = random.Random(seed)
+    changed = []
+    for request in requests:
+        tokens = list(said[request.id][0])
+        for _ in range(draw.randint(0, 3)):
+            place = draw.randint(0, len(tokens))
+            tokens[place : place + draw.randint(0, 2)] = [draw.randrange(256)] * draw.randint(0, 2)
+        changed.append(replace(request, prediction=tuple(tokens)))
+    return changed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_responses_are_those_without_drafts(folder: Path, family: str) -> None:
+    seed = list(FAMILIES).index(family)
+    requests = some_requests(seed)
+    plain = make_engine(folder, family, seed=None)
+    expected = responses(plain, requests)
+    plain.close()
+    engine = make_engine(folder, family, seed=seed, late=seed % 2 == 1)
+    assert responses(engine, with_predictions(requests, expected, seed)) == expected
+    assert responses(engine, requests) == expected  # drafts from the text alone, prompts from the cache
+    stats = engine.stats()
+    engine.close()
+    assert set(stats.drafted_tokens) == {"lookup", "prediction", "grammar"}
+    assert all(stats.accepted_tokens.values())
+    assert stats.accepted_tokens["prediction"] < stats.drafted_tokens["prediction"], "no draft was wrong"
+    assert stats.completion_tokens == 2 * sum(len(tokens) for tokens, _, _ in expected.values())

@@ -31,9 +31,8 @@ def _rotated(q: Tensor, k: Tensor, rules: AttentionRules, batch: Batch) -> tuple
         q, k = rms_norm(q, rules.q_scale, rules.eps), rms_norm(k, rules.k_scale, rules.eps)
     if not rules.rotates:
         return q, k
-    rotation = batch.once(
-        ("rotation", id(rules.rope), q.dtype), lambda: Rotation.at(batch.positions, rules.rope, q.dtype)
-    )
+    key = ("rotation", id(rules.rope), q.dtype, rules.half)
+    rotation = batch.once(key, lambda: Rotation.at(batch.positions, rules.rope, q.dtype, rules.half))
     return rotation(q), rotation(k)
 
 

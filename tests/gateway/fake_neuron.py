@@ -90,6 +90,8 @@ class FakeNeuron:
     """(status, code, message) for the next loads, in order."""
     loads: dict[str, ModelLoad] = field(default_factory=dict)
     sampling: dict[str, SamplingDefaults] = field(default_factory=dict)
+    capabilities: dict[str, Capabilities] = field(default_factory=dict)
+    """Of models whose files it has read; the others are chat models once they are loaded."""
     respond: Respond | None = None
     silent: bool = False
     """Accept control requests and never respond."""
@@ -136,7 +138,8 @@ class FakeNeuron:
             context_tokens=32768,
             max_input_tokens=30000,
             max_output_tokens=8192,
-            capabilities=Capabilities(tools=True, reasoning=True),
+            family="bert" if model in self.capabilities else None,
+            capabilities=self.capabilities.get(model, Capabilities(tools=True, reasoning=True)),
             sampling=self.sampling.get(model, SamplingDefaults()),
             load=self.loads.get(model, ModelLoad()),
             reason=self.reason if state is ModelState.FAILED else None,

@@ -8,6 +8,7 @@ from cortex import __version__
 from cortex.cli.commands.chat import chat
 from cortex.cli.commands.completion import completion
 from cortex.cli.commands.doctor.command import doctor
+from cortex.cli.commands.embed import embed
 from cortex.cli.commands.explain import explain
 from cortex.cli.commands.files import pull, rm
 from cortex.cli.commands.keys import keys
@@ -32,7 +33,7 @@ def cortex() -> None:
 
 
 _LOOK = (status, ps, models, logs, jobs, explain, doctor)
-_USE = (run_model, chat, launch)
+_USE = (run_model, chat, embed, launch)
 _CONTROL = (load, unload, pin, unpin, move, pull, rm, drain, undrain)
 
 for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, serve, completion):

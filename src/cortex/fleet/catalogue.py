@@ -23,7 +23,7 @@ from cortex.wire.node.sampling import SamplingDefaults
 MEBIBYTE = 1024 * 1024
 
 LoadPolicy = Literal["on_demand", "pinned", "manual"]
-Capability = Literal["chat", "tools", "reasoning", "vision", "embeddings", "insert"]
+Capability = Literal["chat", "tools", "reasoning", "vision", "embeddings", "rerank", "insert"]
 Amount = Annotated[int, msgspec.Meta(ge=0)]
 Price = Annotated[float, msgspec.Meta(ge=0)]
 

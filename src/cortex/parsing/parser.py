@@ -20,6 +20,7 @@ from cortex.parsing.relayed import RelayedBody, envelope_of
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest
+from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.rejection import Rejected, error_of
 from cortex.wire.requests import GenerateRequest
 
@@ -94,6 +95,12 @@ class BodyParser:
         """A request for the tokens of a conversation or of a text."""
         reply = await self._run(protocol.ParseTokenize(body), client, is_parsed_elsewhere(body))
         return reply if isinstance(reply, protocol.ParsedText) else _packed(reply)
+
+    async def parse_pooling(self, path: str, body: bytes, client: str) -> PoolingRequest:
+        """A request for vectors or scores of the route `path`."""
+        reply = await self._run(protocol.ParsePooling(path, body), client, is_parsed_elsewhere(body))
+        assert isinstance(reply, protocol.ParsedPooling)
+        return reply.request
 
     async def find_references(self, body: bytes, client: str, *, generates: bool) -> References:
         """What the items of a request of the Responses API refer to."""

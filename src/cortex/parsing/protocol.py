@@ -18,6 +18,8 @@ from cortex.wire.fields.body import parse
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import encode_head
+from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
+from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.rejection import Rejected
 from cortex.wire.requests import GenerateRequest
 
@@ -69,6 +71,13 @@ class ReadRelayed(ChannelMessage, frozen=True):
 class ParseTokenize(ChannelMessage, frozen=True):
     """A request for the tokens of a text or of a conversation."""
 
+    body: bytes
+
+
+class ParsePooling(ChannelMessage, frozen=True):
+    """A request for vectors or scores; `path`: its route."""
+
+    path: str
     body: bytes
 
 
@@ -124,6 +133,10 @@ class ParsedText(ChannelMessage, frozen=True):
     text: str
 
 
+class ParsedPooling(ChannelMessage, frozen=True):
+    request: PoolingRequest
+
+
 class FoundReferences(ChannelMessage, frozen=True):
     are_any: bool
     response_ids: tuple[str, ...]
@@ -148,12 +161,13 @@ Job = (
     | EditFields
     | ReadRelayed
     | ParseTokenize
+    | ParsePooling
     | FindReferences
     | CompleteConversation
     | ListItems
 )
 """The body is the last field of each, so that it can be sent without being copied."""
-Result = Parsed | ParsedText | Edited | ReadRelayedBody | FoundReferences | CompletedBody | ListedItems
+Result = Parsed | ParsedText | ParsedPooling | Edited | ReadRelayedBody | FoundReferences | CompletedBody | ListedItems
 Reply = Result | Rejected
 
 
@@ -191,6 +205,8 @@ def run(job: Job) -> Result:
                 return _packed(openai_chat.parse(body))
             name = next((name for name in ("prompt", "content") if name in fields), "text")
             return ParsedText(fields.model(), fields.required_text(name))
+        case ParsePooling(path, body):
+            return ParsedPooling(POOLING_ROUTES[path](body))
         case FindReferences(generates, body):
             return FoundReferences(*conversations.references_in(body, generates=generates))
         case CompleteConversation(completion, num_earlier, sizes, body):

@@ -47,6 +47,7 @@ from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import (
     ATTEMPT_ID,
     BUDGET,
+    DIMENSIONS,
     ERROR_DETAILS,
     NO_DETAILS,
     NODE,
@@ -63,6 +64,7 @@ _ATTEMPT_HEADER = ATTEMPT_ID.encode()
 _NODE_HEADER = NODE.encode()
 _NO_DETAILS_HEADER = (ERROR_DETAILS.encode(), NO_DETAILS.encode())
 _USAGE_HEADER = usage_report.HEADER.encode()
+_DIMENSIONS_HEADER = DIMENSIONS.encode()
 _KEPT_HEADER = kept.HEADER.encode()
 _WAITED_HEADER = WAITED.encode()
 _TOKEN_LIMIT_HEADER = TOKEN_LIMIT.encode()
@@ -148,21 +150,22 @@ class ProxyRequest:
         """Get a lease for a node, or wait for one."""
         if self._relay is None:
             return
-        if self.route.generates:
-            lease = self.services.dispatcher.lease_now(self.admitted.model, self._prompt_bytes, self._excluded)
-            if lease is not None:
-                self._deliver(lease)
-                return
-        pending = self._pending = PendingRequest(
-            self.admitted.model,
-            self._prompt_bytes,
-            self._deliver,
-            self.services.clock(),
-            origin=self.admitted.origin,
-            need=self.route.need,
-            excluded=self._excluded,
-        )
         try:
+            if self.route.runs_model:
+                need, model = self.route.need, self.admitted.model
+                lease = self.services.dispatcher.lease_now(model, self._prompt_bytes, self._excluded, need)
+                if lease is not None:
+                    self._deliver(lease)
+                    return
+            pending = self._pending = PendingRequest(
+                self.admitted.model,
+                self._prompt_bytes,
+                self._deliver,
+                self.services.clock(),
+                origin=self.admitted.origin,
+                need=self.route.need,
+                excluded=self._excluded,
+            )
             self.services.dispatcher.request_lease(pending)
         except CortexError as error:
             self._deliver(error)
@@ -264,7 +267,8 @@ class ProxyRequest:
         for name, value in headers:
             if name == _USAGE_HEADER:
                 self._usage_header = value
-                break
+            elif name == _DIMENSIONS_HEADER and value.isdigit():
+                self._accounting.dimensions = int(value[:9])
         lease = self._lease
         if status < 400 or lease is None:
             self._hide_details_of_foreign_streams(relay)
@@ -276,7 +280,7 @@ class ProxyRequest:
         key = self.admitted.key
         if status == errors.InvalidAPIKey.status or hides_errors_of(key, status):
             relay.translate(ErrorRedaction(key, self.route.family, self._error_of_node))
-        if not self.route.generates or self._accounting.num_attempts >= MAX_ATTEMPTS:
+        if not self.route.runs_model or self._accounting.num_attempts >= MAX_ATTEMPTS:
             return True
         if status == 404 and lease.has_lifecycle:
             # The model was there at the last poll and has been unloaded since. Its node will load it again.
@@ -331,7 +335,7 @@ class ProxyRequest:
         if is_final:
             self._reject(UpstreamUnavailable(f"Node {node}: {fault}. Check the server, or request less."))
             return
-        if self._accounting.num_attempts >= MAX_ATTEMPTS or not self.route.generates:
+        if self._accounting.num_attempts >= MAX_ATTEMPTS or not self.route.runs_model:
             self._reject(UpstreamUnavailable(f"Node {node} failed before it responded: {fault}"))
             return
         self._excluded |= {node}
@@ -381,7 +385,8 @@ class ProxyRequest:
             usage = reported_usage(self._usage_header, end_of_body, is_foreign)
         if self.services.activity.captures:
             is_stream = self._accounting.stream
-            self._accounting.capture = self.services.activity.capture(self.received, end_of_body, is_stream=is_stream)
+            shown = end_of_body if self.route.need != "embeddings" else b""  # vectors tell nobody anything
+            self._accounting.capture = self.services.activity.capture(self.received, shown, is_stream=is_stream)
         self._accounting.close(lease, outcome, usage, tail.num_bytes)
         if self.keeper is not None:
             self.keeper.ended(self._accounting.status, outcome)

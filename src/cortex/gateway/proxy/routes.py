@@ -16,6 +16,7 @@ from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import AnyEvent, Finish, Start, Usage
 from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID
 from cortex.wire.node.protocol import Dialect as DialectName
+from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.requests import GenerateRequest
 
 _ANTHROPIC_ID = ANTHROPIC_REQUEST_ID.encode()
@@ -34,7 +35,9 @@ class Route:
     """The path at a node, if it is another one."""
     # What every request reads is computed once.
     generates: bool = field(init=False)
-    """Whether it needs a generated response. Only that may be streamed and may wait for a load."""
+    """Whether it needs a generated response. Only that may be streamed."""
+    runs_model: bool = field(init=False)
+    """Whether it needs a loaded model. Then it may wait for a load, and is sent to another node where one fails."""
     uses_tokens: bool = field(init=False)
     """Whether its requests are charged."""
     codec: Dialect = field(init=False)
@@ -47,6 +50,7 @@ class Route:
     def __post_init__(self) -> None:
         codec = DIALECTS[self.dialect]
         object.__setattr__(self, "generates", self.need == "response")
+        object.__setattr__(self, "runs_model", self.need != "count")
         object.__setattr__(self, "uses_tokens", self.need != "count")
         object.__setattr__(self, "codec", codec)
         object.__setattr__(self, "family", codec.FAMILY)
@@ -75,12 +79,15 @@ INPUT_TOKENS = Route(b"/v1/responses/input_tokens", "openai_responses", need="co
 TOKENIZE = Route(b"/tokenize", "openai_chat", need="count")
 DETOKENIZE = Route(b"/detokenize", "openai_chat", need="count")
 APPLY_TEMPLATE = Route(b"/apply-template", "openai_chat", need="count")
-EMBEDDINGS = Route(b"/v1/embeddings", "openai_chat", need="embeddings")
 INFILL = Route(b"/infill", "llama_cpp_infill")
-OLLAMA_EMBED = Route(b"/api/embed", "ollama_chat", need="embeddings", target=EMBEDDINGS.path)
-OLLAMA_EMBEDDINGS = Route(b"/api/embeddings", "ollama_chat", need="embeddings", target=EMBEDDINGS.path)
+OLLAMA_EMBED = Route(b"/api/embed", "ollama_chat", need="embeddings", target=b"/v1/embeddings")
+OLLAMA_EMBEDDINGS = Route(b"/api/embeddings", "ollama_chat", need="embeddings", target=b"/v1/embeddings")
 OLLAMA_CHAT = Route(b"/api/chat", "ollama_chat")
 OLLAMA_GENERATE = Route(b"/api/generate", "ollama_generate")
+POOLING = tuple(
+    Route(path.encode(), "openai_chat", need="embeddings" if "embed" in path else "rerank") for path in POOLING_ROUTES
+)
+"""Embeddings, rerank and scores; their errors are those of OpenAI."""
 
 ROUTES: dict[bytes, Route] = {
     route.path: route
@@ -94,7 +101,7 @@ ROUTES: dict[bytes, Route] = {
         TOKENIZE,
         DETOKENIZE,
         APPLY_TEMPLATE,
-        EMBEDDINGS,
+        *POOLING,
         INFILL,
         OLLAMA_CHAT,
         OLLAMA_GENERATE,

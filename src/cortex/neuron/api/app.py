@@ -20,6 +20,7 @@ from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.departures import Departures
+from cortex.neuron.api.inference.pooling import PoolingRoutes
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.usage import UsageRecords
 from cortex.neuron.api.log_context import request_id, stream_failure
@@ -81,6 +82,7 @@ class NodeApi:
         self._router = Router(
             [
                 *(Route("POST", path, inference.handler(name)) for path, name in ROUTES.items()),
+                *PoolingRoutes(inference).routes(),
                 *Tokens(backend, strip_billing_header, self._parser).routes(),
                 *ModelRoutes(backend).routes(),
                 *OllamaRoutes(backend, drain_gate, ticker, keepalive_s, self._parser, self._by_path).routes(),

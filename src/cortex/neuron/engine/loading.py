@@ -21,7 +21,7 @@ from cortex.neuron.engine.memory.plan import (
     penalty_bytes,
     plan_memory,
 )
-from cortex.neuron.engine.memory.sequences import SequenceMemory
+from cortex.neuron.engine.memory.sequences import NoSequences, SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.cpu.forms import best_form
 from cortex.neuron.kernels.cpu.layout import CpuForm
@@ -33,6 +33,7 @@ from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
+from cortex.neuron.models.pooling.model import PooledModel
 from cortex.neuron.models.registry import open_model, read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
@@ -51,12 +52,18 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: Decoder
+    body: Decoder | PooledModel
     dtype: torch.dtype
     context_tokens: int
     weight_bytes: int
     memory: SequenceMemory
     notes: tuple[str, ...]
+
+    @property
+    def model(self) -> Decoder:
+        """Of a model that generates text."""
+        assert isinstance(self.body, Decoder), "the model pools texts"
+        return self.body
 
 
 class AgreeingGroup(ParallelGroup, Protocol):
@@ -173,6 +180,8 @@ def build_model(
         network = Network.of(whole)
         whole, packing = network.architecture, whole.packing_of(packing or {})
     architecture = _share_of(whole, spec, group)
+    if architecture.pooling is not None and spec.deterministic:
+        raise UnsupportedModel("deterministic is only for models that generate text; omit it")
     kv_dtype = kv_cache_dtype(spec, dtype, device)
     storage = WeightStorage(dtype.itemsize, packing or {}, kv_dtype.itemsize, tensors or {})
     sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
@@ -189,17 +198,22 @@ def build_model(
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
     within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
     parameters = Parameters(device, dtype, packing, within_layers)
-    if network is None:
-        model = Decoder(architecture, parameters, num_positions=plan.context_tokens)
-    else:
+    model: Decoder | PooledModel
+    if network is not None:
         model = TransformersModel(network, architecture, parameters, plan.context_tokens, tensors or {})
+    else:
+        build = Decoder if architecture.pooling is None else PooledModel
+        model = build(architecture, parameters, num_positions=plan.context_tokens)
     fill(parameters)
+    memory: SequenceMemory = NoSequences(plan.slots)
+    if isinstance(model, Decoder):
+        memory = SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype)
     return LoadedModel(
-        model=model,
+        body=model,
         dtype=dtype,
         context_tokens=plan.context_tokens,
         weight_bytes=parameters.num_bytes,
-        memory=SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype),
+        memory=memory,
         notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
     )
 

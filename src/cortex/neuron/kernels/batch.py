@@ -56,6 +56,9 @@ class Batch:
     in an order that follows the batch. A captured graph gives no `prefills`: its rows have one token each."""
     shares_rows: bool = False
     """Whether several decode rows may be consecutive tokens of one sequence, which attend to each other."""
+    has_pages: bool = True
+    """False for whole texts: no KV is kept, all rows are prefill rows from position 0, and `slots`, `rows` and
+    `page_table` are empty."""
     groups: tuple[Batch, ...] = ()
     """The step as the layers of each KV group after the first see it; empty: all layers see the same."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)

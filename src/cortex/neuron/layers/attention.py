@@ -1,4 +1,5 @@
-"""Self-attention over paged KV: projections, optional q/k norms and output gate, rotary embedding, cache, attention."""
+"""Self-attention over paged KV or within whole texts: projections, optional q/k norms and output gate, rotation, cache,
+attention."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from cortex.neuron.kernels.attention.paged import attention
 from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.attention.varlen import varlen_attention
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig, QueryGrowth
 from cortex.neuron.layers.linear import Linear, RowParallelLinear
@@ -89,6 +91,8 @@ class Attention:
             pair_distance=self._half if self._early_rope is None else 0,
             window=config.window,
             softcap=config.softcap,
+            is_causal=config.is_causal,
+            rotates=config.rope is not None and self._early_rope is None,
             sinks=parameters.load(f"{prefix}.sinks", config.heads, dtype=torch.float32) if config.sinks else None,
         )
         self._has_softplus = config.gate is not None and config.gate.activation == "softplus"
@@ -114,8 +118,11 @@ class Attention:
             q, k = rotation(q), rotation(k)
         if self._growth is not None:
             q = (q * self._growth[batch.positions]).to(q.dtype)
-        cache = self.cache if self._source is None else self._source.cache
-        out = attention(q, k, v, self.rules, batch.of_group(cache.group), cache.keys, cache.values)
+        if batch.has_pages:
+            cache = self.cache if self._source is None else self._source.cache
+            out = attention(q, k, v, self.rules, batch.of_group(cache.group), cache.keys, cache.values)
+        else:
+            out = varlen_attention(q, k, v, self.rules, batch)
         if self.gate is not None:
             gate = self.gate(x, norm=norm).unflatten(1, (config.heads, -1))
         if gate is not None:

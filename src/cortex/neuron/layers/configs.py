@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-"""The functions of a gate in a feed-forward block."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "gelu", "relu"]
+"""The functions of a feed-forward block. Gates of decoders know the first three, and encoders all but the third."""
 KVOrigin = Literal["projected", "keys"] | int
 """Where a layer's keys and values come from: a projection each, one projection for both, or an earlier layer of the
 model, which has this index."""
@@ -74,7 +74,9 @@ class NormConfig:
     zero_centred: bool = False
     """Whether the checkpoint stores the weight minus one."""
     subtracts_mean: bool = False
-    """Whether the mean is subtracted first, which makes it a layer norm (without a bias)."""
+    """Whether the mean is subtracted first, which makes it a layer norm."""
+    has_bias: bool = False
+    """Whether a bias is added. Only encoders have such norms."""
     scale: float = 1.0
     """A factor of the result, which the weight in memory includes."""
     weightless: bool = False
@@ -141,6 +143,9 @@ class AttentionConfig:
     """Each head has a score that takes part in the softmax and stands for no value."""
     softcap: float | None = None
     """Scores x become softcap · tanh(x / softcap); None: they are not capped."""
+    is_causal: bool = True
+    """Whether a token attends to no later one. Otherwise it attends to all tokens of its text, and a window of n
+    reaches n - 1 positions to both sides."""
 
     @property
     def gated(self) -> bool:
@@ -259,7 +264,7 @@ class MLPConfig:
     activation: Activation = "silu"
     """The activation of the gate."""
     gated: bool = True
-    """Otherwise the block is down(relu(up(x))²)."""
+    """Without a gate, the block of a decoder is down(relu(up(x))²), and that of an encoder down(activation(up(x)))."""
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""

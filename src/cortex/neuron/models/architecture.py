@@ -11,7 +11,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import (
@@ -29,6 +29,7 @@ from cortex.neuron.layers.configs import (
 from cortex.neuron.layers.recurrent.configs import RecurrentConfig
 from cortex.neuron.models.config import DecoderConfig
 from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.sharding import (
     MixerConfig,
     Slices,
@@ -101,6 +102,17 @@ class EndsConfig:
     logit_cap: float | None = None
     """Logits x become cap · tanh(x / cap)."""
     per_layer_inputs: PerLayerInputsConfig | None = None
+    norms: tuple[str, ...] = ("norm",)
+    """The norms before the first and after the last layer, by name."""
+    tables: Mapping[str, int] = field(default_factory=dict)
+    """Embeddings besides that of tokens → their number of rows."""
+
+
+def _can_pool(mixer: MixerConfig | None) -> bool:
+    """Whether a mixer can be computed within whole texts, without pages."""
+    if not isinstance(mixer, AttentionConfig):
+        return False
+    return mixer.kv == "projected" and not mixer.sinks and not mixer.norms_values
 
 
 class Architecture(ABC):
@@ -137,18 +149,37 @@ class Architecture(ABC):
                     f"{name} is {self.raw[name]!r}, which is not supported for {self.raw.get('model_type')}; "
                     f"supported: {', '.join(map(repr, known))}"
                 )
-        self.config = DecoderConfig.read(self.raw)
+        self.pooling = PoolingConfig.read(self.raw)
+        """What makes a vector or a score of a text; None for a model that generates text."""
+        self.config = self.read_config()
+        if self.pooling is not None:
+            self.config = self._without_head(self.config, self.pooling)
         self.ends = self.read_ends()
         self.layers = tuple(self.layer(index) for index in range(self.config.num_layers))
         self.is_recurrent = any(isinstance(layer.mixer, RecurrentConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
+        can_pool = self.ends.per_layer_inputs is None and all(_can_pool(layer.mixer) for layer in self.layers)
+        if self.pooling is not None and not can_pool:
+            raise UnsupportedModel("embedding and rerank models with this kind of attention are not supported")
         self.windows = windows_of([layer.mixer for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)])
         """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
         layers of a window are one KV group, which shares page ids."""
 
+    def read_config(self) -> DecoderConfig:
+        """The sizes that all families share."""
+        return DecoderConfig.read(self.raw)
+
+    def _without_head(self, config: DecoderConfig, pooling: PoolingConfig) -> DecoderConfig:
+        """A model that pools has a head only where logits are compared. Raises UnsupportedModel."""
+        pooling.check(config.hidden)
+        context_tokens = min(config.context_tokens, pooling.max_tokens or config.context_tokens)
+        return replace(config, context_tokens=context_tokens, tied=config.tied or not pooling.compares_logits)
+
     def layer(self, index: int) -> LayerConfig:
         """One layer of the whole model."""
         mixer, feed_forward = self.mixer(index), self.feed_forward(index)
+        if self.pooling is not None and self.raw.get("is_causal") is False and isinstance(mixer, AttentionConfig):
+            mixer = replace(mixer, is_causal=False)  # decoders that were trained further as encoders
         return LayerConfig(
             mixer,
             feed_forward,
@@ -162,6 +193,7 @@ class Architecture(ABC):
 
         Raises UnsupportedModel if the model cannot be divided in this way.
         """
+        self._reject_division()
         part = copy.copy(self)
         part.shard = shard
         part.layers = tuple(layer.sharded(shard) for layer in self.layers)
@@ -173,10 +205,15 @@ class Architecture(ABC):
         The first stage also has embedding, last norm and head: so only hidden states travel between stages, which are
         far smaller than logits, and a head that shares the memory of the embedding still does.
         """
+        self._reject_division()
         part = copy.copy(self)
         part.stage = stage
         part.layers = self.layers[stage.start : stage.stop]
         return part
+
+    def _reject_division(self) -> None:
+        if self.pooling is not None:
+            raise UnsupportedModel("embedding and rerank models run on one device each; use replicas instead")
 
     @property
     def is_divided(self) -> bool:

@@ -156,14 +156,17 @@ class Decoder:
     def __call__(self, batch: Batch) -> Tensor:
         """The residual stream after the last layer of this part, which has the embedding: [tokens, hidden]; of a stage,
         as `through_layers` returns it."""
-        hidden, ends = self.embedding(batch.tokens), self.architecture.ends
-        if ends.embedding_eps is not None:
-            hidden = F.rms_norm(hidden, hidden.shape[1:], eps=ends.embedding_eps)
-        if ends.embedding_scale != 1.0:
-            hidden = hidden.mul_(ends.embedding_scale)
+        hidden = self.embedded(batch.tokens)
         if self._own_inputs is None:
             return self.through_layers(hidden, batch)
         return self._through_layers(hidden, self._own_inputs(batch.tokens, hidden), batch)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The residual stream before the first layer: [tokens, hidden]"""
+        hidden, ends = self.embedding(tokens), self.architecture.ends
+        if ends.embedding_eps is not None:
+            hidden = F.rms_norm(hidden, hidden.shape[1:], eps=ends.embedding_eps)
+        return hidden if ends.embedding_scale == 1.0 else hidden.mul_(ends.embedding_scale)
 
     def through_layers(self, hidden: Tensor, batch: Batch) -> Tensor:
         """hidden: [tokens, hidden] → [tokens, hidden], the residual stream before and after the layers.

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.encoders.bert import Bert, Roberta
+from cortex.neuron.models.encoders.modernbert import ModernBert
+from cortex.neuron.models.encoders.nomic import NomicBert
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.cohere2 import Cohere2
 from cortex.neuron.models.families.ernie4_5 import Ernie45
@@ -94,6 +97,15 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "youtu": Youtu,
 }
 """`model_type` in a model's config → the architecture that reads the config."""
+ENCODERS: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
+    "bert": Bert,
+    "camembert": Roberta,
+    "modernbert": ModernBert,
+    "nomic_bert": NomicBert,
+    "roberta": Roberta,
+    "xlm-roberta": Roberta,
+}
+"""Those of models that only make vectors and scores."""
 
 
 def open_model(path: Path) -> tuple[Checkpoint, Architecture]:
@@ -117,7 +129,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     Raises UnsupportedModel.
     """
     model_type = config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = (FAMILIES.get(model_type) or ENCODERS.get(model_type)) if isinstance(model_type, str) else None
     if family is None:
         _check_library(config)
     _reject_quantised(config)

@@ -24,6 +24,7 @@ from cortex.neuron.layers.configs import (
 )
 from cortex.neuron.layers.recurrent.configs import RecurrentConfig
 from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture
+from cortex.neuron.models.pooling.config import DenseStep, NormStep, Step
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.weights.stored import TensorInfo
 
@@ -65,6 +66,8 @@ def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     if isinstance(architecture, TransformersArchitecture):
         return _held_bytes(architecture, storage)
     total = sum(layer_bytes(architecture, storage))
+    if architecture.pooling is not None:
+        total += sum(_step_bytes(step, storage) for step in architecture.pooling.steps)
     return total + end_bytes(architecture, storage) if architecture.has_ends else total
 
 
@@ -79,6 +82,18 @@ def _held_bytes(architecture: TransformersArchitecture, storage: WeightStorage) 
     return total
 
 
+def _step_bytes(step: Step, storage: WeightStorage) -> int:
+    """The parameters of a step after the pooling."""
+    match step:
+        case DenseStep():
+            biases = step.outputs * step.bias * storage.item_bytes
+            return storage.linear_bytes(step.inputs, {step.source: step.outputs}) + biases
+        case NormStep():
+            return step.size * (1 + step.bias) * storage.item_bytes
+        case _:
+            return 0
+
+
 def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     """The parameters outside the layers: embedding, last norm and head."""
     config, prefix = architecture.config, architecture.prefix
@@ -91,7 +106,8 @@ def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
         ends += storage.linear_bytes(config.hidden, {"lm_head": vocab})
     if architecture.ends.per_layer_inputs is not None:
         ends += _per_layer_inputs_bytes(architecture.ends.per_layer_inputs, architecture, storage)
-    return ends + _norm_bytes(architecture.ends.norm, config.hidden, storage)
+    ends += sum(storage.matrix_bytes(rows, config.hidden) for rows in architecture.ends.tables.values())
+    return ends + len(architecture.ends.norms) * _norm_bytes(architecture.ends.norm, config.hidden, storage)
 
 
 def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]:
@@ -135,7 +151,8 @@ def _per_layer_input_bytes(config: PerLayerInputConfig, storage: WeightStorage, 
 
 
 def _norm_bytes(norm: NormConfig, size: int, storage: WeightStorage) -> int:
-    return 0 if norm.weightless else size * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
+    num_elements = 0 if norm.weightless else size * (1 + norm.has_bias)
+    return num_elements * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
 
 
 def kv_bytes_by_window(architecture: Architecture, item_bytes: int) -> dict[int | None, int]:

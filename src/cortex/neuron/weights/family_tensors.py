@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeGuard
 
 from cortex.neuron.weights.delta_heads import DeltaHeads, joint_gates, joint_inputs
+from cortex.neuron.weights.encoder_tensors import encoder_name, is_encoder
 from cortex.neuron.weights.errors import Malformed
 from cortex.neuron.weights.interleaved_experts import separated_experts
 from cortex.neuron.weights.stored import StoredTensor
@@ -67,6 +68,7 @@ _OWN_NAMES: Final = {
     ".w3.weight": ".up_proj.weight",
 }
 """Parts of names in published checkpoints → what layers call them."""
+_BODY: Final = ("embed_tokens.", "layers.", "norm.")
 _NAMES: Final = re.compile("|".join(("^" if name[0] != "." else "") + re.escape(name) for name in _OWN_NAMES))
 _BESIDE: Final = re.compile(r"(\.layers\.\d+)\.experts\.")
 """Experts beside a feed-forward block, which layers have in that block."""
@@ -84,8 +86,16 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
 
     Raises CheckpointError.
     """
-    tensors = {_BESIDE.sub(r"\1.mlp.experts.", _NAMES.sub(_own_name, name)): tensor for name, tensor in stored.items()}
-    if config.get("model_type") == "granitemoehybrid" and not config.get("num_local_experts", 1):
+    model_type = str(config.get("model_type"))
+    if is_encoder(model_type) and "model.embed_tokens.weight" not in stored:
+        tensors = {encoder_name(model_type, name): tensor for name, tensor in stored.items()}
+    else:
+        # Models that were saved without their head have no prefix.
+        prefix = "model." if "embed_tokens.weight" in stored else ""
+        tensors = {
+            _arranged_name(prefix + name if name.startswith(_BODY) else name): tensor for name, tensor in stored.items()
+        }
+    if model_type == "granitemoehybrid" and not config.get("num_local_experts", 1):
         tensors = {name.replace(".mlp.shared_expert.", ".mlp."): tensor for name, tensor in tensors.items()}
     if len(tensors) < len(stored):
         raise Malformed("the checkpoint has tensors under two names for the same; download it again")
@@ -103,6 +113,10 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
         for name in [name for name in tensors if _ROTATED.search(name)]:
             tensors[name] = tensors[name].with_halves_apart(sizes.head_dim, sizes.rotated)
     return tensors
+
+
+def _arranged_name(name: str) -> str:
+    return _BESIDE.sub(r"\1.mlp.experts.", _NAMES.sub(_own_name, name))
 
 
 def _own_name(match: re.Match[str]) -> str:

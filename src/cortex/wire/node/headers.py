@@ -37,6 +37,9 @@ BUDGET = "x-cortex-budget"
 """The tokens that a request may use, its prompt included, where the budget of its key may end the response, from the
 gateway to the client."""
 
+DIMENSIONS = "x-cortex-dimensions"
+"""The length of the vectors in a response with embeddings, from a node."""
+
 NODE = "x-cortex-node"
 """The name of the node that served the request, from the gateway to the client."""
 

@@ -133,6 +133,7 @@ class Capabilities(NodeValue, frozen=True):
     embeddings: bool = False
     insert: bool = False
     """Whether it fills in text between a prefix and a suffix."""
+    rerank: bool = False
     notes: tuple[str, ...] = ()
 
 

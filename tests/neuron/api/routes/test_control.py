@@ -101,7 +101,7 @@ async def test_rejects_invalid_load_requests(api: Any) -> None:
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/models", 405, "method_not_allowed"),
         ("GET", "/models/none/such", 404, "model_not_found"),
-        ("POST", "/v1/embeddings", 400, "unsupported_modality"),
+        ("POST", "/v1/embeddings", 400, "malformed_json"),
     ],
 )
 async def test_every_error_is_json(api: Any, method: str, path: str, status: int, code: str) -> None:

@@ -177,7 +177,7 @@ def test_begin_and_end_tokens_are_added_to_documents_only_if_the_file_asks(gguf_
     ("change", "error", "word"),
     [
         ({"tokenizer.ggml.pre": "brand-new"}, TokenizerUnsupported, "brand-new"),
-        ({"tokenizer.ggml.model": "bert"}, TokenizerUnsupported, "bert"),
+        ({"tokenizer.ggml.model": "rwkv"}, TokenizerUnsupported, "rwkv"),
         ({"tokenizer.ggml.tokens": []}, TokenizerMissing, "vocabulary"),
         ({"tokenizer.ggml.merges": ["nopair"]}, TextFileMalformed, "nopair"),
     ],
@@ -234,9 +234,9 @@ def test_rejects_missing_damaged_and_foreign_files_by_name(backend: Tokenizer, t
     (tmp_path / "tokenizer.json").write_text('{"model": 1')
     with pytest.raises(TextFileMalformed, match=r"tokenizer\.json"):
         load(tmp_path)
-    word_piece = Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
-    word_piece.decoder = decoders.WordPiece()
-    word_piece.save(str(tmp_path / "tokenizer.json"))
+    word_level = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    word_level.decoder = decoders.BPEDecoder()
+    word_level.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerUnsupported):
         load(tmp_path)
     write_model(tmp_path, backend, "chatml")

@@ -14,6 +14,7 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.departures import Departures
 from cortex.neuron.api.inference.session import Session
+from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
 from cortex.neuron.api.log_context import stream_failure
@@ -66,8 +67,9 @@ class Inference:
                     check_content_type(http.text(b"content-type"))
                 strip_billing = bodies.strips_billing(http, self.strip_billing_header)
                 packed = await self.parser.parse(name, http.body, bodies.client_of(http), strip_billing=strip_billing)
-                self.backend.served(packed.head.model)  # raises ModelNotFound
+                served = self.backend.served(packed.head.model)  # raises ModelNotFound
                 watch.model = packed.head.model
+                check_task(self.backend, packed.head.model, served, "chat")
                 try:
                     with self.departures.request(packed.head, is_of_gateway=bool(bodies.principal_of(http))):
                         return await self._respond(call, DIALECTS[name], packed, watch)

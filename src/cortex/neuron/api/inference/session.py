@@ -12,6 +12,7 @@ from cortex.neuron.api.backend import Backend, GenerationStream
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Choice, ChoiceContext, Stopwatch
 from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, scores_prompt, within_limit
+from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.api.inference.thought_budget import generate_within_budget
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.status import ServedModel
@@ -80,6 +81,7 @@ class Session:
                 ]
             )
             return
+        check_task(self._backend, request.model, served, "chat")
         self.phase = "render"
         text = await self._drain_gate.wait_for(self._backend.texts.text(request.model))
         preparing = self._backend.texts.prepare(self._packed, principal=self._principal)

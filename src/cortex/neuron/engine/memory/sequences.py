@@ -61,6 +61,23 @@ class SequenceMemory:
             vars(layer).pop("state", None)
 
 
+class NoSequences(SequenceMemory):
+    """Of a model that computes whole texts and keeps nothing of them."""
+
+    def __init__(self, slots: StateSlots) -> None:
+        self.num_pages = {}
+        self.page_tokens = 0
+        self.slots = slots
+        self.num_bytes = 0
+        self.states = None
+
+    def allocate(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
 class KVCache:
     """Allocates the pages of every layer and gives each attention its own."""
 

@@ -27,6 +27,9 @@ class AttentionRules:
     """From the first dimension of a pair to the second; 0: the number of pairs, so that all pairs lie side by side."""
     softcap: float | None = None
     """Scores x become softcap · tanh(x / softcap); None: they are not capped."""
+    is_causal: bool = True
+    """As in `AttentionConfig`. This and `rotates` are only for texts without pages."""
+    rotates: bool = True
 
     @property
     def half(self) -> int:

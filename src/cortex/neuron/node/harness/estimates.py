@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import StageSpec
+from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.wire.node.protocol import Device
 
@@ -48,6 +49,10 @@ class FileFacts(Protocol):
     @property
     def has_stages(self) -> bool:
         """Whether it can be divided by layers."""
+
+    @property
+    def pooling(self) -> PoolingConfig | None:
+        """What the model does with texts instead of continuing them; None: it generates text."""
 
     @property
     def num_ranks(self) -> int:

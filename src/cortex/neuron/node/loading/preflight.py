@@ -22,6 +22,7 @@ from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
+from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.registry import open_model
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import Checkpoint
@@ -76,6 +77,10 @@ class ModelFacts:
     @property
     def has_stages(self) -> bool:
         return self.architecture.has_stages
+
+    @property
+    def pooling(self) -> PoolingConfig | None:
+        return self.architecture.pooling
 
     @property
     def digest(self) -> str:

@@ -111,7 +111,7 @@ class GGUFCheckpoint:
         is_plain = self._architecture in PLAIN_LAST_NORM and name == "model.norm.weight"
         if self._architecture in PLUS_ONE_NORMS and name.endswith("norm.weight") and not is_plain:
             stored = replace(stored, adjustment=Adjustment.PLUS_ONE)
-        if name.endswith(".shared_expert_gate.weight") and len(stored.shape) == 1:
+        if name.endswith((".shared_expert_gate.weight", "cls.output.weight")) and len(stored.shape) == 1:
             stored = replace(stored, shape=(1, *stored.shape))
         self._add(name, replace(stored, interleaved_rows=self._interleaved_rows(name, tensor)))
 

@@ -7,10 +7,12 @@ from typing import Any, Final
 
 from cortex.neuron.weights.delta_heads import DeltaHeads
 from cortex.neuron.weights.errors import Malformed, Unsupported
+from cortex.neuron.weights.gguf.encoders import ENCODERS, encoder_config, gguf_pooling
 from cortex.neuron.weights.gguf.family_options import OPTIONS
 from cortex.neuron.weights.gguf.keys import Keys
 from cortex.neuron.weights.gguf.metadata import GGUFFile
 from cortex.neuron.weights.gguf.rope import rope_scaling
+from cortex.neuron.weights.pooling_files import with_pooling
 
 ARCHITECTURES: Final = {
     "cohere2": ("cohere2", "Cohere2ForCausalLM"),
@@ -18,6 +20,7 @@ ARCHITECTURES: Final = {
     "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
     "ernie4_5-moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
+    "gemma-embedding": ("gemma3_text", "Gemma3TextModel"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),
@@ -59,7 +62,7 @@ _PARTIAL: Final = frozenset({"deepseek2", "glm4", "glm4moe", "laguna", "minimax-
 """Architectures that rotate a part of each head."""
 _HEADS_BY_LAYER: Final = frozenset({"laguna"})
 """Architectures whose layers may have different numbers of heads."""
-PLUS_ONE_NORMS: Final = frozenset({"gemma3", "muse-glimmer"}) | _HYBRIDS
+PLUS_ONE_NORMS: Final = frozenset({"gemma-embedding", "gemma3", "muse-glimmer"}) | _HYBRIDS
 """Architectures whose converters add one to the weights of norms."""
 PLAIN_LAST_NORM: Final = frozenset({"muse-glimmer"})
 """Of these, those that keep that of the last norm."""
@@ -76,15 +79,18 @@ _MAX_HEADS: Final = 1 << 12
 def config_of(file: GGUFFile) -> dict[str, Any]:
     """The config of the model in the hub's format. Raises CheckpointError if it is incomplete or not supported."""
     architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if architecture not in ARCHITECTURES and architecture not in ENCODERS:
+        known = ", ".join([*ARCHITECTURES, *ENCODERS])
         raise Unsupported(f"{file.path} has the architecture {str(architecture)[:80]!r}; supported in GGUF: {known}")
-    model_type, class_name = ARCHITECTURES[architecture]
     keys = Keys(file, architecture)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise Malformed(f"{file.path} has no token_embd.weight; is the model complete?")
+    pooling = gguf_pooling(file, architecture, keys.count("embedding_length"))
+    if architecture in ENCODERS:
+        return with_pooling(encoder_config(file, architecture, keys), pooling)
 
+    model_type, class_name = ARCHITECTURES[architecture]
     hidden_size = keys.count("embedding_length")
     num_layers = _num_layers(file, keys)
     num_heads = (
@@ -133,7 +139,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         config |= _gated_delta(keys)
     if architecture in OPTIONS:
         config |= OPTIONS[architecture](keys, config)
-    return config
+    return with_pooling(config, pooling)
 
 
 def delta_heads(config: Mapping[str, Any]) -> DeltaHeads | None:

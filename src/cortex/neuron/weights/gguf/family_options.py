@@ -95,6 +95,10 @@ def _gemma3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma_embedding(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_gemma3(keys, config), "use_bidirectional_attention": True}
+
+
 def _gemma4(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     """What files say about heads is about layers without a window, and under names of their own about the others."""
     num_layers, inner = config["num_hidden_layers"], config["intermediate_size"]
@@ -273,6 +277,7 @@ OPTIONS: Final[Mapping[str, Callable[[Keys, Mapping[str, Any]], dict[str, Any]]]
     "deepseek2": _deepseek2,
     "ernie4_5-moe": _ernie4_5_moe,
     "exaone4": _exaone4,
+    "gemma-embedding": _gemma_embedding,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "glm4moe": _glm4moe,

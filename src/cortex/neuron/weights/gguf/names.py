@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from cortex.neuron.weights.errors import Unsupported
+from cortex.neuron.weights.gguf.encoders import ENCODERS, encoder_tensor
 
 _WHOLE_MODEL: Final = {
     "token_embd": "model.embed_tokens",
@@ -64,6 +65,7 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "ernie4_5-moe": _SHARED,
     "exaone4": _AFTER_BLOCKS,
+    "gemma-embedding": {**_AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"},
     "gemma3": {**_AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"},
     "gemma4": {
         **_AFTER_BLOCKS,
@@ -107,6 +109,7 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
 """Architecture → tensors of a layer that have another meaning than in Llama, or that Llama lacks."""
 _LAST_NORM_IS_CALLED_FIRST: Final = frozenset({"lfm2", "lfm2moe"})
 """Architectures whose files call the last norm that of the embedding."""
+_OF_POOLING: Final = frozenset({"dense_2.weight", "dense_3.weight", "cls.output.weight", "cls.output.bias"})
 _WHOLE_NAMES: Final = {
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
@@ -137,6 +140,10 @@ def hub_name(name: str, architecture: str = "llama") -> str:
 
     Raises Unsupported for an unknown tensor: dropping it would change the output of the model.
     """
+    if architecture in ENCODERS:
+        return encoder_tensor(name, architecture)
+    if name in _OF_POOLING:
+        return name
     if match := _LAYER.fullmatch(name):
         layer, part, kind = match.groups()
         if (whole := _WHOLE_NAMES.get(f"{part}.{kind}")) is not None:

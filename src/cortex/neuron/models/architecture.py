@@ -112,7 +112,7 @@ def _can_pool(mixer: MixerConfig | None) -> bool:
     """Whether a mixer can be computed within whole texts, without pages."""
     if not isinstance(mixer, AttentionConfig):
         return False
-    return mixer.kv == "projected" and not mixer.sinks and not mixer.norms_values
+    return mixer.kv == "projected" and not (mixer.sinks or mixer.norms_values or mixer.softcap)
 
 
 class Architecture(ABC):

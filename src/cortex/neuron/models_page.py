@@ -34,9 +34,9 @@ Generated from the tables of the code by `make docs`; edit those, not this page.
 ## Native families
 
 A model's family follows from the `model_type` of its `config.json`. **Shape**: families of one shape share a file of
-the code, and this is what it describes. **GGUF** has the architecture's name in GGUF files; empty: from safetensors only. **Divided**: `tensor_parallel`
-divides every layer, `pipeline_parallel` divides by layers. **Images**: what becomes of the vision tower of models
-that are published with one.
+the code, and this is what it describes. **GGUF** has the architecture's name in GGUF files; empty: from safetensors
+only. **Divided**: `tensor_parallel` divides every layer, `pipeline_parallel` divides by layers. **Images**: what
+becomes of the vision tower of models that are published with one.
 """
 
 ENCODED = """\

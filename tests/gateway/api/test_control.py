@@ -270,6 +270,9 @@ async def test_failed_operator_load_returns_the_reason(neurons: StartNeuron, sta
     client = await start_gateway(beast)
     status, body = await client.post("/fleet/models/a/load", {"node": "beast"})
     assert (status, body["error"]["message"]) == (502, "corrupt file")
+    beast.load_faults.append((422, "model_unsupported", "mamba9000 is not supported"))
+    status, body = await client.post("/fleet/models/a/load", {"node": "beast"})
+    assert (status, body["error"]["message"]) == (422, "mamba9000 is not supported")
     status, body = await client.post("/fleet/models/a/load", {"node": "nobody"})
     assert (status, body["error"]["code"]) == (404, "node_not_found")
     assert "beast" in body["error"]["message"]

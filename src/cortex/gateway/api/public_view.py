@@ -10,7 +10,7 @@ from typing import Any
 from cortex.fleet.placement.decision import Verdict
 
 HIDDEN = "an operator's key shows the reason"
-_QUOTING = (Verdict.FAILED.value, Verdict.UNHEALTHY.value)
+_QUOTING = (Verdict.FAILED.value, Verdict.UNSUPPORTED.value, Verdict.UNHEALTHY.value)
 """Verdicts whose reason is a message from elsewhere. The others are our own words about memory."""
 
 

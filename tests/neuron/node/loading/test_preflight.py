@@ -13,7 +13,7 @@ from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, inspect, objection, recipe_for
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
-from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
 
 GIGABYTE = 10**9
@@ -167,7 +167,7 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:
 def test_rejects_an_unusable_model_with_a_reason(
     tmp_path: Path, config: dict[str, Any], quant: str | None, reason: str
 ) -> None:
-    with pytest.raises(LoadFailed, match=reason) as rejected:
+    with pytest.raises(ModelUnsupported, match=reason) as rejected:
         inspect(write_model(tmp_path / "0a1b2c", config=config), quant, name="org/model")
     assert "org/model" in str(rejected.value)
 
@@ -175,8 +175,9 @@ def test_rejects_an_unusable_model_with_a_reason(
 def test_rejects_damaged_files(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(b"\xff" * 32)
-    with pytest.raises(LoadFailed):
+    with pytest.raises(LoadFailed) as rejected:
         inspect(folder)
+    assert rejected.value.code == "load_failed", "another copy of the files may be loaded"
 
 
 @pytest.mark.parametrize(

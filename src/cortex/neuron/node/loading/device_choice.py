@@ -12,7 +12,7 @@ from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import choose_devices, device_row, gigabytes, usable_now
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
-from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
 from cortex.wire.words import plural
 
@@ -37,19 +37,19 @@ class ChosenDevices:
 
 
 def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
-    """Raises LoadFailed for a division that this node cannot make, or devices that it does not have."""
+    """Raises ModelUnsupported for a division that this node cannot make, or devices that it does not have."""
     allowed = len(set(model.devices)) if model.devices else len(devices)
     division = f"tensor_parallel = {model.tensor_parallel}"
     if model.pipeline_parallel > 1:
         division = f"pipeline_parallel = {model.pipeline_parallel}"
     if model.num_devices > allowed:
         replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
-        raise LoadFailed(
+        raise ModelUnsupported(
             f"{model.id} asks for {division}{replicas}, but may use {plural(allowed, 'device')} of this node; lower "
             "it, or choose a model that fits fewer devices"
         )
     if model.deterministic and model.is_divided:
-        raise LoadFailed(
+        raise ModelUnsupported(
             f"{model.id} asks for deterministic = true and {division}, but only a model on one device computes every "
             "step in the same way; leave one of them out"
         )
@@ -57,7 +57,7 @@ def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
     for index in model.devices:
         if index not in indices:
             have = ", ".join(map(str, indices))
-            raise LoadFailed(f"{model.id} asks for device {index}, but this node has {have}; choose one of them")
+            raise ModelUnsupported(f"{model.id} asks for device {index}, but this node has {have}; choose one of them")
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from cortex.wire.errors import (
     LoadFailed,
     SourceNotFound,
     about,
+    from_code,
 )
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class ModelLoader:
         """By model id; kept after an unload."""
         self._estimates: dict[str, tuple[object, Estimate]] = {}
         """By model id: the latest one, and what it was computed from."""
-        self.damaged: dict[str, str] = {}
+        self.damaged: dict[str, CortexError] = {}
         """Models whose files failed the survey → why."""
 
     async def load(self, model: KnownModel, callbacks: ModelCallbacks) -> Instance:
@@ -168,7 +169,7 @@ class ModelLoader:
         """The local path of the model, whose files must be on disk and not damaged. Raises LoadFailed."""
         survey = self.surveys.get(model.id)
         if survey is None and (damage := self.damaged.get(model.id)) is not None:
-            raise LoadFailed(damage)
+            raise from_code(damage.code, damage.message)
         path = survey.facts.path if survey is not None else await self.find_local(model)
         if path is None:
             raise LoadFailed(f"the files of {model.id} are not on this node yet; POST /models/load fetches them")
@@ -230,7 +231,7 @@ class ModelLoader:
                     continue
                 survey = await self.read(model, path)
             except CortexError as error:
-                self.damaged[model.id] = error.message
+                self.damaged[model.id] = error.with_traceback(None)
                 log.warning("%s", error.message)
             else:
                 self.surveys.setdefault(model.id, survey)  # unless a load has surveyed the form that it was asked for

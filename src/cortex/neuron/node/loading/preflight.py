@@ -25,13 +25,13 @@ from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
-from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.errors import CheckpointError, Unsupported
 from cortex.neuron.weights.hub.selection import gguf_of
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.quant_names import plain
-from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
 
 _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -88,13 +88,14 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
     format, and dense ones are quantised so as they are loaded.
 
     `name`: the model's name for messages, because a snapshot's folder is named by a digest. `num_ranks`: divides the
-    model among this many devices; the facts are those of the rank with the largest share. Raises LoadFailed.
+    model among this many devices; the facts are those of the rank with the largest share. Raises LoadFailed for
+    damaged files, ModelUnsupported for those that the engine does not run.
     """
     name = name or path.name
     try:
         checkpoint: Checkpoint = open_checkpoint(path)
     except CheckpointError as error:
-        raise LoadFailed(str(error)) from error
+        raise (ModelUnsupported if isinstance(error, Unsupported) else LoadFailed)(str(error)) from error
     try:
         architecture = read_architecture(checkpoint.config)
         if num_ranks > 1:
@@ -103,7 +104,7 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(last))
         return _read_facts(path, architecture, checkpoint, name, quant)
     except UnsupportedModel as error:
-        raise LoadFailed(f"{name} cannot be loaded: {error}") from error
+        raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
     except CheckpointError as error:
         raise LoadFailed(f"{name} cannot be divided among {num_ranks} devices: {error}") from error
     finally:
@@ -123,7 +124,7 @@ def objection(quant: str) -> str | None:
 def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
     """How weights that are stored as `stored` are quantised at load; None: they are quantised as `quant` already.
 
-    Raises LoadFailed for weights that are not and cannot be.
+    Raises ModelUnsupported for weights that are not and cannot be.
     """
     # The folder may name the format, as in Q8_0/model-00001-of-00002.gguf.
     if any(gguf_of([each], quant) for each in (f"{path.parent.name}/{path.name}", f"{stored}.gguf")):
@@ -132,14 +133,14 @@ def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
     if stored in _DENSE_FORMATS and recipe is not None:
         return recipe
     if stored in _DENSE_FORMATS:
-        raise LoadFailed(
+        raise ModelUnsupported(
             f"{name} cannot be quantised as {quant} at load; choose one of {_CHOICES}, or name a GGUF of "
             f"{quant} as the source"
         )
     if recipe is not None and recipe == recipe_of(stored):
         return None
     other = "unquantised model" if stored in PUBLISHED_LAYOUTS else f"GGUF of {quant}, or the unquantised model,"
-    raise LoadFailed(
+    raise ModelUnsupported(
         f"{name} is quantised as {stored.lower()}, not as {quant}; name the {other} as the source, or omit `quant`"
     )
 
@@ -147,7 +148,7 @@ def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
 def _read_facts(
     path: Path, architecture: Architecture, checkpoint: Checkpoint, name: str, quant: str | None
 ) -> ModelFacts:
-    """Raises LoadFailed for weights that are not and cannot be quantised as `quant`."""
+    """Raises ModelUnsupported for weights that are not and cannot be quantised as `quant`."""
     tensors = checkpoint.tensors
     elements: Counter[str] = Counter()
     for tensor in tensors.values():

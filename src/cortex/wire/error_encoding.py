@@ -20,15 +20,9 @@ def envelope(error: CortexError, family: Family) -> dict[str, Any]:
     """The JSON body, or in-stream error payload, that clients of `family` expect."""
     if family is Family.ANTHROPIC:
         return {"type": "error", "error": {"type": error.anthropic_type, "message": error.message}}
-    return {
-        "error": {
-            **error.details,
-            "message": error.message,
-            "type": error.openai_type,
-            "code": error.code,
-            "param": error.param,
-        }
-    }
+    # The message comes first, for people who read the body, and no detail replaces it.
+    named = {"message": error.message, "type": error.openai_type, "code": error.code, "param": error.param}
+    return {"error": {**named, **error.details, **named}}
 
 
 def headers(error: CortexError) -> dict[str, str]:

@@ -92,7 +92,8 @@ class Control:
             if request.path not in OPEN_PATHS:
                 self.meter.authenticate(request)
             path = unquote(request.path.decode("latin-1"))
-            self._reject_cross_site(request, path)
+            part = next((part for part in self._parts if part.serves(path)), None)
+            self._reject_cross_site(request, path, has_effects=part is not None)
             if path == "/fleet/events":
                 expect(request, b"GET")
                 with_nodes = query(request, "nodes") is not None
@@ -102,7 +103,6 @@ class Control:
                 expect(request, b"GET", b"HEAD")
                 self._list_models(exchange)
                 return
-            part = next((part for part in self._parts if part.serves(path)), None)
             served = self._page(request, path) if part is None else part.handle(exchange, path)
             if served is None:
                 return
@@ -114,8 +114,10 @@ class Control:
             response = error_response(shown_to(key, error), _family_of(request))
         exchange.respond(*response)
 
-    def _reject_cross_site(self, request: Request, path: str) -> None:
-        """Raise CrossSiteRequest or UnsupportedMediaType for what a web page of another site may have sent."""
+    def _reject_cross_site(self, request: Request, path: str, *, has_effects: bool) -> None:
+        """Raise CrossSiteRequest or UnsupportedMediaType for what a web page of another site may have sent.
+
+        `has_effects`: a request there may change something. Elsewhere the error is that of the route."""
         host = _text(request.header(b"host"))
         is_public = request.path in OPEN_PATHS or path.startswith("/v1/")
         if not is_public and self.meter.key(request) is None:
@@ -123,7 +125,7 @@ class Control:
         if request.method in (b"GET", b"HEAD"):
             return
         self.cross_site.check_origin(_text(request.header(b"origin")), host, _text(request.header(b"sec-fetch-site")))
-        if request.method != b"DELETE":
+        if has_effects and request.method != b"DELETE":
             check_content_type(_text(request.header(b"content-type")), required=True)
 
     def _page(self, request: Request, path: str) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cortex.fleet.units import gib
+from cortex.units import gib
 from cortex.wire.errors import (
     CortexError,
     InsufficientCapacity,

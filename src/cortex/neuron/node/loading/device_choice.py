@@ -9,9 +9,10 @@ from typing import Any
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.preflight import choose_devices, device_row, gigabytes, usable_now
+from cortex.neuron.node.loading.preflight import choose_devices, device_row, usable_now
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
+from cortex.units import gib
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
 from cortex.wire.words import plural
@@ -115,7 +116,7 @@ class DeviceChoice:
         need_bytes = self.forecast.smallest_bytes(model, self.facts, self.devices[0])
         if model.memory_bytes is not None and model.memory_bytes < need_bytes:
             raise LoadFailed(
-                f"{model.id} needs {gigabytes(need_bytes)}, but may take {gigabytes(model.memory_bytes)} (memory_mb); "
+                f"{model.id} needs {gib(need_bytes)}, but may take {gib(model.memory_bytes)} (memory_mb); "
                 "raise it, or choose a smaller or more strongly quantised model"
             )
 
@@ -172,11 +173,11 @@ class DeviceChoice:
             ceiling_bytes = self.forecast.share_bytes(model, device)
             table.append(device_row(device, reading, kept, share_bytes, reason, ceiling_bytes, self.left(device)))
         rows = "; ".join(
-            f"device {row['device']} ({row['name']}) has {gigabytes(row['have_bytes'])} to give: {row['reason']}"
+            f"device {row['device']} ({row['name']}) has {gib(row['have_bytes'])} to give: {row['reason']}"
             for row in table
         )
         return InsufficientCapacity(
-            f"{model.id} needs at least {gigabytes(least_bytes)} for its {num_layers} layers on "
+            f"{model.id} needs at least {gib(least_bytes)} for its {num_layers} layers on "
             f"{model.pipeline_parallel} devices, the first of which also holds embedding and head, but {rows}",
             details={"devices": table},
         )

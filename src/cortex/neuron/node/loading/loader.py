@@ -25,7 +25,6 @@ from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_choice import check_devices
 from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
-from cortex.neuron.node.loading.preflight import gigabytes
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.model import TextSurvey
@@ -34,6 +33,7 @@ from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.hosts.any_of import AnyOf
 from cortex.neuron.worker.model_host import LoadRejected
+from cortex.units import gib
 from cortex.wire.errors import (
     CortexError,
     DiskFull,
@@ -276,7 +276,7 @@ def _smaller_forms(quantised: Mapping[str, Footprint]) -> str:
     """What an error says about a model that would be smaller."""
     if not quantised:
         return ""
-    sizes = ", ".join(f"{gigabytes(size.least_bytes)} as {name}" for name, size in quantised.items())
+    sizes = ", ".join(f"{gib(size.least_bytes)} as {name}" for name, size in quantised.items())
     return f"; quantised at load (`quant`) it needs at least {sizes}"
 
 

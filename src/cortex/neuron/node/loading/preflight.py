@@ -31,6 +31,7 @@ from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.quant_names import plain
+from cortex.units import gib
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
 
@@ -195,7 +196,7 @@ def choose_devices(
         elif need_bytes > kept.usable_bytes(device.total_bytes):
             reason = "too small even when empty"
         elif ceiling_bytes is not None and need_bytes > ceiling_bytes:
-            reason = f"models may take {gigabytes(ceiling_bytes)} of it (memory_mb)"
+            reason = f"models may take {gib(ceiling_bytes)} of it (memory_mb)"
         elif left_bytes is not None and need_bytes > left_bytes:
             reason = "other models take the rest of memory_mb; unload something, or raise it"
         elif need_bytes > have_bytes:
@@ -207,14 +208,14 @@ def choose_devices(
     if len(fitting) >= count:
         return tuple(sorted(-negated for _, negated in sorted(fitting, reverse=True)[:count]))
     rows = "; ".join(
-        f"device {row['device']} ({row['name']}) has {gigabytes(row['have_bytes'])} of "
-        f"{gigabytes(row['total_bytes'])} to give, in addition to {gigabytes(row['kept_free_bytes'])} kept free: "
+        f"device {row['device']} ({row['name']}) has {gib(row['have_bytes'])} of "
+        f"{gib(row['total_bytes'])} to give, in addition to {gib(row['kept_free_bytes'])} kept free: "
         f"{row['reason']}"
         for row in table
     )
     each = "" if count == 1 else f" on each of {count} devices"
     raise InsufficientCapacity(
-        f"{model_id} needs at least {gigabytes(need_bytes)}{each}, but {rows}", details={"devices": table}
+        f"{model_id} needs at least {gib(need_bytes)}{each}, but {rows}", details={"devices": table}
     )
 
 
@@ -244,7 +245,3 @@ def device_row(
         "total_bytes": device.total_bytes,
         "reason": reason,
     }
-
-
-def gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"

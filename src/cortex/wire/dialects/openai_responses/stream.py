@@ -152,7 +152,7 @@ class Encoder:
         is_custom = isinstance(opened, ToolCallStart) and opened.name in self._custom_tools
         self._input = InputDecoder() if is_custom else None
         item = self._item("in_progress")
-        empty = {name: [] for name in ("content", "summary") if name in item}
+        empty: dict[str, list[Any]] = {name: [] for name in ("content", "summary") if name in item}
         encoded += self._event("response.output_item.added", output_index=len(self._done_items), item=item | empty)
         for part in item.get("content", []):
             encoded += self._item_event("response.content_part.added", content_index=0, part=part)

@@ -40,6 +40,7 @@ class EchoFacts:
     context_tokens = 512
     num_layers = 1
     num_ranks = 1
+    pooling = None
     digest = ""
 
 

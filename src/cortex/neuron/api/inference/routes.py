@@ -12,7 +12,9 @@ from cortex.http.ticker import Ticker
 from cortex.neuron.api import bodies, responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.inference.departures import Departures
 from cortex.neuron.api.inference.session import Session
+from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
 from cortex.neuron.api.log_context import stream_failure
@@ -21,9 +23,11 @@ from cortex.neuron.api.routing import ApiCall, Handler
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
+from cortex.wire import sse
 from cortex.wire.dialects import openai_responses
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.dialects.registry import DIALECTS, Dialect, EventEncoder
+from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.node import headers as our_headers
@@ -51,6 +55,7 @@ class Inference:
     strip_billing_header: bool
     tracer: Tracer
     parser: BodyParser
+    departures: Departures
 
     def handler(self, name: DialectName) -> Handler:
         """The handler of one dialect's route."""
@@ -58,13 +63,16 @@ class Inference:
         async def handle(call: ApiCall) -> Response | None:
             http = call.request
             with self.drain_gate.enter(), self.metrics.watch(name) as watch, traced(self.tracer, http, watch):
-                check_content_type(http.text(b"content-type"))
+                if DIALECTS[name].FAMILY is not Family.OLLAMA:  # its clients do not declare their bodies
+                    check_content_type(http.text(b"content-type"))
                 strip_billing = bodies.strips_billing(http, self.strip_billing_header)
                 packed = await self.parser.parse(name, http.body, bodies.client_of(http), strip_billing=strip_billing)
-                self.backend.served(packed.head.model)  # raises ModelNotFound
+                served = self.backend.served(packed.head.model)  # raises ModelNotFound
                 watch.model = packed.head.model
+                check_task(self.backend, packed.head.model, served, "chat")
                 try:
-                    return await self._respond(call, DIALECTS[name], packed, watch)
+                    with self.departures.request(packed.head, is_of_gateway=bool(bodies.principal_of(http))):
+                        return await self._respond(call, DIALECTS[name], packed, watch)
                 except asyncio.CancelledError:
                     if attempt_id := http.text(_ATTEMPT_ID):
                         self.usage_records.add(attempt_id, watch.usage())
@@ -89,6 +97,7 @@ class Inference:
             created=created,
             principal=principal,
             token_limit=bodies.token_limit_of(http),
+            gateway_s=bodies.gateway_s_of(http),
         )
         watch.phase = lambda: session.phase
         watch.usage = lambda: session.usage
@@ -108,10 +117,17 @@ class Inference:
 
         encoder: EventEncoder = dialect.Encoder(request, id=id, created=created, model=request.model)
         if principal:
-            encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.num_choices)
+            has_lines = dialect.CONTENT_TYPE != sse.CONTENT_TYPE
+            encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.num_choices, has_lines=has_lines)
         keepalive, keepalive_s = dialect.KEEPALIVE, self.keepalive_s
         stream = EventStream(
-            call.exchange, self.ticker, keepalive=keepalive, keepalive_s=keepalive_s, headers=headers, source=session
+            call.exchange,
+            self.ticker,
+            keepalive=keepalive,
+            keepalive_s=keepalive_s,
+            headers=headers,
+            content_type=dialect.CONTENT_TYPE,
+            source=session,
         )
 
         def send(batch: list[AnyEvent]) -> None:

@@ -202,7 +202,7 @@ async def test_key_with_models_sees_only_those_in_the_fleet(neurons: StartNeuron
     bearers = {key.section.name: {"authorization": f"Bearer {key.text}"} for key in (operator, user)}
     async with client.session.get(client.url + "/fleet/events?nodes=1", headers=bearers["user"]) as response:
         for model in ("secret-2", "mine"):  # the first evicts secret-1
-            body = {"model": model, "messages": []}
+            body: dict[str, Any] = {"model": model, "messages": []}
             assert (await client.post("/v1/chat/completions", body, **bearers["operator"]))[0] == 200
         seen = await response.content.readuntil(b"event: model_loaded")
         seen += await response.content.readuntil(b"\n\n")

@@ -23,7 +23,7 @@ ENGINE_LIBRARIES = frozenset({"torch", "triton", "numpy", "safetensors", "tokeni
 KERNELS = {"neuron.kernels", "neuron.delta_sizes", "quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.weights", *LAYERS}
-ENGINE = {"neuron.engine", *MODELS}
+ENGINE = {"neuron.engine", "units", *MODELS}
 WORKER = {"neuron.worker", "ipc", "routing", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights"}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
@@ -68,11 +68,12 @@ RULES: dict[str, Rule] = {
     "open_files": Rule(set(), frozenset()),
     "quant_names": Rule(set(), frozenset()),
     "tasks": Rule(set(), frozenset()),
+    "units": Rule(set(), frozenset()),
     "tls": Rule({"settings"}, frozenset()),
     "settings": Rule({"settings"}, frozenset({"msgspec"})),
     "telemetry": Rule({"telemetry", "settings", "cortex"}),
     "wire": Rule({"wire"}, frozenset({"msgspec"})),
-    "fleet": Rule({"fleet", "quant_names", "wire", "settings"}, frozenset({"msgspec"})),
+    "fleet": Rule({"fleet", "quant_names", "units", "wire", "settings"}, frozenset({"msgspec"})),
     "routing": Rule({"routing"}, frozenset({"msgspec"})),
     "http": Rule({"http", "wire"}, frozenset({"httptools"})),
     "ipc": Rule({"ipc", "telemetry"}, frozenset({"msgspec"})),

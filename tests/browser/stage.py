@@ -78,6 +78,7 @@ class DirectedNode(FakeNeuron):
     disk: DiskUse | None = None
     ceiling_bytes: int | None = None
     """Of the first device."""
+    node_ceiling_bytes: int | None = None
 
     def __post_init__(self) -> None:
         self.respond = _play
@@ -114,7 +115,10 @@ class DirectedNode(FakeNeuron):
             for index in range(len(self.device_names))
         )
         health = super().health()
-        return msgspec.structs.replace(health, devices=devices, disk=self.disk or health.disk, shares=self.shares)
+        disk, ceiling_bytes = self.disk or health.disk, self.node_ceiling_bytes
+        return msgspec.structs.replace(
+            health, devices=devices, disk=disk, shares=self.shares, ceiling_bytes=ceiling_bytes
+        )
 
     def _used_bytes(self, device: int) -> int:
         gone = (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)

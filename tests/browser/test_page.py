@@ -148,6 +148,24 @@ def test_bar_shows_what_the_ceiling_keeps_from_models(page: Page, node: Directed
     assert "Free, but over the ceiling of models (memory_mb)" in str(beast.locator(".bar").get_attribute("aria-label"))
     node.ceiling_bytes = None
     beast.get_by_text("models ≤ 10.0 GiB").wait_for(state="detached")
+    node.node_ceiling_bytes = 10 * GB
+    beast.get_by_text("Models may take 10.0 GiB of this node").wait_for()
+    label = str(beast.locator(".bar").get_attribute("aria-label"))
+    assert "Free 8.0 GiB, Free, but over the ceiling of models (memory_mb)" in label
+    node.node_ceiling_bytes = None
+    beast.get_by_text("Models may take 10.0 GiB of this node").wait_for(state="detached")
+
+
+def test_legend_has_the_colours_of_the_bars(page: Page) -> None:
+    page.goto("#/fleet")
+    bar = card(page, "beast").locator(".bar")
+    bar.wait_for()
+    colour = "each => getComputedStyle(each).background"
+    for kind in (".part:not(.kv):not(.free):not(.foreign)", ".part.kv:not(.changing)"):
+        shown = bar.locator(kind).first.evaluate(colour)
+        page.wait_for_function(
+            f"shown => getComputedStyle(document.querySelector('.legend {kind}')).background === shown", arg=shown
+        )
 
 
 def test_cold_load_is_watched_to_ready(page: Page, stage: Stage, node: DirectedNode) -> None:

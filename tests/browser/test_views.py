@@ -130,6 +130,8 @@ def test_models_show_what_they_are_and_what_fits_where(page: Page, sign_in: Sign
 def test_model_is_pulled_with_progress_cancelled_and_deleted(page: Page, node: DirectedNode, sign_in: SignIn) -> None:
     sign_in(OPERATOR.text, "models")
     page.get_by_role("button", name="Pull from the hub").click()
+    page.get_by_label("Repository").wait_for()
+    assert page.evaluate("document.activeElement.closest('label')?.innerText.startsWith('Repository')")
     page.get_by_label("Repository").fill("org/new-model")
     page.get_by_label("Quantisation").fill("Q4_K_M")
     page.get_by_role("dialog").get_by_role("button", name="Pull", exact=True).click()

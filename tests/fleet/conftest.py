@@ -32,6 +32,7 @@ def _model(
     estimate: float | None = None,
     least: float | None = None,
     reason: str | None = None,
+    reason_code: str | None = None,
 ) -> Residency:
     status = ModelStatus(
         id=model_id,
@@ -44,6 +45,7 @@ def _model(
         state_age_s=age_s,
         idle_s=idle_s,
         reason=reason,
+        reason_code=reason_code,
     )
     return Residency(status=status, seen_at=NOW, in_flight=in_flight, pinned=pinned)
 

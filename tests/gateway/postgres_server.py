@@ -35,7 +35,9 @@ def _unprivileged() -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
-    pytest.importorskip("psycopg", reason="needs the PostgreSQL driver: pip install 'cortex-fleet[postgres]'")
+    pytest.importorskip(
+        "psycopg", reason="needs the PostgreSQL driver: run `pip install '.[postgres]'` in a checkout of cortex"
+    )
     initdb, pg_ctl = _binary("initdb"), _binary("pg_ctl")
     if initdb is None or pg_ctl is None:
         pytest.skip("no PostgreSQL server is installed: apt install postgresql")

@@ -1,5 +1,6 @@
 """Keys of `cortex.toml` that earlier versions had, variables that hold keys of nodes, and locations of databases."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,32 @@ def test_catalogue_of_another_name_must_exist(tmp_path: Path) -> None:
         ConfigurationFiles(path, {}).read()
     path.write_text("[gateway]\nmodels = 'models.toml'\n")
     assert ConfigurationFiles(path, {}).read()[1].models == ()
+
+
+NODE = '[[neurons]]\nname = "beast"\nendpoint = "http://a:1"\n'
+
+
+@pytest.mark.parametrize(
+    ("catalogue", "place", "advice"),
+    [
+        ('[[models]]\nid = "a"\n[[models]]\nid = "b"\npinned_on = ["baest"]\n', "line 5", "did you mean `beast`?"),
+        ('[[models]]\nid = "a"\nonly_on = ["attic"]\n', "line 3", "the nodes are beast"),
+        ('[[models]]\nid = "a"\nmin_devices = 2\nnodes = ["beast", "bast"]\n', "line 4", "did you mean `beast`?"),
+        ('[aliases]\ndefault = "coder"\ncoder = "a"\n', "line 2", "name the model"),
+    ],
+)
+def test_name_that_stands_for_nothing_is_an_error_with_its_place(
+    tmp_path: Path, catalogue: str, place: str, advice: str
+) -> None:
+    path = tmp_path / "cortex.toml"
+    path.write_text(NODE)
+    (tmp_path / "models.toml").write_text(catalogue)
+    with pytest.raises(SettingsError, match=f"models.toml {place}: .*{re.escape(advice)}"):
+        ConfigurationFiles(path, {}).read()
+
+
+def test_names_of_nodes_that_dns_will_find_are_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "cortex.toml"
+    path.write_text('[discovery]\ndns = "neurons.local"\n')
+    (tmp_path / "models.toml").write_text('[[models]]\nid = "a"\npinned_on = ["10.0.0.1"]\n')
+    assert ConfigurationFiles(path, {}).read()[1].models[0].pinned_on == ("10.0.0.1",)

@@ -73,6 +73,8 @@ BAD: dict[str, Callable[[Files, str], object]] = {
     "missing file": lambda files, good: files.config.unlink(),
     "invalid catalogue": lambda files, good: files.models.write_text("models = 3\n"),
     "catalogue is a directory": lambda files, good: files.models.mkdir(),
+    "misspelt node": lambda files, good: files.models.write_text('[[models]]\nid = "a"\npinned_on = ["baest"]\n'),
+    "alias of nothing": lambda files, good: files.models.write_text('[aliases]\ndefault = "b"\n'),
 }
 
 

@@ -107,7 +107,7 @@ def test_wheel_without_extras_is_the_gateway_without_torch(built: Path, tmp_path
     assert Path(where).is_relative_to(packages)
     assert any((packages / "cortex" / "gateway" / "page" / "files").glob("*.html"))
     missing = subprocess.run([venv / "bin" / "neuron", "serve"], capture_output=True, text=True, check=False)
-    assert "pip install 'cortex-fleet[neuron]'" in missing.stderr
+    assert "pip install '.[neuron]'" in missing.stderr
 
 
 def test_sdist_has_what_a_build_needs(built: Path) -> None:

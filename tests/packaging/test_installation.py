@@ -70,7 +70,7 @@ def test_gateway_alone_has_no_torch_and_says_what_is_missing(built: Path, tmp_pa
     assert "torch" not in run(programs / "pip", "list").lower()
     missing = subprocess.run([programs / "cortex", "up"], capture_output=True, text=True, check=False)
     assert missing.returncode != 0
-    assert "pip install 'cortex-fleet[neuron]'" in missing.stderr
+    assert "pip install '.[neuron]'" in missing.stderr
 
 
 def test_manifests_pass_the_schemas_of_kubernetes(tmp_path: Path) -> None:

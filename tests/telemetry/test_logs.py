@@ -28,10 +28,11 @@ def record(**extra: object) -> logging.LogRecord:
 
 
 def test_json_line_has_the_extra_fields_of_the_event() -> None:
-    line = json.loads(JsonFormatter().format(record(node="beast", request_id="req_1")))
+    line = json.loads(JsonFormatter().format(record(node="beast", request_id="req_1", for_model=None)))
     assert line["message"] == "loaded a/b"
     assert line["level"] == "info"
     assert (line["node"], line["request_id"]) == ("beast", "req_1")
+    assert "for_model" not in line, "a field without a value says nothing"
 
 
 def test_client_text_cannot_forge_a_log_line() -> None:
@@ -53,7 +54,7 @@ def test_bytes_that_are_not_text_do_not_stop_the_log() -> None:
 
 
 def test_text_line_has_date_time_level_message_and_fields() -> None:
-    line = TextFormatter().format(record(node="beast"))
+    line = TextFormatter().format(record(node="beast", for_model=None))
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    loaded a/b  node=beast", line)
 
 

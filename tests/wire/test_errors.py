@@ -108,3 +108,10 @@ def test_what_a_model_cannot_do_is_a_bad_request(family: Family, code: str) -> N
 )
 def test_message_names_its_subject_once(subject: str, problem: object, message: str) -> None:
     assert about(subject, problem) == message
+
+
+def test_message_is_first_and_no_detail_replaces_it() -> None:
+    error = InvalidValue("wrong", details={"nodes": [{"node": "beast"}], "message": "other"})
+    body = error_encoding.envelope(error, Family.OPENAI)["error"]
+    assert list(body) == ["message", "type", "code", "param", "nodes"]
+    assert body["message"] == "wrong"

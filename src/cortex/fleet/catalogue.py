@@ -228,6 +228,11 @@ class Catalogue(Section, frozen=True):
         """The ids of its models."""
         return frozenset(spec.id for spec in self.models)
 
+    @property
+    def alias_targets(self) -> dict[str, str]:
+        """The name that each alias stands for."""
+        return {name: target if isinstance(target, str) else target.model for name, target in self.aliases.items()}
+
     def _names(self) -> frozenset[str]:
         return self.ids | {name for name in self.aliases if not is_pattern(name)}
 

@@ -29,6 +29,7 @@ class EvictionRules(Section, frozen=True):
     min_residency_s: Seconds = 20.0
     """A model is not evicted for this long after its load."""
     fair_wait_s: Seconds = 30.0
-    """Once a request has waited this long, the models that its model could replace take no new requests."""
+    """Once a request has waited this long, the models that its model could replace take no new requests.
+    A request whose model only drained or unreachable nodes have fails after this time."""
     retry_failed_after_s: Seconds = 30.0
     """After a failed load, the same model is not tried on the same node for this long."""

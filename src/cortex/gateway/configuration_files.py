@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from cortex import settings
-from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.catalogue import Catalogue, ModelSpec, near_misses
 from cortex.gateway import config as configuration
 from cortex.gateway.config import Config, GatewaySection
-from cortex.settings import Stamp, stamp
+from cortex.settings import SettingsError, Stamp, stamp
+from cortex.settings.conversion import Source
+from cortex.settings.positions import positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,49 @@ class ConfigurationFiles:
     def read(self) -> tuple[Config, Catalogue]:
         """The whole configuration. Raises SettingsError."""
         config = configuration.load(self.path, self.env)
-        return config, load_catalogue(config, self.path)
+        return config, self.read_catalogue(config)
+
+    def read_catalogue(self, config: Config) -> Catalogue:
+        """The catalogue, whose names must stand for something. Raises SettingsError."""
+        catalogue = load_catalogue(config, self.path)
+        names = [section.name for section in config.neurons]
+        is_known = config.discovery.dns is None  # otherwise nodes have names that are found later
+        for index, spec in enumerate(catalogue.models if is_known else ()):
+            for key, name in unknown_nodes(spec, names):
+                near = near_misses(name, names, limit=1)
+                nodes = f"the nodes are {', '.join(names)}" if names else "add it under [[neurons]]"
+                advice = f"there is no such node; {f'did you mean `{near[0]}`?' if near else nodes}"
+                raise self._catalogue_error(config, f"{key} of {spec.id} names {name}", ("models", index, key), advice)
+        for alias, target in catalogue.alias_targets.items():
+            if target in catalogue.aliases:
+                what, advice = f"alias {alias} stands for the alias {target}", "one alias is followed; name the model"
+                raise self._catalogue_error(config, what, ("aliases", alias), advice)
+        return catalogue
+
+    def check_aliases(self, config: Config, catalogue: Catalogue, listed: Collection[str]) -> None:
+        """Raises SettingsError for an alias of a model that neither the catalogue nor `listed` has."""
+        for alias, target in catalogue.alias_targets.items():
+            if not catalogue.has(target) and target not in listed:
+                near = near_misses(target, catalogue.ids | set(listed), limit=1)
+                advice = f"did you mean `{near[0]}`?" if near else "correct it, or add the model"
+                what = f"alias {alias} stands for {target}, which neither the catalogue nor a node has,"
+                raise self._catalogue_error(config, what, ("aliases", alias), advice)
+
+    def _catalogue_error(self, config: Config, what: str, key: tuple[str | int, ...], advice: str) -> SettingsError:
+        file = catalogue_path(config, self.path)
+        return Source(file, positions(file.read_text(encoding="utf-8"))).error(what, key, advice)
 
     def stamps(self, config: Config) -> tuple[Stamp, ...]:
         """A value that changes when a file of `config` does."""
         own = tuple(stamp(file) for file in (self.path, catalogue_path(config, self.path)) if file is not None)
         return (*own, *authority_stamps(config, self.directory).values())
+
+
+def unknown_nodes(spec: ModelSpec, names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The keys of `spec` that name a node which is not in `names`, each with that node."""
+    for key, wanted in (("pinned_on", spec.pinned_on), ("only_on", spec.only_on), ("nodes", spec.nodes)):
+        for name in sorted(set(wanted) - set(names)):
+            yield key, name
 
 
 def authority_stamps(config: Config, directory: Path) -> dict[str, Stamp]:

@@ -85,7 +85,7 @@ class Postgres:
         try:
             import psycopg
         except ImportError as error:
-            what = "a postgresql:// database needs the driver: pip install 'cortex-fleet[postgres]'"
+            what = "a postgresql:// database needs the driver: run `pip install '.[postgres]'` in a checkout of cortex"
             raise StoreSettingError(what) from error
         try:
             host = psycopg.conninfo.conninfo_to_dict(url).get("host")

@@ -13,7 +13,7 @@ from typing import Any
 
 from cortex import open_files
 from cortex.gateway.config import Config
-from cortex.gateway.configuration_files import ConfigurationFiles, load_catalogue
+from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.server import Gateway
 from cortex.telemetry import logs
 from cortex.wire.words import duration
@@ -31,7 +31,7 @@ async def serve(config: Config, path: Path | None = None) -> None:
     logs.configure(config.gateway.log_format, config.gateway.log_level)
     open_files.raise_limit()
     files = ConfigurationFiles(path, os.environ)
-    gateway = Gateway(config, load_catalogue(config, path), files.directory, files)
+    gateway = Gateway(config, files.read_catalogue(config), files.directory, files)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(report_unhandled)
     stop, reload = asyncio.Event(), asyncio.Event()

@@ -262,6 +262,7 @@ class Gateway:
         try:
             async with self._reloading:
                 config, catalogue = files.read()
+                self._check_aliases(files, config, catalogue)
                 await self.reconfigure(config, catalogue)
         except Exception as problem:  # any error counts: one that is not expected must not end reloading
             is_expected = isinstance(problem, SettingsError | StoreError)
@@ -277,6 +278,14 @@ class Gateway:
             self._health.stale_reason = None
             self.metrics.config_reloads.labels("applied").inc()
             log.info("configuration reloaded, nodes: %d", len(self.config.neurons))
+
+    def _check_aliases(self, files: ConfigurationFiles, config: Config, catalogue: Catalogue) -> None:
+        """Raises SettingsError for a new alias of a model that no node has, once every node has reported its models."""
+        nodes = self.dispatcher.fleet.nodes
+        names = {section.name for section in config.neurons}
+        if config.discovery.dns is None and names <= {node.name for node in nodes if node.healthy}:
+            listed = {model for node in nodes if node.name in names for model in node.residencies}
+            files.check_aliases(config, catalogue, listed)
 
     def _is_database_away(self) -> bool:
         ledger = self._metering.ledger

@@ -83,10 +83,11 @@ class Limits(Section, frozen=True):
     """Longer prompts are rejected like those over the context, even if the model accepts them."""
     min_free_vram_mb: Megabytes = 256
     """Memory that loads leave free on every device, whatever else uses it: for a desktop, or for programs that start
-    later."""
+    later. In addition, a load leaves free half of the host's free memory on a CPU, and on a GPU 1/16 of its memory, at
+    least 1 GiB."""
     memory_mb: Count | None = None
     """The most memory that models may take over all devices, weights and KV caches together, however much is free.
-    Absent: all but `min_free_vram_mb`."""
+    Absent: all but what loads leave free (`min_free_vram_mb`)."""
     sleep_mb: Megabytes | None = None
     """Host memory for the weights of sleeping models; over it, the least recently used one is unloaded. 0: no sleep.
     Absent: half of the host's free memory on a node with GPUs, 0 on a node without, where sleep frees nothing."""
@@ -205,8 +206,8 @@ class NeuronConfig(Section, frozen=True):
     """Overrides the port of `listen`."""
     keys: tuple[str, ...] = ()
     """Keys that callers must send, one of them; gateways send theirs with `key_env`. `neuron key` makes one. Without a
-    key the node listens on the loopback address only, unless it is started with `--insecure`. Changes of the file are
-    used at once."""
+    key the node does not start, unless `listen` is a loopback address (`127.0.0.1:13131`) or it is started with
+    `--insecure`. Changes of the file are used at once."""
     key_file: Path | None = None
     """A file with more keys, one on each line, relative to this file. Changes of it are used at once."""
     allowed_hosts: tuple[str, ...] = ()

@@ -18,7 +18,8 @@ _BUILT_IN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _BUILT_IN}
+    """The `extra=` fields that have a value."""
+    return {name: value for name, value in vars(record).items() if name not in _BUILT_IN and value is not None}
 
 
 def _encodable(text: str) -> str:

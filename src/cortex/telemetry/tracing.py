@@ -62,6 +62,7 @@ def open_tracer(section: TelemetrySection, service: str) -> Tracer:
         from cortex.telemetry.otlp import OtlpTracer
     except ImportError as problem:
         raise SettingsError(
-            "telemetry.endpoint needs packages that are not installed: pip install 'cortex-fleet[telemetry]'"
+            "telemetry.endpoint needs packages that are not installed: "
+            "run `pip install '.[telemetry]'` in a checkout of cortex"
         ) from problem
     return OtlpTracer(section.endpoint, section.sample_ratio, service)

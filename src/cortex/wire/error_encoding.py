@@ -22,15 +22,9 @@ def envelope(error: CortexError, family: Family) -> dict[str, Any]:
         return {"type": "error", "error": {"type": error.anthropic_type, "message": error.message}}
     if family is Family.OLLAMA:
         return {"error": error.message, "code": error.code}
-    return {
-        "error": {
-            **error.details,
-            "message": error.message,
-            "type": error.openai_type,
-            "code": error.code,
-            "param": error.param,
-        }
-    }
+    # The message comes first, for people who read the body, and no detail replaces it.
+    named = {"message": error.message, "type": error.openai_type, "code": error.code, "param": error.param}
+    return {"error": {**named, **error.details, **named}}
 
 
 def headers(error: CortexError) -> dict[str, str]:

@@ -322,6 +322,15 @@ class LoadFailed(CortexError):
     code = "load_failed"
 
 
+class ModelUnsupported(LoadFailed):
+    """No retry helps: the model's family or format, or an option of the load, is not supported by the node."""
+
+    status = 422
+    code = "model_unsupported"
+    openai_type = "invalid_request_error"
+    anthropic_type = "invalid_request_error"
+
+
 class UnloadedWhileLoading(LoadFailed):
     """The load was cancelled, which is not a failure: the model may be loaded again at once."""
 

@@ -14,6 +14,7 @@ _MESSAGES: dict[type[CortexError], str] = {
     errors.Overloaded: "There is no room for this request now. Send it again later.",
     errors.Recovering: "The model is being recovered. Send the request again later.",
     errors.InsufficientCapacity: "There is not enough memory for this model. Use another one, or ask the operator.",
+    errors.ModelUnsupported: "The model is not supported here. Use another one, or ask the operator.",
     LoadFailed: "The model could not be loaded. Use another one, or ask the operator.",
     errors.UpstreamUnavailable: "The model cannot be reached now. Send the request again later.",
     errors.UpstreamInterrupted: "The response was interrupted. Send the request again.",
@@ -24,7 +25,7 @@ _MESSAGES: dict[type[CortexError], str] = {
 def public(error: CortexError) -> CortexError:
     """`error` without what only operators may see; the same object if it is about the request alone."""
     kind = type(error)
-    message = _MESSAGES.get(LoadFailed if isinstance(error, LoadFailed) else kind)
+    message = _MESSAGES.get(kind) or (_MESSAGES[LoadFailed] if isinstance(error, LoadFailed) else None)
     if message is None:
         return error
     return kind(message, param=error.param, retry_after_s=error.retry_after_s)

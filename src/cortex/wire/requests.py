@@ -121,6 +121,8 @@ class Thinking(Value, frozen=True):
     budget_tokens: int | None = None
     shown: bool = True
     """Whether reasoning is part of the response."""
+    summarized: bool = False
+    """Whether the client reads reasoning as a summary, in a dialect that has both."""
     off_by_default: bool = False
     """Whether a request that says nothing about reasoning gets none from a model that can do without."""
 

@@ -97,6 +97,17 @@ def test_failed_load_keeps_the_message_of_the_node(model: Make, node: Make, flee
     assert (error.code, "config.json is missing" in error.message) == ("load_failed", True)
 
 
+def test_unsupported_model_is_the_error_only_where_every_node_says_so(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    facts = {"state": ModelState.FAILED, "age_s": 1, "reason": "mamba9000 is not supported"}
+    unsupported = node("a", [24], model("m", reason_code="model_unsupported", **facts))
+    failed = node("b", [24], model("m", reason_code="load_failed", **facts))
+    for nodes, status in (((unsupported,), 422), ((unsupported, failed), 502)):
+        error = rejection(place("m", fleet(*nodes, specs=[spec("m")]), NOW))
+        assert (error.status, "mamba9000 is not supported" in error.message) == (status, True)
+
+
 def test_rejection_without_nodes_or_without_the_model(node: Make, fleet: Make) -> None:
     assert "add one under [[neurons]]" in rejection(place("m", fleet(), NOW)).message
     assert rejection(place("m", fleet(node("n", [24])), NOW)).code == "model_not_found"

@@ -230,7 +230,8 @@ def test_rejection_on_the_node_that_was_named_says_nothing_about_the_others(
 
 
 def test_every_verdict_but_those_of_a_model_in_memory_has_a_case_here() -> None:
-    elsewhere = {Verdict.RESIDENT, Verdict.STARTING, Verdict.ASLEEP, Verdict.FITS, Verdict.FAILED}
+    failed = {Verdict.FAILED, Verdict.UNSUPPORTED}  # test_explain.py
+    elsewhere = {Verdict.RESIDENT, Verdict.STARTING, Verdict.ASLEEP, Verdict.FITS, *failed}
     covered = {case[2] for case in MEMORY_CASES} | {case[2] for case in NODE_CASES}
     assert covered | elsewhere == set(Verdict)
     elsewhere_kept = {Protection.UNMANAGED, Protection.PART}  # foreign servers; test_spanning.py

@@ -129,6 +129,13 @@ async def test_wrong_path_or_method_gets_a_json_error(
         assert ("allow" in response.headers) == (status == 405)
 
 
+async def test_mistyped_route_is_not_found_whatever_its_body_is(start_gateway: StartGateway) -> None:
+    client = await start_gateway()
+    for path in ("/v1/chat/completion", "/v1/complete"):
+        status, body = await client.post(path, b"model=a", **{"content-type": "application/x-www-form-urlencoded"})
+        assert (status, body["error"]["code"]) == (404, "route_not_found")
+
+
 @pytest.mark.parametrize(("path", "allowed"), [("/v1/chat/completions", "POST"), ("/v1/models", "GET, HEAD")])
 async def test_wrong_method_gets_the_allowed_ones(start_gateway: StartGateway, path: str, allowed: str) -> None:
     client = await start_gateway()
@@ -270,6 +277,9 @@ async def test_failed_operator_load_returns_the_reason(neurons: StartNeuron, sta
     client = await start_gateway(beast)
     status, body = await client.post("/fleet/models/a/load", {"node": "beast"})
     assert (status, body["error"]["message"]) == (502, "corrupt file")
+    beast.load_faults.append((422, "model_unsupported", "mamba9000 is not supported"))
+    status, body = await client.post("/fleet/models/a/load", {"node": "beast"})
+    assert (status, body["error"]["message"]) == (422, "mamba9000 is not supported")
     status, body = await client.post("/fleet/models/a/load", {"node": "nobody"})
     assert (status, body["error"]["code"]) == (404, "node_not_found")
     assert "beast" in body["error"]["message"]

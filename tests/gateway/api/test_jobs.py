@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.rules import EvictionRules
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node.protocol import HubRepository, HubVariant, ModelState, PullStatus
@@ -200,7 +201,7 @@ async def test_sampling_of_the_catalogue_reaches_the_node_and_is_shown(
 async def test_pin_and_drain_survive_a_restart(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB})
     other = await neurons("other", sizes={"b": GB}, states={"b": READY})
-    first = await start_gateway(beast, other)
+    first = await start_gateway(beast, other, rules=EvictionRules(fair_wait_s=0.1))
     assert (await first.post("/fleet/models/a/pin", {"node": "beast"}))[1]["nodes"] == ["beast"]
     assert (await first.post("/fleet/nodes/other/drain"))[1] == {"node": "other", "drained": True}
     assert (await first.chat("b"))[0] != 200, "a drained node gets no requests"

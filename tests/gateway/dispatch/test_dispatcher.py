@@ -134,7 +134,10 @@ def test_overdue_model_of_a_peer_closes_the_model_whose_part_it_holds() -> None:
 def test_model_takes_no_requests_while_a_node_with_a_part_of_it_is_drained() -> None:
     fake = sharing_fleet()
     fake.operator.drain("m", drained=True)
-    (refused,) = fake.ask("a")
+    waited = fake.ask("a")
+    fake.now += 31
+    fake.dispatcher.tick()
+    (refused,) = waited
     assert isinstance(refused, UpstreamUnavailable)
     assert "m has a part of it, and is drained by the operator" in refused.message
     fake.operator.drain("m", drained=False)
@@ -242,3 +245,41 @@ def test_counters_return_to_zero() -> None:
     for lease in leases:
         fake.dispatcher.release(lease)
     assert fake.dispatcher.in_flight == {}
+
+
+def test_request_for_the_only_copy_on_a_drained_node_waits_for_its_return() -> None:
+    fake = FakeFleet({"n": {"a": GB}})
+    fake.ready["n"]["a"] = fake.now
+    fake.poll()
+    fake.operator.drain("n", drained=True)
+    served, late = fake.ask("a"), fake.ask("a")
+    assert served == late == []
+    fake.operator.drain("n", drained=False)
+    assert node_of(served) == node_of(late) == "n"
+
+
+def test_request_for_the_only_copy_on_a_node_that_is_down_fails_after_the_fair_wait() -> None:
+    fake = FakeFleet({"n": {"a": GB}, "m": {"b": GB}})
+    fake.ready["n"]["a"] = fake.now
+    fake.poll()
+    for _ in range(3):
+        fake.dispatcher.missed("n", "connection refused")
+    first = fake.ask("a")
+    fake.now += 20
+    second = fake.ask("a")
+    fake.now += 15
+    fake.dispatcher.tick()
+    [error] = first
+    assert isinstance(error, UpstreamUnavailable)
+    assert second == [], "each request has the time for itself"
+    fake.poll("n")
+    assert node_of(second) == "n"
+
+
+def test_request_does_not_wait_for_a_node_that_is_down_and_does_not_have_the_model() -> None:
+    fake = FakeFleet({"n": {"a": GB}, "m": {"b": 100 * GB}})
+    fake.poll()
+    for _ in range(3):
+        fake.dispatcher.missed("n", "connection refused")
+    [error] = fake.ask("b")
+    assert isinstance(error, CortexError)

@@ -108,6 +108,22 @@ async def test_load_that_fails_everywhere_is_502_with_the_nodes_message(
     assert len(beast.load_requests) == 1, "a load that has just failed is not tried again at once"
 
 
+async def test_load_of_an_unsupported_model_is_422_with_the_nodes_message(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    reason = "mamba9000 is not supported"
+    beast = await neurons("beast", sizes={"a": GB}, load_faults=[(422, "model_unsupported", reason)] * 5)
+    client = await start_gateway(beast)
+    for _ in range(2):  # by the load, and because it has just failed
+        status, body = await client.chat("a")
+        assert (status, body["error"]["code"]) == (422, "model_unsupported")
+        assert reason in body["error"]["message"]
+    messages = [{"role": "user", "content": "x"}]
+    status, body = await client.post("/v1/messages", {"model": "a", "max_tokens": 5, "messages": messages})
+    assert (status, body["error"]["type"]) == (422, "invalid_request_error")
+    assert len(beast.load_requests) == 1
+
+
 async def test_out_of_memory_at_load_evicts_and_retries_once(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     oom = (507, "insufficient_capacity", "CUDA out of memory")
     beast = await neurons("beast", sizes={"old": 4 * GB, "a": GB}, states={"old": READY}, load_faults=[oom])

@@ -193,6 +193,29 @@ async def test_reasons_of_failures_are_for_operators(neurons: StartNeuron, start
         assert (b"/models/secret" in first) == is_shown
 
 
+async def test_key_with_models_sees_only_those_in_the_fleet(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    sizes = {"mine": GB, "secret-1": 20 * GB, "secret-2": 20 * GB}
+    beast = await neurons("beast", sizes=sizes, states={"secret-1": ModelState.READY})
+    operator = generate("operator", operator=True)
+    user, owner = generate("user", models=("mine",)), generate("owner", operator=True, models=("mine",))
+    client = await start_gateway(beast, keys=(operator.section, user.section, owner.section))
+    bearers = {key.section.name: {"authorization": f"Bearer {key.text}"} for key in (operator, user)}
+    async with client.session.get(client.url + "/fleet/events?nodes=1", headers=bearers["user"]) as response:
+        for model in ("secret-2", "mine"):  # the first evicts secret-1
+            body: dict[str, Any] = {"model": model, "messages": []}
+            assert (await client.post("/v1/chat/completions", body, **bearers["operator"]))[0] == 200
+        seen = await response.content.readuntil(b"event: model_loaded")
+        seen += await response.content.readuntil(b"\n\n")
+    assert b"mine" in seen
+    assert b"secret" not in seen
+    for path in ("/fleet/status", "/fleet/decisions", "/fleet/explain/mine"):
+        found = [msgspec.json.encode((await client.get(path, **bearer))[1]) for bearer in bearers.values()]
+        assert [b"mine" in each for each in found] == [True, True], path
+        assert b"secret" not in found[1], path
+    assert [(await client.get("/fleet/explain/secret-1", **bearer))[0] for bearer in bearers.values()] == [200, 404]
+    assert (await client.get("/fleet/explain/secret-1", authorization=f"Bearer {owner.text}"))[0] == 200
+
+
 def test_does_not_hold_an_endless_error() -> None:
     redaction = ErrorRedaction(None, Family.OPENAI, lambda status, body: UpstreamUnavailable(f"{status} {len(body)}"))
     redaction.head(500, ())

@@ -133,7 +133,7 @@ def test_parses_a_codex_request() -> None:
     )
     assert [tool.name for tool in request.tools] == ["exec_command"]
     assert request.dropped_tools == ("namespace", "web_search")
-    assert request.thinking == Thinking()
+    assert request.thinking == Thinking(summarized=True)
 
 
 def test_both_can_be_sent_to_a_chat_only_server() -> None:

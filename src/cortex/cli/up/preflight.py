@@ -15,7 +15,7 @@ def require_engine() -> None:
     if missing := [name for name in ("torch", "tokenizers") if importlib.util.find_spec(name) is None]:
         raise CommandError(
             f"the engine is not installed ({', '.join(missing)} missing)",
-            "install it with: pip install 'cortex-fleet[neuron]'",
+            "run `pip install '.[neuron]'` in a checkout of cortex",
         )
 
 

@@ -37,6 +37,8 @@ class Verdict(StrEnum):
     UNHEALTHY = "unhealthy"
     FAILED = "failed"
     """Failed to load there within `retry_failed_after_s`."""
+    UNSUPPORTED = "unsupported"
+    """The same, because the node does not support the model."""
     HELD = "held"
     """Only pinned or more important models could make room; waiting does not help."""
     TOO_SMALL = "too_small"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cortex.fleet.units import gib
+from cortex.units import gib
 from cortex.wire.errors import (
     CortexError,
     InsufficientCapacity,
     LoadFailed,
     ModelNotFound,
+    ModelUnsupported,
     Overloaded,
     UpstreamUnavailable,
 )
@@ -92,6 +93,7 @@ _ERRORS: dict[Verdict | None, type[CortexError]] = {
     Verdict.DRAINING: UpstreamUnavailable,
     Verdict.UNHEALTHY: UpstreamUnavailable,
     Verdict.FAILED: LoadFailed,
+    Verdict.UNSUPPORTED: ModelUnsupported,
     Verdict.MANUAL: UpstreamUnavailable,
     Verdict.EXCLUDED: UpstreamUnavailable,
     Verdict.NOT_LISTED: ModelNotFound,
@@ -117,6 +119,7 @@ def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
         lead = {
             Overloaded: f"{alone.node} has no room for {model} now",
             LoadFailed: f"{model} could not be loaded on {alone.node}",
+            ModelUnsupported: f"{alone.node} does not support {model}",
             UpstreamUnavailable: f"{alone.node} cannot serve {model} now",
             ModelNotFound: f"{alone.node} does not have {model}",
         }.get(error, f"{model} does not fit on {alone.node}")
@@ -127,6 +130,7 @@ def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
     lead = {
         Overloaded: f"there is no room for {model} now",
         LoadFailed: f"{model} could not be loaded",
+        ModelUnsupported: f"no node supports {model}",
         UpstreamUnavailable: f"no node can serve {model} now",
         ModelNotFound: f"no node has {model}",
     }.get(error, f"{model} fits nowhere in the fleet")

@@ -10,7 +10,7 @@ import msgspec
 from cortex.fleet.catalogue import MEBIBYTE, ModelSpec
 from cortex.fleet.memory import DeviceLedger, Need, ledger
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
-from cortex.fleet.units import gib
+from cortex.units import gib
 from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.words import plural
 

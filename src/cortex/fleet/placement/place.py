@@ -11,6 +11,7 @@ from cortex.fleet.catalogue import MEBIBYTE, Catalogue, ModelSpec
 from cortex.fleet.memory import Need, need_of
 from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import STARTING, Fleet, Node, Residency
+from cortex.wire.errors import ModelUnsupported
 from cortex.wire.node.protocol import ModelShare, ModelState, ModelStatus
 from cortex.wire.words import duration, replicas_in_words
 
@@ -218,7 +219,8 @@ def _without_memory(
     if held is not None and held.state is ModelState.FAILED and origin != "operator":
         age_s = now - held.state_since
         if age_s < fleet.rules.retry_failed_after_s:
-            return Verdict.FAILED, held.status.reason or f"failed to load {duration(age_s)} ago"
+            verdict = Verdict.UNSUPPORTED if held.status.reason_code == ModelUnsupported.code else Verdict.FAILED
+            return verdict, held.status.reason or f"failed to load {duration(age_s)} ago"
     return None
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from cortex import __version__
 from cortex.build import build_information
+from cortex.fleet.catalogue import Resolution
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Origin
 from cortex.gateway.api import models
@@ -20,7 +21,7 @@ from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.fleet_feed import FleetFeed, node_statuses
 from cortex.gateway.api.health import GatewayHealth, is_ready
 from cortex.gateway.api.parts import ApiPart, DeferredResponses, expect, listing_key, query
-from cortex.gateway.api.public_view import public_decision, public_event, public_node
+from cortex.gateway.api.public_view import FleetView
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.ledger import keys
@@ -95,17 +96,17 @@ class Control:
             if request.path not in self._open_paths:
                 self.meter.authenticate(request)
             path = unquote(request.path.decode("latin-1"))
-            self._reject_cross_site(request, path)
+            part = next((part for part in self._parts if part.serves(path)), None)
+            self._reject_cross_site(request, path, has_effects=part is not None)
             if path == "/fleet/events":
                 expect(request, b"GET")
                 with_nodes = query(request, "nodes") is not None
-                self._stream_events(exchange, with_nodes=with_nodes, for_operator=self._is_operator(request))
+                self._stream_events(exchange, self._view(request), with_nodes=with_nodes)
                 return
             if path.rstrip("/") == "/v1/models":
                 expect(request, b"GET", b"HEAD")
                 self._list_models(exchange)
                 return
-            part = next((part for part in self._parts if part.serves(path)), None)
             served = self._page(request, path) if part is None else part.handle(exchange, path)
             if served is None:
                 return
@@ -117,8 +118,10 @@ class Control:
             response = error_response(shown_to(key, error), _family_of(request))
         exchange.respond(*response)
 
-    def _reject_cross_site(self, request: Request, path: str) -> None:
-        """Raise CrossSiteRequest or UnsupportedMediaType for what a web page of another site may have sent."""
+    def _reject_cross_site(self, request: Request, path: str, *, has_effects: bool) -> None:
+        """Raise CrossSiteRequest or UnsupportedMediaType for what a web page of another site may have sent.
+
+        `has_effects`: a request there may change something. Elsewhere the error is that of the route."""
         host = _text(request.header(b"host"))
         is_public = request.path in self._open_paths or path.startswith(("/v1/", "/api/"))
         if not is_public and self.meter.key(request) is None:
@@ -127,7 +130,7 @@ class Control:
             return
         self.cross_site.check_origin(_text(request.header(b"origin")), host, _text(request.header(b"sec-fetch-site")))
         is_undeclared = path.startswith("/api/") and request.header(b"origin") is None  # so are Ollama's clients
-        if request.method != b"DELETE" and not is_undeclared:
+        if has_effects and request.method != b"DELETE" and not is_undeclared:
             check_content_type(_text(request.header(b"content-type")), required=True)
 
     def _page(self, request: Request, path: str) -> Response:
@@ -193,6 +196,9 @@ class Control:
             return False
         return True
 
+    def _view(self, request: Request) -> FleetView:
+        return FleetView(self._is_operator(request), self.meter.key(request))
+
     def _list_models(self, exchange: Exchange) -> None:
         """Respond with the list, made on another thread where it is long: a snapshot of the fleet does not change."""
         may_use = partial(keys.may_use, listing_key(self.meter, exchange.request, self._open_paths))
@@ -208,10 +214,15 @@ class Control:
         else:
             self._deferred.respond(exchange, asyncio.to_thread(make))
 
-    def _model(self, request: Request, name: str) -> Response:
+    def _resolve(self, request: Request, name: str) -> Resolution:
+        """Raises ModelNotFound, also for a model that the key may not use."""
         resolution = self._dispatcher.resolve(name)
         if not keys.may_use(self.meter.key(request), resolution.model_id):
             raise ModelNotFound("There is no such model for this key; GET /v1/models lists those that it may use.")
+        return resolution
+
+    def _model(self, request: Request, name: str) -> Response:
+        resolution = self._resolve(request, name)
         fleet, feasible_on = self._dispatcher.fleet, self._dispatcher.feasibility().nodes
         for_operator = self._is_operator(request)
         entry = models.entry(fleet, resolution.spec, feasible_on, self._created, for_operator=for_operator)
@@ -221,40 +232,36 @@ class Control:
 
     def _status(self, request: Request) -> Response:
         depths = self._dispatcher.queue_depths
-        nodes = node_statuses(self._dispatcher.fleet)
-        if not self._is_operator(request):
-            nodes = list(map(public_node, nodes))
-        return json_response({"version": __version__, "nodes": nodes, "waiting": depths})
+        view = self._view(request)
+        nodes = list(map(view.node, node_statuses(self._dispatcher.fleet)))
+        return json_response({"version": __version__, "nodes": nodes, "waiting": view.waiting(depths)})
 
     def _decisions(self, request: Request) -> Response:
         model = query(request, "model")
         decisions = [each for each in self._event_log.decisions if model is None or each["model"] == model]
-        if not self._is_operator(request):
-            decisions = list(map(public_decision, decisions))
-        return json_response({"decisions": decisions})
+        return json_response({"decisions": self._view(request).decisions(decisions)})
 
     def _explain(self, request: Request, name: str) -> Response:
         """What would be decided for a request, or with `origin=operator` for an order; with `node` for that node."""
-        resolution = self._dispatcher.resolve(name)
+        resolution = self._dispatcher.resolve(name) if self._is_operator(request) else self._resolve(request, name)
         origin: Origin = "background" if resolution.background else "request"
         if query(request, "origin") == "operator":
             origin = "operator"
         decision = self._dispatcher.explain(resolution.model_id, origin, only_on=query(request, "node"))
         body = explain.as_json(decision) | {"at": time.time(), "text": explain.text(decision)}
-        return json_response(body if self._is_operator(request) else public_decision(body))
+        return json_response(self._view(request).decision(body))
 
-    def _stream_events(self, exchange: Exchange, *, with_nodes: bool, for_operator: bool) -> None:
+    def _stream_events(self, exchange: Exchange, view: FleetView, *, with_nodes: bool) -> None:
         """Stream events from now on, on request with the state of every node. A slow reader loses events, not the
         connection. Reasons of failures are for operators."""
 
         def send(event: dict[str, Any]) -> None:
-            if not exchange.paused:
-                event = event if for_operator else public_event(event)
-                exchange.write(sse.frame(msgspec.json.encode(event), event["kind"]))
+            for shown in view.events(event) if not exchange.paused else ():
+                exchange.write(sse.frame(msgspec.json.encode(shown), shown["kind"]))
 
         self._streams.begin(exchange)
         unsubscribe = self._event_log.subscribe(send)
-        stop_feed = self.feed.follow(exchange, for_operator=for_operator) if with_nodes else lambda: None
+        stop_feed = self.feed.follow(exchange, view) if with_nodes else lambda: None
 
         def ended() -> None:
             unsubscribe()

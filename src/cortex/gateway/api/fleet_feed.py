@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from cortex.fleet.topology import Fleet, Node
-from cortex.gateway.api.public_view import public_node
+from cortex.gateway.api.public_view import FleetView
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.http.server.exchange import Exchange
 from cortex.wire import sse
@@ -24,19 +25,23 @@ _AGES = ("state_age_s", "idle_s")
 
 @dataclass(slots=True)
 class _Reader:
-    for_operator: bool
+    view: FleetView
     has_missed: bool = False
     """Whether it was too slow for a change."""
 
 
-class _Frames(NamedTuple):
-    """One event, for operators and for others."""
+class _Frame:
+    """One event, encoded once for all readers with the same view."""
 
-    operator: bytes
-    public: bytes
+    def __init__(self, kind: str, shown_in: Callable[[FleetView], object]) -> None:
+        self._kind = kind
+        self._shown_in = shown_in
+        self._encoded: dict[FleetView, bytes] = {}
 
-    def shown(self, for_operator: bool) -> bytes:
-        return self.operator if for_operator else self.public
+    def encoded(self, view: FleetView) -> bytes:
+        if view not in self._encoded:
+            self._encoded[view] = sse.frame(msgspec.json.encode(self._shown_in(view)), self._kind)
+        return self._encoded[view]
 
 
 class FleetFeed:
@@ -53,12 +58,12 @@ class FleetFeed:
         """For each node, the content that decides whether it has changed."""
         self._waiting: dict[str, int] = {}
 
-    def follow(self, exchange: Exchange, *, for_operator: bool) -> Callable[[], None]:
+    def follow(self, exchange: Exchange, view: FleetView) -> Callable[[], None]:
         """Write to a started exchange until the returned function is called."""
         if not self._readers:
             self._changes()  # what a first reader gets now is no change at the next tick
-        self._readers[exchange] = _Reader(for_operator)
-        exchange.write(self._everything().shown(for_operator))
+        self._readers[exchange] = _Reader(view)
+        exchange.write(self._everything().encoded(view))
 
         def stop() -> None:
             self._readers.pop(exchange, None)
@@ -75,12 +80,12 @@ class FleetFeed:
                 reader.has_missed = reader.has_missed or bool(frames)
             elif reader.has_missed:
                 reader.has_missed = False
-                exchange.write(self._everything().shown(reader.for_operator))
+                exchange.write(self._everything().encoded(reader.view))
             else:
                 for frame in frames:
-                    exchange.write(frame.shown(reader.for_operator))
+                    exchange.write(frame.encoded(reader.view))
 
-    def _changes(self) -> list[_Frames]:
+    def _changes(self) -> list[_Frame]:
         """Frames with what has changed since the last call."""
         frames = []
         statuses = {status["name"]: status for status in node_statuses(self._dispatcher.fleet)}
@@ -89,25 +94,23 @@ class FleetFeed:
             frames.append(self._everything())
         else:
             frames += [
-                _Frames(_frame("node", status), _frame("node", public_node(status)))
+                _Frame("node", partial(_node_in, status))
                 for name, status in statuses.items()
                 if seen[name] != self._seen[name]
             ]
         self._seen = seen
         if (waiting := dict(self._dispatcher.queue_depths)) != self._waiting:
             self._waiting = waiting
-            frame = _frame("waiting", waiting)
-            frames.append(_Frames(frame, frame))
+            frames.append(_Frame("waiting", lambda view: view.waiting(waiting)))
         return frames
 
-    def _everything(self) -> _Frames:
-        nodes = node_statuses(self._dispatcher.fleet)
-        waiting = self._dispatcher.queue_depths
-        public = list(map(public_node, nodes))
-        return _Frames(
-            _frame("fleet", {"nodes": nodes, "waiting": waiting}),
-            _frame("fleet", {"nodes": public, "waiting": waiting}),
-        )
+    def _everything(self) -> _Frame:
+        nodes, waiting = node_statuses(self._dispatcher.fleet), dict(self._dispatcher.queue_depths)
+        return _Frame("fleet", lambda view: {"nodes": list(map(view.node, nodes)), "waiting": view.waiting(waiting)})
+
+
+def _node_in(status: dict[str, Any], view: FleetView) -> dict[str, Any]:
+    return view.node(status)
 
 
 def node_statuses(fleet: Fleet) -> list[dict[str, Any]]:
@@ -151,7 +154,3 @@ def _node_status(node: Node, pinned: set[str]) -> dict[str, Any]:
 def _comparable(status: dict[str, Any]) -> bytes:
     models = [{name: value for name, value in model.items() if name not in _AGES} for model in status["models"]]
     return msgspec.json.encode(status | {"models": models})
-
-
-def _frame(kind: str, value: object) -> bytes:
-    return sse.frame(msgspec.json.encode(value), kind)

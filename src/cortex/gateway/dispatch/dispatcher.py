@@ -7,6 +7,7 @@ on their own state: an order is "ensure ready" or "ensure gone", and harmless wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -363,12 +364,20 @@ class Dispatcher(StateMachine):
             self._event_log.decided(decision)
         for decision in decided.rejections:
             if not any(map(self._is_undecided, decision.assessments)):
-                self._waiting.fail(decision.model_id, explain.rejection(decision))
+                awaited = any(self._may_return(each, decision.model_id) for each in decision.assessments)
+                until = self._clock() - self.fleet.rules.fair_wait_s if awaited else math.inf
+                self._waiting.fail(decision.model_id, explain.rejection(decision), until)
 
     @event
     def _close_models(self, models: frozenset[ModelOnNode]) -> None:
         """These ready models, and no others, take no new work."""
         self._leases.closed = models
+
+    def _may_return(self, assessment: Assessment, model: str) -> bool:
+        """The node has the model, and is drained or down: it may be back soon."""
+        node = self._fleet_state.fleet.node(assessment.node)
+        is_away = assessment.verdict in (Verdict.DRAINING, Verdict.UNHEALTHY)
+        return is_away and node is not None and model in node.residencies
 
     def _is_undecided(self, assessment: Assessment) -> bool:
         """The node was not observed yet, or missed too few polls to be down: it could still take the model."""

@@ -72,6 +72,7 @@ class LoadJob:
 class LoadFailure:
     at: float
     reason: str
+    code: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +213,9 @@ class FleetState:
         """What the node reported, with this gateway's jobs, failures and pins on top."""
         models = dict(node.residencies)
 
-        def overlay(model: str, state: ModelState, age_s: float, reason: str | None = None) -> None:
+        def overlay(model: str, state: ModelState, age_s: float, **reason: str) -> None:
             held = models.get(model) or Residency(status=ModelStatus(id=model, state=ModelState.COLD), seen_at=now)
-            status = msgspec.structs.replace(
-                held.status, state=state, state_age_s=age_s, reason=reason if reason is not None else held.status.reason
-            )
+            status = msgspec.structs.replace(held.status, state=state, state_age_s=age_s, **reason)
             models[model] = msgspec.structs.replace(held, status=status, seen_at=now)
 
         def is_absent(model: str) -> bool:
@@ -231,7 +230,7 @@ class FleetState:
                 overlay(model, ModelState.COLD, 0.0)
         for (name, model), failure in self.failures.items():
             if name == node.name and is_absent(model):
-                overlay(model, ModelState.FAILED, now - failure.at, failure.reason)
+                overlay(model, ModelState.FAILED, now - failure.at, reason=failure.reason, reason_code=failure.code)
         for (name, model), job in self.loads.items():
             if name == node.name and is_absent(model):
                 overlay(model, ModelState.LOADING, now - job.begun_at)

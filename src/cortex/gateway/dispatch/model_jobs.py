@@ -13,7 +13,7 @@ from cortex.fleet.placement.decision import Decision
 from cortex.fleet.topology import ON_DEVICE, ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
-from cortex.wire.errors import CortexError, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable
+from cortex.wire.errors import CortexError, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable, from_code
 from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, UnloadRequest
 
 Cause = Literal["evicted", "ttl", "operator"]
@@ -166,7 +166,7 @@ class ModelJobs:
         """The load is not tried again there until `retry_failed_after_s` has passed."""
         self._fleet_state.loads.pop(target, None)
         self._fleet_state.shortfalls.pop(target, None)
-        self._fleet_state.failures[target] = LoadFailure(self._clock(), error.message)
+        self._fleet_state.failures[target] = LoadFailure(self._clock(), error.message, error.code)
         self.notify(target, "load", error)
 
     def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None:
@@ -265,7 +265,8 @@ class ModelJobs:
             if status.state is ModelState.READY:
                 self.notify(target, "load", None)
             elif status.state in (ModelState.COLD, ModelState.FAILED):
-                self.notify(target, "load", LoadFailed(status.reason or f"{status.id} is {status.state} on {node}."))
+                reason = status.reason or f"{status.id} is {status.state} on {node}."
+                self.notify(target, "load", from_code(status.reason_code or LoadFailed.code, reason))
 
     def _load(self, job: LoadJob) -> None:
         node, model = job.target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -70,9 +71,12 @@ class Queues:
                 self.leave(pending)
                 yield pending
 
-    def remove_all(self, model: str) -> Iterable[PendingRequest]:
-        """Remove and return every request that waits for `model`."""
-        return self._pending.pop(model, ())
+    def remove_all(self, model: str, until: float = math.inf) -> Iterable[PendingRequest]:
+        """Remove and return every request for `model` that began to wait at `until` or before."""
+        found = [pending for pending in self._pending.get(model, ()) if pending.since <= until]
+        for pending in found:
+            self.leave(pending)
+        return found
 
     def origin(self, model: str) -> Origin:
         """On whose behalf a decision for `model` is made; background where no request waits for it."""

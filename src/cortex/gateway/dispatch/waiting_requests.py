@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from cortex.fleet.placement import explain
@@ -35,9 +36,9 @@ class WaitingRequests:
                 self._queues.leave(pending)
                 pending.deliver(lease)
 
-    def fail(self, model: str, error: CortexError) -> None:
-        """Deliver `error` to every request that waits for `model`."""
-        for pending in self._queues.remove_all(model):
+    def fail(self, model: str, error: CortexError, until: float = math.inf) -> None:
+        """Deliver `error` to every request for `model` that began to wait at `until` or before."""
+        for pending in self._queues.remove_all(model, until):
             pending.deliver(error)
 
     def fail_overdue(self, explain_model: Callable[[str], Decision]) -> None:

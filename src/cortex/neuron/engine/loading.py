@@ -43,6 +43,7 @@ from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
+from cortex.units import gib
 
 DETERMINISTIC_NOTE = "deterministic: the tokens of a request are independent of the batch, at lower speed"
 
@@ -259,7 +260,7 @@ def _no_room(sizes: ModelSizes, limit_bytes: int | None, device: torch.device, h
     forbidden = limit_bytes is not None and need_bytes > limit_bytes
     advice = "raise the `memory_mb` that limits it" if forbidden else "unload something"
     return (LoadError if forbidden else NoRoomError)(
-        f"the model needs {need_bytes / 1e9:.2f} GB on {device} (weights {sizes.weight_bytes / 1e9:.2f} GB and "
-        f"at least one page of KV) but {max(have_bytes, 0) / 1e9:.2f} GB can be used; {advice}, "
+        f"the model needs {gib(need_bytes)} on {device} (weights {gib(sizes.weight_bytes)} and "
+        f"at least one page of KV) but {gib(max(have_bytes, 0))} can be used; {advice}, "
         "or choose a smaller or more strongly quantised model"
     )

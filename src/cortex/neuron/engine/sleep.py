@@ -9,6 +9,7 @@ from cortex.neuron.engine.loading import LoadedModel
 from cortex.neuron.engine.memory.device import device_memory
 from cortex.neuron.engine.memory.host_weights import HostWeights
 from cortex.neuron.engine.request import LoadSpec
+from cortex.units import gib
 
 
 class ModelSleep:
@@ -60,8 +61,8 @@ class ModelSleep:
         have = memory.free_bytes - spec.min_free_bytes - memory.reserve_bytes // 2
         if need > have:
             raise NoRoomError(
-                f"the model needs {need / 1e9:.2f} GB on {device} to wake up, "
-                f"but {max(have, 0) / 1e9:.2f} GB can be used; unload something"
+                f"the model needs {gib(need)} on {device} to wake up, "
+                f"but {gib(max(have, 0))} can be used; unload something"
             )
 
     def check(self, response: tuple[int, ...]) -> None:

@@ -25,6 +25,7 @@ from cortex.neuron.node.memory.sleep_budget import SleepBudget
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.model_host import Damaged, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
+from cortex.units import gib
 from cortex.wire.errors import (
     CortexError,
     LoadFailed,
@@ -319,14 +320,14 @@ class ModelController:
         need_bytes = instance.resident.info.weight_bytes
         async with self._sleep_budget.reserve(need_bytes) as has_room:
             if not has_room:
-                log.info("%s: no room in host memory to sleep, %d MiB needed", self.model_id, need_bytes >> 20)
+                log.info("%s: no room in host memory to sleep, %s needed", self.model_id, gib(need_bytes))
                 return False
             try:
                 await instance.sleep()
             except (SleepRejected, WorkerLost) as error:
                 log.warning("%s: cannot be put to sleep: %s", self.model_id, error)
                 return False
-        log.info("%s: asleep, %d MiB in host memory", self.model_id, instance.resident.host_bytes >> 20)
+        log.info("%s: asleep, %s in host memory", self.model_id, gib(instance.resident.host_bytes))
         return self._to_sleep and self.instance is instance  # an unload or a loss may have come meanwhile
 
     async def _drain(self, instance: Instance) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from cortex.neuron.config import Limits
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.neuron.node.generation import Generation
+from cortex.neuron.node.throughput import Throughput
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import ModelHost, Resident
@@ -79,7 +79,7 @@ class Instance:
         self._empty = asyncio.Event()
         self._empty.set()
         self._stats = EngineStats()
-        self._throughput = _Throughput()
+        self._throughput = Throughput()
         self._idle_since_s = time.monotonic()
 
     def loaded(self) -> None:
@@ -204,7 +204,7 @@ class Instance:
 
     def on_stats(self, stats: EngineStats) -> None:
         self._stats = stats
-        self._throughput.sample(time.monotonic(), stats.completion_tokens)
+        self._throughput.sample(time.monotonic(), stats.completion_tokens, is_idle=not self._admission.running)
         self._update_capacity()
 
     def on_lost(self, reason: str) -> None:
@@ -301,24 +301,3 @@ def _request_error(kind: FaultKind, message: str, running: _Running, *, alone: b
             f"the device ran out of memory together with other requests; try again ({message})", retry_after_s=5
         )
     return GenerationFailed(f"the engine failed on this request: {message}")
-
-
-class _Throughput:
-    """Tokens per second over the last seconds, from samples of a growing counter."""
-
-    def __init__(self, window_s: float = 5.0) -> None:
-        self._window_s = window_s
-        self._samples: deque[tuple[float, int]] = deque()
-
-    def sample(self, now_s: float, count: int) -> None:
-        self._samples.append((now_s, count))
-        # Keep one sample older than the window: the rate is measured from it.
-        while len(self._samples) > 1 and now_s - self._samples[1][0] >= self._window_s:
-            self._samples.popleft()
-
-    def per_s(self, now_s: float) -> float:
-        """0 when the latest sample is older than the window."""
-        if len(self._samples) < 2 or now_s - self._samples[-1][0] > self._window_s:
-            return 0.0
-        (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
-        return round((last - first) / max(last_s - first_s, 0.001), 2)

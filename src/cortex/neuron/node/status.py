@@ -14,6 +14,7 @@ from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import Estimate, Survey
 from cortex.neuron.node.memory.sleep_budget import can_sleep
 from cortex.neuron.worker.discovery import Inventory
+from cortex.wire.errors import CortexError
 from cortex.wire.node.protocol import Capabilities, Discovery, ModelLoad, ModelState, ModelStatus, QuantisedSize
 from cortex.wire.node.sampling import SamplingDefaults
 
@@ -73,7 +74,7 @@ def describe_model(
     num_in_preparation: int,
     disk_bytes: int | None,
     max_prompt_tokens: int | None,
-    damage: str | None,
+    damage: CortexError | None,
 ) -> ModelStatus:
     """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet.
     `damage`: why its files cannot be used."""
@@ -84,6 +85,9 @@ def describe_model(
     served = served_model(model, controller, survey)
     context_tokens = served.context_tokens
     now_s = time.monotonic()
+    reason, error = (damage.message, damage) if damage is not None else (None, None)
+    if life is not None and life.reason is not None:
+        reason, error = life.reason, life.error
     return ModelStatus(
         id=model.id,
         state=life.reported_state(now_s) if life is not None else served.state,
@@ -118,7 +122,8 @@ def describe_model(
         sampling=served.sampling,
         progress=controller.progress.snapshot() if controller is not None and controller.progress is not None else None,
         load=instance.load(num_in_preparation) if instance is not None else ModelLoad(),
-        reason=(life.reason if life is not None else None) or damage,
+        reason=reason,
+        reason_code=error.code if error is not None else None,
         state_age_s=round(now_s - life.since_s, 3) if life is not None else 0.0,
         idle_s=round(instance.idle_s, 3) if instance is not None else 0.0,
     )

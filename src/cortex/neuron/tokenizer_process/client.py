@@ -9,19 +9,25 @@ from pathlib import Path
 
 from cortex.ipc.channel import Unsendable
 from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
-from cortex.neuron.text.errors import TextFileMalformed, TextModelError
+from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerUnsupported
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.tokenizer_process import protocol
 from cortex.neuron.tokenizer_process.protocol import Job, PackedTexts, Reply
-from cortex.neuron.weights.errors import CheckpointError
-from cortex.wire.errors import BodyTooLarge, LoadFailed, Recovering
+from cortex.neuron.weights.errors import CheckpointError, Unsupported
+from cortex.wire.errors import BodyTooLarge, LoadFailed, ModelUnsupported, Recovering
 from cortex.wire.rejection import Rejected
 
 UNREADABLE = (OSError, TextModelError, CheckpointError)
 """The errors that reading a model's text files may raise."""
+
+
+def load_error(what_failed: str, error: Exception) -> LoadFailed:
+    """What a load reports for an error in `UNREADABLE`."""
+    kind = ModelUnsupported if isinstance(error, (TokenizerUnsupported, Unsupported)) else LoadFailed
+    return kind(f"{what_failed}: {error}")
 
 
 class TokenizerClient:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from cortex.neuron.engine.memory.host import anonymous_bytes, read_host_memory
 from cortex.neuron.worker.protocol import DeviceAddress, MemoryReading
+from cortex.units import gib
 
 _SLACK_BYTES = 64 * 1024 * 1024
 """A worker's size changes by this much on its own: caches, arenas, the interpreter."""
@@ -48,7 +49,7 @@ class Reclaimed:
         return self.shares_worker or self.freed_bytes >= self.expected_bytes * _MIN_FRACTION - _SLACK_BYTES
 
     def __str__(self) -> str:
-        return f"{self.freed_bytes >> 20} MiB of {self.expected_bytes >> 20} MiB came back"
+        return f"{gib(self.freed_bytes)} of {gib(self.expected_bytes)} came back"
 
 
 def measure(device: DeviceAddress) -> MemoryReading:

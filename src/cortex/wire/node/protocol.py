@@ -202,6 +202,8 @@ class ModelStatus(NodeValue, frozen=True):
     load: ModelLoad = ModelLoad()
     reason: str | None = None
     """The node's reason why it is `failed` or `recovering`, or `cold` without a request to unload."""
+    reason_code: str | None = None
+    """The code of the error whose message is `reason`, if it is one."""
     state_age_s: float = 0.0
     idle_s: float = 0.0
     """Seconds since the last request ended; 0 while one runs."""

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import ModelState
@@ -43,6 +44,18 @@ async def test_counts_usage_of_streams_and_whole_responses(neurons: StartNeuron,
     assert 'cortex_requests_total{model="a",node="beast"} 2.0' in text
     only_the_stream = 'cortex_time_to_first_token_seconds_count{model="a",node="beast"} 1.0'
     assert only_the_stream in text
+
+
+async def test_model_that_does_not_exist_has_no_usage(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    key = generate("anna")
+    client = await start_gateway(beast, catalogue=Catalogue(aliases={"default": "codr"}), keys=(key.section,))
+    bearer = {"authorization": f"Bearer {key.text}"}
+    for model, expected in (("default", 404), ("b", 404), ("a", 200)):
+        body: dict[str, Any] = {"model": model, "messages": []}
+        assert (await client.post("/v1/chat/completions", body, **bearer))[0] == expected
+    _, usage = await client.get("/fleet/usage?by=model", **bearer)
+    assert [row["name"] for row in usage["rows"]] == ["a"]
 
 
 def counted_tokens(client: Client) -> dict[str, float]:

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from cortex import __version__
-from cortex.wire.errors import LoadFailed
+from cortex.wire.errors import LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Discovery, Endpoint, Health, ModelList, ModelState, ModelStatus, NodeEvent
 from cortex.wire.sse import Parser
 
@@ -92,6 +92,9 @@ async def test_rejects_invalid_load_requests(api: Any) -> None:
     api.node.load_error = LoadFailed("wrong magic")
     status, body, _ = await api.post("/models/load", {"model_id": "org/tiny"})
     assert (status, body["error"]["message"]) == (502, "wrong magic")
+    api.node.load_error = ModelUnsupported("mamba9000 is not supported")
+    status, body, _ = await api.post("/models/load", {"model_id": "org/tiny"})
+    assert (status, body["error"]["message"]) == (422, "mamba9000 is not supported")
 
 
 @pytest.mark.parametrize(

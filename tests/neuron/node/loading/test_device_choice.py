@@ -87,7 +87,7 @@ def test_operators_limit_is_divided_among_the_stages() -> None:
     limits = [stage.memory_bytes for stage in found.stages if stage.memory_bytes is not None]
     assert len(limits) == len(found.stages)
     assert sum(limits) <= 16 * GIB
-    with pytest.raises(LoadFailed, match=r"may take 10\.74 GB \(memory_mb\)"):
+    with pytest.raises(LoadFailed, match=r"may take 10\.0 GiB \(memory_mb\)"):
         chosen([24, 24], memory_bytes=10 * GIB)
 
 

@@ -13,16 +13,16 @@ from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, inspect, objection, recipe_for
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
-from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
 
-GIGABYTE = 10**9
+GIB = 1 << 30
 HALF = MatrixDevice("cpu", "bfloat16")
 FACTS = ModelFacts(Path("m"), read_architecture(CONFIG))
 
 
 def device(index: int, total: int) -> Device:
-    return Device(index=index, kind="cuda", name="card", total_bytes=total * GIGABYTE)
+    return Device(index=index, kind="cuda", name="card", total_bytes=total * GIB)
 
 
 def choose(
@@ -35,13 +35,13 @@ def choose(
     devices = [device(0, 24), device(1, 24), device(2, 6)]
     return choose_devices(
         "big",
-        8 * GIGABYTE,
+        8 * GIB,
         devices,
-        {index: DeviceReading(24 * GIGABYTE, free * GIGABYTE) for index, free in readings.items()},
+        {index: DeviceReading(24 * GIB, free * GIB) for index, free in readings.items()},
         count=count,
         allowed=allowed,
         excluded=excluded or {},
-        reserve=lambda _: MemoryReserve(kept * GIGABYTE),
+        reserve=lambda _: MemoryReserve(kept * GIB),
     )
 
 
@@ -59,19 +59,19 @@ def test_leaves_out_a_device_and_says_why() -> None:
 
 def test_chooses_as_many_devices_as_the_model_is_divided_among() -> None:
     assert choose({0: 20, 1: 10, 2: 6}, count=2) == (0, 1)
-    with pytest.raises(InsufficientCapacity, match=r"at least 8\.00 GB on each of 2 devices, but device 1") as rejected:
+    with pytest.raises(InsufficientCapacity, match=r"at least 8\.0 GiB on each of 2 devices, but device 1") as rejected:
         choose({0: 20, 1: 7, 2: 6}, count=2)
     assert [row["device"] for row in rejected.value.details["devices"]] == [1, 2]
 
 
 def test_ceiling_excludes_a_device_and_is_named() -> None:
     devices = [device(0, 24), device(1, 24)]
-    readings = {index: DeviceReading(24 * GIGABYTE, 24 * GIGABYTE) for index in (0, 1)}
+    readings = {index: DeviceReading(24 * GIB, 24 * GIB) for index in (0, 1)}
 
     def chosen(ceiling: dict[int, int], left: dict[int, int]) -> tuple[int, ...]:
         return choose_devices(
             "big",
-            8 * GIGABYTE,
+            8 * GIB,
             devices,
             readings,
             count=1,
@@ -82,12 +82,12 @@ def test_ceiling_excludes_a_device_and_is_named() -> None:
             left=lambda device: left.get(device.index),
         )
 
-    assert chosen({0: 7 * GIGABYTE}, {0: 7 * GIGABYTE}) == (1,)
-    assert chosen({0: 20 * GIGABYTE}, {0: 10 * GIGABYTE, 1: 9 * GIGABYTE}) == (0,)
+    assert chosen({0: 7 * GIB}, {0: 7 * GIB}) == (1,)
+    assert chosen({0: 20 * GIB}, {0: 10 * GIB, 1: 9 * GIB}) == (0,)
     with pytest.raises(InsufficientCapacity) as rejected:
-        chosen({0: 7 * GIGABYTE, 1: 20 * GIGABYTE}, {0: 7 * GIGABYTE, 1: 3 * GIGABYTE})
+        chosen({0: 7 * GIB, 1: 20 * GIB}, {0: 7 * GIB, 1: 3 * GIB})
     assert [row["reason"] for row in rejected.value.details["devices"]] == [
-        "models may take 7.00 GB of it (memory_mb)",
+        "models may take 7.0 GiB of it (memory_mb)",
         "other models take the rest of memory_mb; unload something, or raise it",
     ]
 
@@ -101,20 +101,20 @@ def test_rejection_lists_every_device_with_its_numbers_and_reason() -> None:
         "the device does not respond",
         "too small even when empty",
     ]
-    assert "needs at least 8.00 GB" in rejected.value.message
-    assert "device 0 (card) has 5.00 GB of 24.00 GB to give" in rejected.value.message
+    assert "needs at least 8.0 GiB" in rejected.value.message
+    assert "device 0 (card) has 5.0 GiB of 24.0 GiB to give" in rejected.value.message
 
 
 def test_reserved_memory_is_not_used() -> None:
     assert choose({0: 10, 1: 9}, kept=1) == (0,)
     with pytest.raises(
-        InsufficientCapacity, match=r"has 7\.00 GB of 24\.00 GB to give, in addition to 3\.00 GB"
+        InsufficientCapacity, match=r"has 7\.0 GiB of 24\.0 GiB to give, in addition to 3\.0 GiB"
     ) as rejected:
         choose({0: 10, 1: 9}, kept=3)
     rows = rejected.value.details["devices"]
     assert [(row["have_bytes"], row["kept_free_bytes"]) for row in rows[:2]] == [
-        (7 * GIGABYTE, 3 * GIGABYTE),
-        (6 * GIGABYTE, 3 * GIGABYTE),
+        (7 * GIB, 3 * GIB),
+        (6 * GIB, 3 * GIB),
     ]
     with pytest.raises(InsufficientCapacity) as rejected:
         choose({0: 24, 1: 24}, kept=17)
@@ -186,7 +186,7 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:
 def test_rejects_an_unusable_model_with_a_reason(
     tmp_path: Path, config: dict[str, Any], quant: str | None, reason: str
 ) -> None:
-    with pytest.raises(LoadFailed, match=reason) as rejected:
+    with pytest.raises(ModelUnsupported, match=reason) as rejected:
         inspect(write_model(tmp_path / "0a1b2c", config=config), quant, name="org/model")
     assert "org/model" in str(rejected.value)
 
@@ -194,8 +194,9 @@ def test_rejects_an_unusable_model_with_a_reason(
 def test_rejects_damaged_files(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(b"\xff" * 32)
-    with pytest.raises(LoadFailed):
+    with pytest.raises(LoadFailed) as rejected:
         inspect(folder)
+    assert rejected.value.code == "load_failed", "another copy of the files may be loaded"
 
 
 @pytest.mark.parametrize(

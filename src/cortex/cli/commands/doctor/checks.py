@@ -59,7 +59,7 @@ def engine() -> Iterator[Finding]:
     missing = [name for name in ("torch", "tokenizers", "jinja2") if importlib.util.find_spec(name) is None]
     if missing:
         what = f"gateway only: {', '.join(missing)} not installed"
-        remedy = "to serve models on this machine: pip install 'cortex-fleet[neuron]'"
+        remedy = "to serve models on this machine: run `pip install '.[neuron]'` in a checkout of cortex"
         yield Finding("engine", Severity.NOTE, what, remedy)
         return
     yield Finding("engine", Severity.FINE, f"torch {importlib.metadata.version('torch')}")

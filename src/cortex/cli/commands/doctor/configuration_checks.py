@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from cortex.cli.commands.doctor.checks import Finding, NodeEndpoint, Severity
 from cortex.cli.up.plan import reachable
 from cortex.gateway.config import Config, GatewaySection, NeuronSection, load
-from cortex.gateway.configuration_files import catalogue_path, load_catalogue
+from cortex.gateway.configuration_files import catalogue_path, load_catalogue, unknown_nodes
 from cortex.gateway.database import StoreError, driver_of, is_url
 from cortex.gateway.dispatch.nodes.dns_discovery import resolve_addresses, with_discovered
 from cortex.gateway.listening import certificate_of
@@ -88,12 +88,10 @@ def references(path: Path | None) -> Iterator[Finding]:
         return  # reported by `config`
     names = {section.name for section in _nodes(settings)}
     for spec in catalogue.models:
-        for key, wanted in (("pinned_on", spec.pinned_on), ("only_on", spec.only_on), ("nodes", spec.nodes)):
-            for name in sorted(set(wanted) - names):
-                what = f"{key} of {spec.id} names {name}, and there is no such node"
-                yield Finding("config", Severity.PROBLEM, what, f"correct `{key}`, or add the node under [[neurons]]")
-    for alias, target in catalogue.aliases.items():
-        model = target if isinstance(target, str) else target.model
+        for key, name in unknown_nodes(spec, names):
+            what = f"{key} of {spec.id} names {name}, and there is no such node"
+            yield Finding("config", Severity.PROBLEM, what, f"correct `{key}`, or add the node under [[neurons]]")
+    for alias, model in catalogue.alias_targets.items():
         if model in catalogue.aliases:
             what = f"alias {alias} stands for {model}, which is an alias itself"
             yield Finding("config", Severity.PROBLEM, what, "an alias is followed once: name the model")

@@ -187,7 +187,8 @@ class NodeClient:
             await asyncio.sleep(STATE_POLL_S)
             status = await self._status(request.model_id)
         if status.state is not ModelState.READY:
-            raise LoadFailed(status.reason or f"{request.model_id} is {status.state} after the load")
+            reason = status.reason or f"{request.model_id} is {status.state} after the load"
+            raise from_code(status.reason_code or LoadFailed.code, reason)
         return status
 
     async def unload(self, request: UnloadRequest, *, timeout_s: float) -> ModelStatus:

@@ -16,7 +16,7 @@ from cortex.gateway.proxy.services import Services
 from cortex.http.observer import Outcome
 from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED
-from cortex.wire.errors import CortexError
+from cortex.wire.errors import CortexError, ModelNotFound
 from cortex.wire.events import Usage
 
 log = logging.getLogger("cortex.access")
@@ -153,7 +153,10 @@ class RequestAccounting:
             reason = f"{reason}; ended at the {reservation.token_limit} tokens that its key had left for it"
             fields = {"request_id": self.id.decode(), "principal": reservation.principal, "model": model}
             budget_log.info("response ended at its budget: %d tokens", reservation.token_limit, extra=fields)
-        reservation.settle(usage, model=model, node=node)
+        if lease is None and self.error_code == ModelNotFound.code:
+            reservation.cancel()  # an alias of nothing: its name is no model that has usage
+        else:
+            reservation.settle(usage, model=model, node=node)
         if usage is not None:
             self.services.metrics.spend(model, reservation.principal).add(usage)
         first = self.first_data_at if self.stream else None

@@ -252,7 +252,8 @@ class StepGraphs:
         try:
             captured = _Captured(*self._capture(lambda: self._step(inputs)), inputs)
         except NotCaptured as error:
-            log.info("no graph for steps of %d rows: %s", size, error.__cause__)
+            log.info("steps of %d rows run one operation at a time: this model cannot be captured as a graph", size)
+            log.debug("not captured: %s", error.__cause__)
         except torch.OutOfMemoryError:
             if not self._group.shard.is_whole:
                 raise  # the other ranks wait in the middle of the step

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cortex.neuron.engine.errors import DamagedError, SleepError
 from cortex.neuron.engine.memory.device import device_memory
+from cortex.units import gib
 
 _ALIGNMENT_BYTES = 512
 _HOST = torch.device("cpu")
@@ -95,13 +96,11 @@ class HostBuffer:
         """Raises SleepError."""
         free_bytes = device_memory(_HOST).free_bytes
         if num_bytes > free_bytes:
-            raise SleepError(
-                f"the weights take {num_bytes / 1e9:.2f} GB of host memory, but {free_bytes / 1e9:.2f} GB are free"
-            )
+            raise SleepError(f"the weights take {gib(num_bytes)} of host memory, but {gib(free_bytes)} are free")
         try:
             memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise SleepError(f"the host has no {num_bytes / 1e9:.2f} GB for the weights: {error}") from error
+            raise SleepError(f"the host has no {gib(num_bytes)} for the weights: {error}") from error
         with contextlib.suppress(OSError):  # a kernel without huge pages uses small ones
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
@@ -112,9 +111,7 @@ class HostBuffer:
             self._is_locked = error_code == 0
             if error_code:
                 _clear_driver_error()
-                raise SleepError(
-                    f"the driver does not lock {num_bytes / 1e9:.2f} GB of host memory (error {error_code})"
-                )
+                raise SleepError(f"the driver does not lock {gib(num_bytes)} of host memory (error {error_code})")
 
     def release(self) -> None:
         """No copy may be running."""

@@ -22,7 +22,7 @@ from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.survey_process.protocol import Read
 from cortex.neuron.worker.hosts.any_of import AnyOf, LockDevices
 from cortex.neuron.worker.model_host import ModelHost
-from cortex.wire.errors import LoadFailed
+from cortex.wire.errors import ModelUnsupported
 
 
 class EngineHarness:
@@ -43,8 +43,8 @@ class EngineHarness:
         self._lead.reject_unsupported(model)
 
     async def read(self, model: KnownModel, path: Path) -> tuple[ModelFacts, dict[str, Footprint]]:
-        """Raises LoadFailed for files that are damaged, of a family that the engine does not have, or not in the
-        quantisation that the model asks for, and for a quantisation at load that the devices do not support."""
+        """Raises LoadFailed for damaged files, and ModelUnsupported for a family that the engine does not have or a
+        quantisation that the files are not in, or that the devices do not support at load."""
         facts = await self.inspect(model, path)
         devices = self._devices.all
         if facts.recipe is not None and not all(self.estimates.quantises(each, facts.recipe) for each in devices):
@@ -106,13 +106,13 @@ class EngineHarness:
         return self._devices.host(model.id, chosen.indices, self.spec(model, facts, chosen))
 
 
-def _not_quantised(model: KnownModel, recipe: Recipe) -> LoadFailed:
+def _not_quantised(model: KnownModel, recipe: Recipe) -> ModelUnsupported:
     remedy = (
         f"for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on the hub)"
         if isinstance(recipe.matrices, Layout)
         else "choose q8 or q4"  # there are no GGUFs of it
     )
-    return LoadFailed(
+    return ModelUnsupported(
         f"{model.id} is not quantised as {recipe.name} at load on this node, which takes a GPU and the dtype "
         "auto or bfloat16, or for the formats of GGUF files a CPU with asimddp, avx2 or avx512f and the dtype "
         f"auto; {remedy}, or omit `quant`"

@@ -11,7 +11,7 @@ from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
-from cortex.wire.errors import LoadFailed, shorten
+from cortex.wire.errors import ModelUnsupported, shorten
 
 
 class Harness(Protocol):
@@ -54,11 +54,11 @@ class Harnesses:
         return tuple(self._by_name)
 
     def named(self, name: str) -> Harness:
-        """Raises LoadFailed, which lists them."""
+        """Raises ModelUnsupported, which lists them."""
         if (harness := self._by_name.get(name)) is None:
-            raise LoadFailed(f"this node has no harness {shorten(name)!r}; it has {', '.join(self._by_name)}")
+            raise ModelUnsupported(f"this node has no harness {shorten(name)!r}; it has {', '.join(self._by_name)}")
         return harness
 
     def of(self, model: KnownModel) -> Harness:
-        """Raises LoadFailed."""
+        """Raises ModelUnsupported."""
         return self.named(model.harness)

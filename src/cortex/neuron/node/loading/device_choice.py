@@ -9,10 +9,11 @@ from typing import Any
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.preflight import choose_devices, device_row, gigabytes, usable_now
+from cortex.neuron.node.loading.preflight import choose_devices, device_row, usable_now
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
-from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.units import gib
+from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
 from cortex.wire.words import plural
 
@@ -37,19 +38,19 @@ class ChosenDevices:
 
 
 def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
-    """Raises LoadFailed for a division that this node cannot make, or devices that it does not have."""
+    """Raises ModelUnsupported for a division that this node cannot make, or devices that it does not have."""
     allowed = len(set(model.devices)) if model.devices else len(devices)
     division = f"tensor_parallel = {model.tensor_parallel}"
     if model.pipeline_parallel > 1:
         division = f"pipeline_parallel = {model.pipeline_parallel}"
     if model.num_devices > allowed:
         replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
-        raise LoadFailed(
+        raise ModelUnsupported(
             f"{model.id} asks for {division}{replicas}, but may use {plural(allowed, 'device')} of this node; lower "
             "it, or choose a model that fits fewer devices"
         )
     if model.deterministic and model.is_divided:
-        raise LoadFailed(
+        raise ModelUnsupported(
             f"{model.id} asks for deterministic = true and {division}, but only a model on one device computes every "
             "step in the same way; leave one of them out"
         )
@@ -57,7 +58,7 @@ def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
     for index in model.devices:
         if index not in indices:
             have = ", ".join(map(str, indices))
-            raise LoadFailed(f"{model.id} asks for device {index}, but this node has {have}; choose one of them")
+            raise ModelUnsupported(f"{model.id} asks for device {index}, but this node has {have}; choose one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class DeviceChoice:
         need_bytes = self.forecast.smallest_bytes(model, self.facts, self.devices[0])
         if model.memory_bytes is not None and model.memory_bytes < need_bytes:
             raise LoadFailed(
-                f"{model.id} needs {gigabytes(need_bytes)}, but may take {gigabytes(model.memory_bytes)} (memory_mb); "
+                f"{model.id} needs {gib(need_bytes)}, but may take {gib(model.memory_bytes)} (memory_mb); "
                 "raise it, or choose a smaller or more strongly quantised model"
             )
 
@@ -177,11 +178,11 @@ class DeviceChoice:
             ceiling_bytes = self.forecast.share_bytes(model, device)
             table.append(device_row(device, reading, kept, share_bytes, reason, ceiling_bytes, self.left(device)))
         rows = "; ".join(
-            f"device {row['device']} ({row['name']}) has {gigabytes(row['have_bytes'])} to give: {row['reason']}"
+            f"device {row['device']} ({row['name']}) has {gib(row['have_bytes'])} to give: {row['reason']}"
             for row in table
         )
         return InsufficientCapacity(
-            f"{model.id} needs at least {gigabytes(least_bytes)} for its {num_layers} layers on "
+            f"{model.id} needs at least {gib(least_bytes)} for its {num_layers} layers on "
             f"{model.pipeline_parallel} devices, the first of which also holds embedding and head, but {rows}",
             details={"devices": table},
         )

@@ -18,6 +18,7 @@ from cortex.neuron.worker.discovery import DeviceReading
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost, Resident
 from cortex.neuron.worker.supervisor import WorkerSupervisor
+from cortex.units import gib
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.protocol import Device
 
@@ -196,8 +197,8 @@ class DeviceRoom:
             left_bytes = self._ceilings.left_bytes(index, len(devices), but=model_id)
             if left_bytes is not None and need_bytes > left_bytes:
                 raise InsufficientCapacity(
-                    f"{model_id} needs {need_bytes / 1e9:.2f} GB on device {index} to wake up, but other"
-                    f" models leave {left_bytes / 1e9:.2f} GB of memory_mb; unload something, or raise it"
+                    f"{model_id} needs {gib(need_bytes)} on device {index} to wake up, but other"
+                    f" models leave {gib(left_bytes)} of memory_mb; unload something, or raise it"
                 )
 
     async def _choose(self, model: KnownModel, facts: FileFacts, candidates: tuple[Device, ...]) -> ChosenDevices:

@@ -25,7 +25,6 @@ from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_choice import check_devices
 from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
-from cortex.neuron.node.loading.preflight import gigabytes
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.model import TextSurvey
@@ -34,6 +33,7 @@ from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.hosts.any_of import AnyOf
 from cortex.neuron.worker.model_host import LoadRejected
+from cortex.units import gib
 from cortex.wire.errors import (
     CortexError,
     DiskFull,
@@ -42,6 +42,7 @@ from cortex.wire.errors import (
     LoadFailed,
     SourceNotFound,
     about,
+    from_code,
 )
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class ModelLoader:
         """By model id; kept after an unload."""
         self._estimates: dict[str, tuple[object, Estimate]] = {}
         """By model id: the latest one, and what it was computed from."""
-        self.damaged: dict[str, str] = {}
+        self.damaged: dict[str, CortexError] = {}
         """Models whose files failed the survey → why."""
 
     async def load(self, model: KnownModel, callbacks: ModelCallbacks) -> Instance:
@@ -168,7 +169,7 @@ class ModelLoader:
         """The local path of the model, whose files must be on disk and not damaged. Raises LoadFailed."""
         survey = self.surveys.get(model.id)
         if survey is None and (damage := self.damaged.get(model.id)) is not None:
-            raise LoadFailed(damage)
+            raise from_code(damage.code, damage.message)
         path = survey.facts.path if survey is not None else await self.find_local(model)
         if path is None:
             raise LoadFailed(f"the files of {model.id} are not on this node yet; POST /models/load fetches them")
@@ -230,7 +231,7 @@ class ModelLoader:
                     continue
                 survey = await self.read(model, path)
             except CortexError as error:
-                self.damaged[model.id] = error.message
+                self.damaged[model.id] = error.with_traceback(None)
                 log.warning("%s", error.message)
             else:
                 self.surveys.setdefault(model.id, survey)  # unless a load has surveyed the form that it was asked for
@@ -275,7 +276,7 @@ def _smaller_forms(quantised: Mapping[str, Footprint]) -> str:
     """What an error says about a model that would be smaller."""
     if not quantised:
         return ""
-    sizes = ", ".join(f"{gigabytes(size.least_bytes)} as {name}" for name, size in quantised.items())
+    sizes = ", ".join(f"{gib(size.least_bytes)} as {name}" for name, size in quantised.items())
     return f"; quantised at load (`quant`) it needs at least {sizes}"
 
 

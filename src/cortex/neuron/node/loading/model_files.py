@@ -21,6 +21,7 @@ from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError
 from cortex.neuron.weights.hub import disk
 from cortex.neuron.weights.hub.source import HubSource, parse_source
 from cortex.quant_names import plain
+from cortex.units import gib
 from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, about, shorten
 from cortex.wire.node.protocol import (
     DeletedFiles,
@@ -148,7 +149,7 @@ class ModelFiles:
         await self.scan()
         if self._repository_bytes.get(source.repository, 0) == 0:
             self._library.forget(model.id)
-        log.info("%s: files deleted, %d MiB are free again", model.id, num_bytes >> 20)
+        log.info("%s: files deleted, %s are free again", model.id, gib(num_bytes))
         return DeletedFiles(model_id=model.id, freed_bytes=num_bytes)
 
     async def offer(self, source: str) -> HubRepository:

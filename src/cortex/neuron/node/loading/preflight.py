@@ -26,13 +26,14 @@ from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.registry import open_model
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import Checkpoint
-from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.errors import CheckpointError, Unsupported
 from cortex.neuron.weights.hub.selection import gguf_of
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.quant_names import plain
-from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.units import gib
+from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
 
 _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -101,15 +102,16 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
     format, and dense ones are quantised so as they are loaded.
 
     `name`: the model's name for messages, because a snapshot's folder is named by a digest. `num_ranks`: divides the
-    model among this many devices; the facts are those of the rank with the largest share. Raises LoadFailed.
+    model among this many devices; the facts are those of the rank with the largest share. Raises LoadFailed for
+    damaged files, ModelUnsupported for those that the engine does not run.
     """
     name = name or path.name
     try:
         checkpoint, architecture = open_model(path)
     except CheckpointError as error:
-        raise LoadFailed(str(error)) from error
+        raise (ModelUnsupported if isinstance(error, Unsupported) else LoadFailed)(str(error)) from error
     except UnsupportedModel as error:
-        raise LoadFailed(f"{name} cannot be loaded: {error}") from error
+        raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
     try:
         if num_ranks > 1:
             last = Shard(num_ranks - 1, num_ranks)  # what cannot be divided evenly is larger there
@@ -117,7 +119,7 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(last))
         return _read_facts(path, architecture, checkpoint, name, quant)
     except UnsupportedModel as error:
-        raise LoadFailed(f"{name} cannot be loaded: {error}") from error
+        raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
     except CheckpointError as error:
         raise LoadFailed(f"{name} cannot be divided among {num_ranks} devices: {error}") from error
     finally:
@@ -137,7 +139,7 @@ def objection(quant: str) -> str | None:
 def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
     """How weights that are stored as `stored` are quantised at load; None: they are quantised as `quant` already.
 
-    Raises LoadFailed for weights that are not and cannot be.
+    Raises ModelUnsupported for weights that are not and cannot be.
     """
     # The folder may name the format, as in Q8_0/model-00001-of-00002.gguf.
     if any(gguf_of([each], quant) for each in (f"{path.parent.name}/{path.name}", f"{stored}.gguf")):
@@ -146,14 +148,14 @@ def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
     if stored in _DENSE_FORMATS and recipe is not None:
         return recipe
     if stored in _DENSE_FORMATS:
-        raise LoadFailed(
+        raise ModelUnsupported(
             f"{name} cannot be quantised as {quant} at load; choose one of {_CHOICES}, or name a GGUF of "
             f"{quant} as the source"
         )
     if recipe is not None and recipe == recipe_of(stored):
         return None
     other = "unquantised model" if stored in PUBLISHED_LAYOUTS else f"GGUF of {quant}, or the unquantised model,"
-    raise LoadFailed(
+    raise ModelUnsupported(
         f"{name} is quantised as {stored.lower()}, not as {quant}; name the {other} as the source, or omit `quant`"
     )
 
@@ -161,7 +163,7 @@ def recipe_for(path: Path, stored: str, name: str, quant: str) -> Recipe | None:
 def _read_facts(
     path: Path, architecture: Architecture, checkpoint: Checkpoint, name: str, quant: str | None
 ) -> ModelFacts:
-    """Raises LoadFailed for weights that are not and cannot be quantised as `quant`."""
+    """Raises ModelUnsupported for weights that are not and cannot be quantised as `quant`."""
     tensors = checkpoint.tensors
     elements: Counter[str] = Counter()
     for tensor in tensors.values():
@@ -208,7 +210,7 @@ def choose_devices(
         elif need_bytes > kept.usable_bytes(device.total_bytes):
             reason = "too small even when empty"
         elif ceiling_bytes is not None and need_bytes > ceiling_bytes:
-            reason = f"models may take {gigabytes(ceiling_bytes)} of it (memory_mb)"
+            reason = f"models may take {gib(ceiling_bytes)} of it (memory_mb)"
         elif left_bytes is not None and need_bytes > left_bytes:
             reason = "other models take the rest of memory_mb; unload something, or raise it"
         elif need_bytes > have_bytes:
@@ -220,14 +222,14 @@ def choose_devices(
     if len(fitting) >= count:
         return tuple(sorted(-negated for _, negated in sorted(fitting, reverse=True)[:count]))
     rows = "; ".join(
-        f"device {row['device']} ({row['name']}) has {gigabytes(row['have_bytes'])} of "
-        f"{gigabytes(row['total_bytes'])} to give, in addition to {gigabytes(row['kept_free_bytes'])} kept free: "
+        f"device {row['device']} ({row['name']}) has {gib(row['have_bytes'])} of "
+        f"{gib(row['total_bytes'])} to give, in addition to {gib(row['kept_free_bytes'])} kept free: "
         f"{row['reason']}"
         for row in table
     )
     each = "" if count == 1 else f" on each of {count} devices"
     raise InsufficientCapacity(
-        f"{model_id} needs at least {gigabytes(need_bytes)}{each}, but {rows}", details={"devices": table}
+        f"{model_id} needs at least {gib(need_bytes)}{each}, but {rows}", details={"devices": table}
     )
 
 
@@ -257,7 +259,3 @@ def device_row(
         "total_bytes": device.total_bytes,
         "reason": reason,
     }
-
-
-def gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"

@@ -38,6 +38,7 @@ from cortex.neuron.worker.hosts.rendezvous import Rendezvous
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, RelaySink, Resident, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 from cortex.tasks import run_once
+from cortex.units import gib
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
 from cortex.wire.node.protocol import ModelShare
 
@@ -234,7 +235,7 @@ class HostedShare(RelaySink):
         need_bytes = resident.info.weight_bytes
         async with self._resources.sleep_budget.reserve(need_bytes) as has_room:
             if not has_room:
-                raise SleepRejected(f"no room in host memory to sleep, {need_bytes >> 20} MiB needed")
+                raise SleepRejected(f"no room in host memory to sleep, {gib(need_bytes)} needed")
             await host.sleep()
         return ShareSlept()
 

@@ -24,6 +24,7 @@ from cortex.neuron.worker.device_claims import DeviceClaim
 from cortex.neuron.worker.hosts.all_of import AllOf
 from cortex.neuron.worker.hosts.rendezvous import Rendezvous
 from cortex.neuron.worker.process import WorkerLost
+from cortex.units import gib
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.protocol import LoadRequest
 from cortex.wire.words import os_error_in_words
@@ -121,7 +122,7 @@ class Lead:
             limits += own_limits if max_bytes is None else limited(free, max_bytes)
         stages = self._forecast.stages(model, facts, own.devices[0], free_bytes, limits)
         if stages is None:
-            have = ", ".join(f"{num_bytes / 1e9:.2f} GB" for num_bytes in free_bytes)
+            have = ", ".join(gib(num_bytes) for num_bytes in free_bytes)
             raise InsufficientCapacity(
                 f"the {facts.num_layers} layers of {model.id} do not fit its devices, which can "
                 f"give {have}; the first of them also holds embedding and head"

@@ -9,8 +9,7 @@ from cortex.neuron.node.loading.preflight import ModelFacts, inspect
 from cortex.neuron.node.survey_process import protocol
 from cortex.neuron.node.survey_process.protocol import Find, FoundAt, Job, Read, ReadText, Reply
 from cortex.neuron.text.model import survey_text
-from cortex.neuron.tokenizer_process.client import UNREADABLE
-from cortex.wire.errors import LoadFailed
+from cortex.neuron.tokenizer_process.client import UNREADABLE, load_error
 
 
 def run(job: Job) -> Reply:
@@ -25,7 +24,7 @@ def run(job: Job) -> Reply:
             try:
                 return protocol.pack_text(survey_text(Path(at)))
             except UNREADABLE as error:
-                raise LoadFailed(f"{name}: its chat template cannot be read: {error}") from error
+                raise load_error(f"{name}: its chat template cannot be read", error) from error
 
 
 def read_facts(job: Read) -> ModelFacts:

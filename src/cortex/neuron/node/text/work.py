@@ -22,7 +22,7 @@ from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
-from cortex.neuron.tokenizer_process.client import UNREADABLE
+from cortex.neuron.tokenizer_process.client import UNREADABLE, load_error
 from cortex.neuron.tokenizer_process.protocol import PackedTexts
 from cortex.wire.errors import LoadFailed, Overloaded, PreparationLimitExceeded
 from cortex.wire.fields.constraints import is_constrained
@@ -98,7 +98,7 @@ class TextWork:
         try:
             return await asyncio.shield(self._reading)
         except UNREADABLE as error:
-            raise LoadFailed(f"{self._model_id}: its tokenizer cannot be read: {error}") from error
+            raise load_error(f"{self._model_id}: its tokenizer cannot be read", error) from error
 
     async def wake(self) -> None:
         """Starts the process unless it runs. Raises LoadFailed."""

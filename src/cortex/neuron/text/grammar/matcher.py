@@ -53,7 +53,9 @@ class Matcher:
         try:
             import llguidance
         except ImportError as error:
-            what = "constrained output needs the package llguidance: pip install 'cortex-fleet[neuron]'"
+            what = (
+                "constrained output needs the package llguidance: run `pip install '.[neuron]'` in a checkout of cortex"
+            )
             raise GrammarRejected(what) from error
         with self._lock:
             if self._vocabulary is None:

@@ -19,7 +19,7 @@ from cortex.wire.fields.sampling import (
 )
 from cortex.wire.fields.tables.openai_responses import FIELDS, TOOLS
 from cortex.wire.fields.tools import ToolList
-from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, ToolChoice
+from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Thinking, ToolChoice
 
 ECHOED = (
     "instructions",
@@ -57,7 +57,7 @@ def parse(body: bytes) -> GenerateRequest:
         tool_choice=_read_tool_choice(fields, found),
         output=read_output_format(fields, text.object("format") if text else None),
         prediction=read_prediction(fields),
-        thinking=read_effort(reasoning.text("effort") if reasoning else None),
+        thinking=_read_thinking(reasoning),
         sampling=_read_sampling(fields),
         stream=fields.flag("stream") or False,
         include_usage=True,
@@ -78,6 +78,18 @@ def _read_echoed(fields: Fields) -> dict[str, Any]:
         known = {kind.name for kind in TOOLS}
         echoed["tools"] = [tool for tool in echoed["tools"] if tool.get("type", "function") in known]
     return echoed
+
+
+def _read_thinking(reasoning: Fields | None) -> Thinking:
+    if reasoning is None:
+        return Thinking()
+    thinking = read_effort(reasoning.text("effort"))
+    for name in ("summary", "generate_summary"):
+        if (style := reasoning.text(name)) is not None:
+            if style not in ("auto", "concise", "detailed"):
+                raise reasoning.invalid(name, "it must be `auto`, `concise` or `detailed`")
+            return msgspec.structs.replace(thinking, summarized=True)
+    return thinking
 
 
 def _read_truncation(fields: Fields) -> bool:

@@ -78,9 +78,16 @@ def item_id(kind: type[Block], response_id: str, position: int, *, is_custom: bo
 
 
 def item_body(
-    block: Block, id: str, logprobs: Sequence[TokenLogprob], *, status: Status, is_custom: bool = False
+    block: Block,
+    id: str,
+    logprobs: Sequence[TokenLogprob],
+    *,
+    status: Status,
+    is_custom: bool = False,
+    summarized: bool = False,
 ) -> dict[str, Any]:
-    """An output item. Text and reasoning items have exactly one part. `is_custom`: the call is of a custom tool."""
+    """An output item. Text and reasoning items have exactly one part. `is_custom`: the call is of a custom tool.
+    `summarized`: reasoning is the item's summary, word for word; models write no other."""
     if isinstance(block, ToolCall) and is_custom:
         call = {"call_id": block.id, "name": block.name, "input": input_of(block.arguments)}
         return {"id": id, "type": "custom_tool_call", **call, "status": status}
@@ -94,8 +101,9 @@ def item_body(
             "status": status,
         }
     if isinstance(block, Reasoning):
-        content = [{"type": "reasoning_text", "text": block.text}]
-        return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": content}
+        content = [] if summarized else [{"type": "reasoning_text", "text": block.text}]
+        summary = [{"type": "summary_text", "text": block.text}] if summarized else []
+        return {"id": id, "type": "reasoning", "status": status, "summary": summary, "content": content}
     part = {
         "type": "output_text",
         "text": block.text,

@@ -58,6 +58,7 @@ class Encoder:
         """The response object of the last status event."""
         self._id = id
         self._shows_reasoning = request.thinking.shown
+        self._summarized = request.thinking.summarized
         self._custom_tools = request.custom_tools
         self._input: InputDecoder | None = None
         """Decodes the input of the open call, if it calls a custom tool."""
@@ -79,6 +80,8 @@ class Encoder:
                 if not self._shows_reasoning:
                     return b""
                 opened = b"" if self._open is Reasoning else self._begin(Reasoning)
+                if self._summarized:
+                    return opened + self._piece("response.reasoning_summary_text.delta", text, summary_index=0)
                 return opened + self._piece("response.reasoning_text.delta", text, content_index=0)
             case ToolCallStart():
                 self._waiting_logprobs = ()
@@ -148,18 +151,29 @@ class Encoder:
         self._open, self._pieces, self._logprobs = opened, [], []
         is_custom = isinstance(opened, ToolCallStart) and opened.name in self._custom_tools
         self._input = InputDecoder() if is_custom else None
-        item = item_body(self._block(), self._item_id(), (), status="in_progress", is_custom=is_custom)
-        parts, item = item.get("content", []), item | ({"content": []} if "content" in item else {})
-        encoded += self._event("response.output_item.added", output_index=len(self._done_items), item=item)
-        for part in parts:
+        item = self._item("in_progress")
+        empty: dict[str, list[Any]] = {name: [] for name in ("content", "summary") if name in item}
+        encoded += self._event("response.output_item.added", output_index=len(self._done_items), item=item | empty)
+        for part in item.get("content", []):
             encoded += self._item_event("response.content_part.added", content_index=0, part=part)
+        for part in item.get("summary", []):
+            encoded += self._item_event("response.reasoning_summary_part.added", summary_index=0, part=part)
         return encoded
+
+    def _item(self, status: Status) -> dict[str, Any]:
+        return item_body(
+            self._block(),
+            self._item_id(),
+            self._logprobs,
+            status=status,
+            is_custom=self._input is not None,
+            summarized=self._summarized,
+        )
 
     def _end(self, status: Status = "completed") -> bytes:
         if self._open is None:
             return b""
-        is_custom = self._input is not None
-        item = item_body(self._block(), self._item_id(), self._logprobs, status=status, is_custom=is_custom)
+        item = self._item(status)
         if self._input is not None:
             rest = self._input.finish()
             encoded = self._item_event("response.custom_tool_call_input.delta", delta=rest) if rest else b""
@@ -168,6 +182,10 @@ class Encoder:
             encoded = self._item_event(
                 "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
             )
+        elif summary := item.get("summary"):
+            (part,) = summary
+            encoded = self._item_event("response.reasoning_summary_text.done", summary_index=0, text=part["text"])
+            encoded += self._item_event("response.reasoning_summary_part.done", summary_index=0, part=part)
         else:
             (part,) = item["content"]
             kind, values = "response.reasoning_text.done", {"text": part["text"]}

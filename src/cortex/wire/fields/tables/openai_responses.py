@@ -22,7 +22,7 @@ FIELDS = FieldTable(
         tolerated("text.verbosity", "low", "a hint that open models do not know"),
         honoured("prediction", {"type": "content", "content": "x"}, "as in chat completions"),
         honoured("reasoning", {"effort": "low"}),
-        tolerated("reasoning.summary", "auto", "the reasoning itself is returned"),
+        honoured("reasoning.summary", "auto", "`auto`, `concise`, `detailed`: the reasoning itself, as a summary"),
         honoured("chat_template_kwargs", {"enable_thinking": False}),
         honoured("stream", True),
         tolerated("stream_options", {"include_obfuscation": False}, "nothing is obfuscated"),

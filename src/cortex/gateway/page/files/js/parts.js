@@ -32,6 +32,7 @@ export function Dialog({ title, onClose, children, wide }) {
   useEffect(() => {
     const before = document.activeElement;
     element.current.showModal();
+    element.current.querySelector("header ~ * :is(input, select, textarea)")?.focus(); // not the button that closes it
     return () => before?.isConnected && before.focus();
   }, []);
   const outside = (event) => event.target === element.current && onClose();

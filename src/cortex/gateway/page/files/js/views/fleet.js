@@ -29,7 +29,7 @@ export default function Fleet() {
           onInput=${(event) => setFilter(event.target.value)} />`}
     </header>
     <${Summary} />
-    <p class="legend dim" aria-hidden="true"><span><i class="weights"></i>weights</span><span><i class="kv"></i>KV cache</span><span><i class="changing"></i>loading or unloading</span><span><i class="foreign"></i>other programs</span><span><i class="free"></i>free</span></p>
+    <${Legend} />
     <${Jobs} />
     ${nodeNames.value.length === 0 && html`
       <${Empty} title="No nodes yet">Add one to <code>cortex.toml</code> as <code>[[neurons]]</code>; it appears here by itself.<//>`}
@@ -63,6 +63,14 @@ function Summary() {
   ];
   return html`<dl class="tiles">${tiles.map(([name, value, kind]) => html`
     <div key=${name} ><dt>${name}</dt><dd class=${kind}>${value}</dd></div>`)}</dl>`;
+}
+
+/** What the parts of a bar mean, in the colour of a model that is shown. */
+function Legend() {
+  second.value;
+  const shown = allNodes().flatMap((each) => each.models).find((model) => ON_DEVICE.has(model.state));
+  const kinds = [["", "weights, a colour for each model"], ["kv", "KV cache"], ["changing", "loading or unloading"], ["foreign", "other programs"], ["free", "free"], ["free beyond", "free, but not for models"]];
+  return html`<p class="legend dim hue-${hue(shown?.id ?? "")}" aria-hidden="true">${kinds.map(([kind, label]) => html`<span key=${label}><i class="part ${kind}"></i>${label}</span>`)}</p>`;
 }
 
 /** The gateway's own count is fresher; the node's also has requests of other gateways. */
@@ -144,7 +152,7 @@ function Device({ device, index, here }) {
       </div>
       <div class="bar ${here.up ? "" : "stale"}" role="img" aria-label=${`${device.name}: ${label}`}>
         ${parts.map((part) => html`
-          <span key=${part.key} class=${part.kind} title=${`${part.label}: ${bytes(part.size)}`}
+          <span key=${part.key} class="part ${part.kind}" title=${`${part.label}: ${bytes(part.size)}`}
             style=${{ width: `${((100 * part.size) / device.total_bytes).toFixed(2)}%` }}></span>`)}
       </div>
     </div>`;
@@ -159,7 +167,13 @@ function sizes(model) {
 
 const isEven = (values) => values.every((value) => value === values[0]);
 
-function segments(device, { models, shares }) {
+/** What models and parts of models hold over all devices of a node. */
+const heldBytes = ({ models, shares }) =>
+  sum(models.filter((model) => ON_DEVICE.has(model.state)), (model) => sum(sizes(model), (each) => each)) +
+  sum(shares.filter((share) => share.state !== "asleep"), (share) => share.num_bytes ?? 0);
+
+function segments(device, here) {
+  const { models, shares } = here;
   const parts = [];
   for (const model of models) {
     const at = model.devices.indexOf(device.index);
@@ -183,8 +197,8 @@ function segments(device, { models, shares }) {
   if (device.extra_replica_bytes) {
     const extras = (model) => model.replica_devices.flat().filter((index) => !model.devices.includes(index));
     const all = models.filter((model) => extras(model).length > 0);
-    const here = all.filter((model) => extras(model).includes(device.index));
-    const named = here.length ? here : all; // the devices of a CPU share its memory
+    const placed = all.filter((model) => extras(model).includes(device.index));
+    const named = placed.length ? placed : all; // the devices of a CPU share its memory
     const label = `Extra replicas of ${named.map((model) => model.id).join(", ")} (count as free)`;
     parts.push({ key: "\nextra", kind: `extra hue-${hue(named[0]?.id ?? "")}`, size: device.extra_replica_bytes, label });
   }
@@ -192,7 +206,8 @@ function segments(device, { models, shares }) {
   const taken = sum(parts, (part) => part.size);
   const free = Math.max(0, device.total_bytes - taken);
   const held = taken - (device.foreign_bytes ?? 0);
-  const usable = device.ceiling_bytes == null ? free : Math.min(free, Math.max(0, device.ceiling_bytes - held));
+  const left = [device.ceiling_bytes == null ? free : device.ceiling_bytes - held, here.ceiling_bytes == null ? free : here.ceiling_bytes - heldBytes(here)];
+  const usable = Math.min(free, ...left.map((each) => Math.max(0, each)));
   parts.push({ key: "\nfree", kind: "free", size: usable, label: "Free" });
   if (free > usable) parts.push({ key: "\nbeyond", kind: "free beyond", size: free - usable, label: "Free, but over the ceiling of models (memory_mb)" });
   return parts;

@@ -87,12 +87,6 @@ class _ErrorEnvelope(msgspec.Struct, frozen=True):
     error: _ErrorBody
 
 
-def error_message(body: bytes) -> str:
-    """The message in an error body, or empty."""
-    error = _error_in(body)
-    return error.message if error else ""
-
-
 def _error_in(body: bytes) -> _ErrorBody | None:
     try:
         return msgspec.json.decode(body, type=_ErrorEnvelope).error

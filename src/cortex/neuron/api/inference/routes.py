@@ -12,6 +12,7 @@ from cortex.http.ticker import Ticker
 from cortex.neuron.api import bodies, responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.inference.relayed import RelayedSession
 from cortex.neuron.api.inference.session import Session
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
@@ -23,7 +24,7 @@ from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
 from cortex.wire.dialects import openai_responses
 from cortex.wire.dialects.openai_responses import kept
-from cortex.wire.dialects.registry import DIALECTS, Dialect, EventEncoder
+from cortex.wire.dialects.registry import DIALECTS, EventEncoder
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.node import headers as our_headers
@@ -64,7 +65,7 @@ class Inference:
                 self.backend.served(packed.head.model)  # raises ModelNotFound
                 watch.model = packed.head.model
                 try:
-                    return await self._respond(call, DIALECTS[name], packed, watch)
+                    return await self._respond(call, name, packed, watch)
                 except asyncio.CancelledError:
                     if attempt_id := http.text(_ATTEMPT_ID):
                         self.usage_records.add(attempt_id, watch.usage())
@@ -73,23 +74,22 @@ class Inference:
         return handle
 
     async def _respond(
-        self, call: ApiCall, dialect: Dialect, packed: PackedRequest, watch: RequestWatch
+        self, call: ApiCall, name: DialectName, packed: PackedRequest, watch: RequestWatch
     ) -> Response | None:
-        http, request = call.request, packed.head
+        http, request, dialect = call.request, packed.head, DIALECTS[name]
         id = dialect.ID_PREFIX + uuid.uuid4().hex
         if dialect is openai_responses and (stored := kept.from_header(http.text(_KEPT) or "")):
             id, request = stored.id, stored.described(request)
         created = int(time.time())
         principal = bodies.principal_of(http)
-        session = Session(
-            self.backend,
-            self.drain_gate,
-            packed,
-            id=id,
-            created=created,
-            principal=principal,
-            token_limit=bodies.token_limit_of(http),
-        )
+        token_limit = bodies.token_limit_of(http)
+        parts = (self.backend, self.drain_gate, packed)
+        session: Session | RelayedSession
+        if (upstream := self.backend.upstream(request.model)) is None:
+            session = Session(*parts, id=id, created=created, principal=principal, token_limit=token_limit)
+        else:
+            given = (upstream, name, http.body)
+            session = RelayedSession(*parts, *given, id=id, principal=principal, token_limit=token_limit)
         watch.phase = lambda: session.phase
         watch.usage = lambda: session.usage
         headers = [(name.encode(), value.encode()) for name, value in our_headers.notes(request).items()]

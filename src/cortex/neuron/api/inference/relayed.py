@@ -17,7 +17,6 @@ from cortex.neuron.api.inference.engine_requests import within_limit
 from cortex.neuron.api.inference.session import Deliver, Phase, ready
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.harness.upstream import Upstream
-from cortex.wire import sse
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamInterrupted, UpstreamUnavailable
@@ -29,9 +28,12 @@ from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
 
 _PATH = b"/v1/chat/completions"
+_EVENT_STREAM = b"text/event-stream"
 _JSON: Headers = ((b"content-type", b"application/json"),)
 _MAX_BODY_BYTES = 32 << 20
 """The longest response that is not streamed."""
+_LOSS_S = 1.0
+"""A server that closes a connection may have died, which is noticed a moment later."""
 _OTHER_LIMITS = ("max_completion_tokens", "n_predict")
 """Fields that servers may read in place of `max_tokens`."""
 
@@ -92,7 +94,10 @@ class RelayedSession:
             if not has_slot.done():
                 has_slot.set_result(None)
 
+        lost: asyncio.Future[CortexError] = loop.create_future()
+
         def fail(error: CortexError) -> None:
+            lost.set_result(error)
             waiting = response.ended if has_slot.done() else has_slot
             if not waiting.done():
                 waiting.set_exception(error.with_traceback(None))
@@ -111,7 +116,13 @@ class RelayedSession:
             submitted_s = time.monotonic()
             response.deliver = receive_events
             self._call = self._upstream.send(_PATH, _JSON, body, response)
-            await response.ended
+            try:
+                await response.ended
+            except UpstreamFault as fault:
+                await asyncio.wait({lost}, timeout=_LOSS_S)
+                if lost.done():
+                    raise lost.result() from None
+                raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
             used = self.usage
             self._upstream.finished(self._id, used.prompt_tokens, used.completion_tokens)
         finally:
@@ -174,7 +185,7 @@ class _Response:
     def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:  # noqa: ARG002 - as Sink
         self._status = status
         kind = next((value for name, value in headers if name == b"content-type"), b"")
-        if status >= 400 or not kind.startswith(sse.CONTENT_TYPE.encode()):
+        if status >= 400 or not kind.startswith(_EVENT_STREAM):
             self._decoder = None  # an error, or a server that does not stream
 
     def chunk_receiver(self) -> None:
@@ -200,7 +211,7 @@ class _Response:
             self.ended.set_result(None)
 
     def on_fault(self, fault: UpstreamFault) -> None:
-        self._fail(UpstreamInterrupted(f"The model's server failed: {fault}; try again."))
+        self._fail(fault)
 
     def _guarded(self, decode: Callable[[], list[AnyEvent]]) -> None:
         """Never raises: the connection would be blamed."""

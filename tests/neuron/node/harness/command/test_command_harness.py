@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -13,25 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_models import running_node
+from faulty_models import running_node, write_model
 
 from cortex.neuron.config import HarnessEntry, NeuronConfig
-from cortex.neuron.node.harness.command import guard
 from cortex.neuron.node.harness.command.harness import CommandHarness
-from cortex.neuron.node.harness.command.process_memory import descendants
 from cortex.neuron.node.node import Node
-from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import read_devices
 from cortex.wire.errors import InsufficientCapacity, InvalidValue, LoadFailed
 from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
-SERVER = str(Path(__file__).with_name("fake_server.py"))
-START = (sys.executable, "-S", SERVER, "--port", "${PORT}")
-
-
-def config(*arguments: str, model: dict[str, Any] | None = None, **entry: Any) -> dict[str, Any]:
-    harness = {"name": "fake", "cmd": [*START, *arguments], "memory_mb": 16, **entry}
-    return {"harnesses": [harness], "models": [{"id": "m", "harness": "fake", **(model or {})}]}
+from .commands import SERVER, START, config, servers, until
 
 
 def is_running(process: int) -> bool:
@@ -41,23 +31,8 @@ def is_running(process: int) -> bool:
         return False
 
 
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.02)
-
-
 async def load(node: Node) -> Any:
     return await node.load(LoadRequest(model_id="m"), wait=True)
-
-
-def servers() -> list[int]:
-    """The processes below this one that run the fake server."""
-    return [
-        process
-        for process in descendants(os.getpid())
-        if SERVER in (command := Path(f"/proc/{process}/cmdline").read_text().split("\0"))
-        and guard.__file__ not in command
-    ]
 
 
 @pytest.fixture(autouse=True)
@@ -125,12 +100,13 @@ async def test_unsupported_options_are_rejected(tmp_path: Path) -> None:
 
 
 async def test_the_files_of_a_model_are_found_only_where_the_command_has_their_path(tmp_path: Path) -> None:
-    file = tmp_path / "weights of m.bin"
-    file.write_bytes(b"x" * 1000)
-    settings = config("--say", "files at ${MODEL_PATH}", "--exits", "1", model={"source": str(tmp_path)})
+    source = write_model(tmp_path / "the files", config={"model_type": "unheard_of"})
+    settings = config("--say", "files at ${MODEL_PATH}", "--exits", "1", model={"source": str(source)}, memory_mb=None)
     async with running_node(tmp_path, settings) as node:
-        with pytest.raises(LoadFailed):
+        with pytest.raises(LoadFailed, match=f"its log: files at {source}"):
             await load(node)
+        files_bytes = sum(file.stat().st_size for file in source.iterdir())
+        assert node.model("m").estimate_bytes == files_bytes * 5 // 4
 
 
 async def test_quotes_and_spaces_reach_the_server_unchanged(tmp_path: Path) -> None:
@@ -188,14 +164,12 @@ async def test_processes_that_left_the_group_end_with_the_server(tmp_path: Path)
         assert not is_running(away)
 
 
-async def test_a_server_that_dies_is_started_again(tmp_path: Path) -> None:
-    policy = BackoffPolicy(first_s=0.01)
-    async with running_node(tmp_path, config(), policy=policy) as node:
+async def test_a_server_that_dies_is_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_node(tmp_path, config()) as node:
         await load(node)
         [process] = servers()
         os.kill(process, signal.SIGKILL)
-        await until(lambda: node.model("m").state is ModelState.RECOVERING)
-        assert "(fake) was ended by signal 9" in (node.model("m").reason or "")
+        await until(lambda: "ready → recovering: its server (fake) was ended by signal 9" in caplog.text)
         await until(lambda: node.model("m").state is ModelState.READY)
         assert process not in servers()
 

@@ -49,7 +49,7 @@ def alternatives(expected: inspect.Type) -> Iterator[inspect.Type]:
 
 def alternative_for(expected: inspect.Type, value: object) -> inspect.Type | None:
     """The member of `expected` that accepts TOML values of this kind; `None` when there is none."""
-    kinds = (inspect.AnyType, *_KINDS.get(type(value), ()))
+    kinds: tuple[type[inspect.Type], ...] = (*_KINDS.get(type(value), ()), inspect.AnyType)
     return next((member for member in alternatives(expected) if isinstance(member, kinds)), None)
 
 

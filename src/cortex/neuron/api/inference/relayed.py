@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -193,7 +194,7 @@ class _Response:
 
     def on_data(self, data: bytes) -> None:
         if self._decoder is not None:
-            self._guarded(lambda decoder=self._decoder: decoder.feed(data))
+            self._guarded(partial(self._decoder.feed, data))
             return
         self._body += data
         if len(self._body) > _MAX_BODY_BYTES:

@@ -19,6 +19,7 @@ parser.add_argument("--say", default="ready")
 parser.add_argument("--exits", type=int)
 parser.add_argument("--is-never-healthy", action="store_true")
 parser.add_argument("--ignores-sigterm", action="store_true")
+parser.add_argument("--holds-mb", type=int, default=0)
 parser.add_argument("--forks", action="store_true")
 options = parser.parse_args()
 
@@ -88,6 +89,7 @@ if options.forks and os.fork() == 0:
     Path(options.log).write_text(str(os.getpid()))
     while True:
         time.sleep(60)
+held = b"x" * (options.holds_mb << 20)
 print(options.say, flush=True)
 if options.exits is not None:
     sys.exit(options.exits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest_asyncio
 from faulty_models import running_node
 
 from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.rules import EvictionRules
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
 from cortex.gateway.server import Gateway
 from cortex.neuron.node.node import Node
@@ -46,7 +48,11 @@ class Caller:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def caller(tmp_path: Path) -> AsyncIterator[Caller]:
-    entry = {"upstream_model": "theirs", "set_params": {"top_k": 3, "nested": {"a": 1}}, "strip_params": ["seed"]}
+    entry: dict[str, Any] = {
+        "upstream_model": "theirs",
+        "set_params": {"top_k": 3, "nested": {"a": 1}},
+        "strip_params": ["seed"],
+    }
     settings = config("--log", str(tmp_path / "log"), max_concurrent=1, **entry)
     timeout = aiohttp.ClientTimeout(total=60)
     async with (
@@ -55,6 +61,23 @@ async def caller(tmp_path: Path) -> AsyncIterator[Caller]:
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
         yield Caller(node, f"http://{host}:{port}", session)
+
+
+@asynccontextmanager
+async def through_gateway(node_url: str, tmp_path: Path) -> AsyncIterator[str]:
+    """The URL of a gateway over one node."""
+    settings = Config(
+        gateway=GatewaySection(listen=Listen("127.0.0.1:0"), metrics_listen=None, poll_interval_s=0.05),
+        neurons=(NeuronSection(name="box", endpoint=node_url),),
+        eviction=EvictionRules(min_residency_s=0),
+    )
+    (tmp_path / "gateway").mkdir()
+    gateway = Gateway(settings, Catalogue(), tmp_path / "gateway")
+    _, port = await gateway.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await gateway.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
@@ -120,7 +143,7 @@ async def test_the_budget_of_a_request_is_a_limit_of_the_server(caller: Caller) 
 
 async def test_a_client_that_leaves_ends_the_response_and_frees_its_slot(caller: Caller, tmp_path: Path) -> None:
     async with caller.post(text="forever", stream=True) as response:
-        await response.content.readany()
+        await _first_piece(response)
         assert caller.node.model("m").load.running == 1
         waiting = asyncio.create_task(_status(caller))
         await until(lambda: caller.node.model("m").load.waiting == 1)  # max_concurrent
@@ -138,7 +161,7 @@ async def test_a_crash_in_a_response_is_a_retryable_error_and_the_next_one_is_se
 
 async def test_a_drain_waits_for_the_response(caller: Caller) -> None:
     async with caller.post(text="forever", stream=True) as response:
-        await response.content.readany()
+        await _first_piece(response)
         unloading = asyncio.create_task(caller.node.unload(UnloadRequest(model_id="m", drain_s=60)))
         await until(lambda: caller.node.model("m").state is ModelState.UNLOADING)
         assert len(servers()) == 1
@@ -147,16 +170,9 @@ async def test_a_drain_waits_for_the_response(caller: Caller) -> None:
 
 
 async def test_through_a_gateway(caller: Caller, tmp_path: Path) -> None:
-    """It loads the model on demand, relays, counts tokens, and unloads it."""
-    settings = Config(
-        gateway=GatewaySection(listen=Listen("127.0.0.1:0"), metrics_listen=None, poll_interval_s=0.05),
-        neurons=(NeuronSection(name="box", endpoint=caller.url),),
-    )
-    (tmp_path / "gateway").mkdir()
-    gateway = Gateway(settings, Catalogue(), tmp_path / "gateway")
-    _, port = await gateway.start()
-    try:
-        client = caller.with_url(f"http://127.0.0.1:{port}")
+    """It loads the model on demand, relays, and lists it."""
+    async with through_gateway(caller.url, tmp_path) as url:
+        client = caller.with_url(url)
         async with client.post() as response:
             reply = await response.json()
             assert response.status == 200, reply
@@ -166,8 +182,29 @@ async def test_through_a_gateway(caller: Caller, tmp_path: Path) -> None:
             assert b"message_stop" in await response.read()
         async with client.session.get(f"{client.url}/v1/models") as response:
             assert "m" in [model["id"] for model in (await response.json())["data"]]
-    finally:
-        await gateway.close()
+
+
+async def test_models_of_servers_take_turns_in_the_memory_of_a_node(tmp_path: Path) -> None:
+    """The gateway evicts the one for the other, by their measured sizes."""
+    settings = config("--holds-mb", "64", memory_mb=64)
+    settings["models"] = [{"id": name, "harness": "fake"} for name in ("m", "n")]
+    settings["limits"] = {"memory_mb": 120}
+    async with (
+        running_node(tmp_path, settings) as node,
+        served(node) as (host, port),
+        through_gateway(f"http://{host}:{port}", tmp_path) as url,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
+    ):
+        for model in ("m", "n") * 3:
+            async with Caller(node, url, session).post(model=model) as response:
+                assert response.status == 200, await response.text()
+            assert len(servers()) == 1
+            assert 64 << 20 < (node.model(model).measured_bytes or 0) < 120 << 20
+
+
+async def _first_piece(response: aiohttp.ClientResponse) -> None:
+    """Keepalives come before it."""
+    await response.content.readuntil(b"on and on")
 
 
 async def _status(caller: Caller) -> int:

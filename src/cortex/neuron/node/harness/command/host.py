@@ -173,6 +173,8 @@ class CommandHost:
             self._watch.cancel()
         if server is None or resident is None:
             return Reclaimed(0, 0)
+        if self.memory.free_bytes is None:  # with the caches that its requests have filled
+            self.on_measured(max(resident.measured_bytes, await asyncio.to_thread(lambda: server.num_bytes)))
         free_before = await self._free_bytes()
         stop = self.command.stop(self._port, server.pid or 0)
         await server.stop(self.entry.stop_timeout_s, stop, self.command.env(self._port))

@@ -65,9 +65,10 @@ format: $(TESTABLE) ## Rewrite the sources in house format
 bench: $(TESTABLE) ## List the benchmarks; each prints its own --help
 	@grep -l ArgumentParser bench/*.py bench/*/*.py | sed 's|^|  $(BIN)/python |'
 
-docs: $(TESTABLE) ## Regenerate the references of configuration and request fields
+docs: $(TESTABLE) ## Regenerate the references of configuration, request fields and models
 	$(BIN)/python -m cortex.cli.reference docs/configuration.md
 	$(BIN)/python -m cortex.wire.fields.tables.page docs/fields.md
+	$(BIN)/python -m cortex.neuron.models_page docs/models.md
 
 locks: $(TESTABLE) ## Pin what the container images install, with hashes: the versions that are tested (needs uv)
 	$(BIN)/python packaging/lock.py

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from cortex.neuron.kernels import jit
+from cortex.neuron.kernels import relu_squared as relu_squared_module
 from cortex.neuron.kernels.attention.decode import decode_attention
 from cortex.neuron.kernels.attention.prefill import prefill_attention
 from cortex.neuron.kernels.attention.rules import AttentionRules
@@ -47,6 +48,11 @@ from cortex.neuron.kernels.latent.inputs import store_latents
 from cortex.neuron.kernels.latent.prefill import prefill_latent_attention
 from cortex.neuron.kernels.latent.rules import LatentRules
 from cortex.neuron.kernels.layouts import DeviceLayout
+from cortex.neuron.kernels.mamba import norm as mamba_norm_module
+from cortex.neuron.kernels.mamba.chunks import mamba_chunks
+from cortex.neuron.kernels.mamba.norm import group_norm
+from cortex.neuron.kernels.mamba.rules import MambaRules, MambaState
+from cortex.neuron.kernels.mamba.step import mamba_step
 from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, ExpertMatrix, Prologue
 from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.products.grouped import expert_load
@@ -56,6 +62,9 @@ from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q2, Q3, Q4, Q5, Q6,
 from cortex.neuron.kernels.quantised.one_row import one_row_product
 from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_values
 from cortex.neuron.kernels.quantised.product import small_batch_product
+from cortex.neuron.kernels.recurrent.causal_conv import conv_chunks
+from cortex.neuron.kernels.recurrent.short_conv import short_conv_step
+from cortex.neuron.kernels.relu_squared import relu_squared_
 from cortex.neuron.kernels.shared_memory import SharedMemory
 from cortex.neuron.kernels.storages import empty_device_matrix
 
@@ -68,6 +77,7 @@ FITTED = (
     "delta.chunks",
     "latent.decode",
     "latent.prefill",
+    "mamba.chunks",
     "quantised.product",
     "quantised.experts",
     "float8.product",
@@ -248,8 +258,30 @@ def gated_delta(dim: int) -> None:
     delta_chunks(projected[1:], rules, batch, state, out[1:])
 
 
+def mamba_2(heads: int, dim: int, groups: int, state_dim: int) -> None:
+    """One row, as many as fill the device, and a prompt."""
+    channels = heads * dim + 2 * groups * state_dim
+    bias, by_head = empty(channels, kind=torch.float32), empty(heads, kind=torch.float32)
+    rules = MambaRules(heads, dim, groups, state_dim, empty(4, channels), bias, by_head, by_head, by_head)
+    state = MambaState(empty(4, 4, channels), empty(4, heads, state_dim, dim, kind=torch.float32))
+    for decodes in (1, 64):
+        batch = some_batch(decodes, 40_960)
+        projected = empty(decodes + 128, rules.inner + channels + heads)
+        out = empty(decodes + 128, rules.inner, kind=torch.float32)
+        mamba_step(projected, rules, batch, state, out)
+    mamba_chunks(projected[decodes:], rules, batch, state, out[decodes:])
+    group_norm(out, empty(rules.inner), rules.inner // groups, 1e-6, KIND)
+
+
+def short_convolution(channels: int) -> None:
+    batch, weight, recent = some_batch(1, 40_960), empty(3, channels), empty(4, 3, channels)
+    short_conv_step(empty(129, 3 * channels), weight, batch, recent, empty(129, channels))
+    conv_chunks(empty(128, channels), weight, recent, batch, activates=False)
+    relu_squared_(empty(1, channels))
+
+
 def cases() -> Iterator[tuple[str, Any]]:
-    for dim, heads, kv_heads in ((64, 32, 8), (128, 32, 8), (256, 16, 2)):
+    for dim, heads, kv_heads in ((64, 32, 8), (128, 32, 8), (256, 16, 2), (512, 16, 2)):
         for decodes in (1, 64):
             yield f"attention {dim}, {decodes} rows", lambda s=(dim, heads, kv_heads, decodes): attention(*s)
         yield f"attention {dim}, window", lambda s=(dim, heads, kv_heads, 1, 512): attention(*s)
@@ -281,6 +313,9 @@ def cases() -> Iterator[tuple[str, Any]]:
         for tokens in (1, 16, 512, 4096):
             yield f"experts of {what}, {tokens} tokens", lambda s=(*both, tokens): packed_experts(*s)
     yield "gated delta net 128", lambda: gated_delta(128)
+    for shape in ((64, 64, 8, 128), (128, 64, 1, 128), (128, 64, 1, 256)):
+        yield f"Mamba-2 of {shape[0]} heads, state {shape[3]}", lambda s=shape: mamba_2(*s)
+    yield "short convolution", lambda: short_convolution(2048)
 
 
 def main() -> int:
@@ -299,7 +334,7 @@ def main() -> int:
         compile_instead = mock.patch.object(JITFunction, "run", lambda *args, **given: compiler(*args, **given))
         patches.enter_context(compile_instead)
         patches.enter_context(mock.patch.object(jit, "overlaps", return_value=capability >= 90))
-        for owner in (jit, float8_product_module):
+        for owner in (jit, float8_product_module, mamba_norm_module, relu_squared_module):
             patches.enter_context(mock.patch.object(owner, "has_kernels", return_value=True))
         has_float8 = mock.patch.object(support, "capability_of", return_value=divmod(capability, 10))
         patches.enter_context(has_float8)

@@ -93,7 +93,7 @@ RULES: dict[str, Rule] = {
     "neuron.kernels": Rule(KERNELS, ENGINE_LIBRARIES),
     "neuron.layers": Rule(LAYERS, ENGINE_LIBRARIES),
     "neuron.weights": Rule({"neuron.weights", "neuron.delta_sizes", "quant_names"}, ENGINE_LIBRARIES),
-    "neuron.models": Rule(MODELS, ENGINE_LIBRARIES),
+    "neuron.models": Rule(MODELS, ENGINE_LIBRARIES, frozenset({"transformers"})),
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings"}),
     "neuron.config": Rule({"wire", "settings", "telemetry"}),

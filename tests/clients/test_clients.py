@@ -19,7 +19,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         *named("responses", tasks=("stream", "tools", "structured", "state", "background")),
     ),
     "anthropic_python.py": (*TASKS, "count"),
-    "langchain_client.py": named("chat", "responses", "anthropic"),
+    "langchain_client.py": named("chat", "responses", "anthropic", "ollama"),
     "pydantic_ai_client.py": (
         *named("chat", "responses", tasks=(*TASKS, "native structured")),
         "responses: server-side state",
@@ -29,6 +29,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "openai_agents_client.py": (*named("responses", "chat"), "responses: second turn"),
     "llm_client.py": TASKS,
     "aider_client.py": ("chat", "stream", "edit"),
+    "ollama_python.py": (*TASKS, "stream, asynchronous", "generate", "listings", "errors"),
+    "ollama_node.mjs": (*TASKS, "generate", "listings", "errors"),
     "openai_node.mjs": (*TASKS, *named("responses", tasks=("state", "background"))),
     "anthropic_node.mjs": TASKS,
     "ai_sdk.mjs": named(

@@ -90,6 +90,8 @@ class FakeNeuron:
     """(status, code, message) for the next loads, in order."""
     loads: dict[str, ModelLoad] = field(default_factory=dict)
     sampling: dict[str, SamplingDefaults] = field(default_factory=dict)
+    capabilities: dict[str, Capabilities] = field(default_factory=dict)
+    """Of models whose files it has read; the others are chat models once they are loaded."""
     respond: Respond | None = None
     silent: bool = False
     """Accept control requests and never respond."""
@@ -136,7 +138,8 @@ class FakeNeuron:
             context_tokens=32768,
             max_input_tokens=30000,
             max_output_tokens=8192,
-            capabilities=Capabilities(tools=True, reasoning=True),
+            family="bert" if model in self.capabilities else None,
+            capabilities=self.capabilities.get(model, Capabilities(tools=True, reasoning=True)),
             sampling=self.sampling.get(model, SamplingDefaults()),
             load=self.loads.get(model, ModelLoad()),
             reason=self.reason if state is ModelState.FAILED else None,
@@ -192,6 +195,8 @@ class FakeNeuron:
         app.router.add_get("/requests/{id:.+}/usage", self._usage)
         app.router.add_get("/v1/models", self._foreign_models)
         app.router.add_post("/{path:v1/.*}", self._inference)
+        app.router.add_post("/{path:api/.*}", self._inference)
+        app.router.add_post("/{path:tokenize|detokenize|apply-template}", self._inference)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=self.tls)

@@ -122,7 +122,8 @@ def check(status: int, content_type: str, response: bytes, about: Any) -> None:
     if status < 400:
         return
     assert content_type.startswith("application/json"), (about, response[:200])
-    error = msgspec.json.decode(response)["error"]
+    body = msgspec.json.decode(response)
+    error = {**body, "message": body["error"]} if isinstance(body["error"], str) else body["error"]  # Ollama's form
     assert error["message"], about
     assert error.get("code", "malformed_json") in BY_CODE, (about, error)
     assert status < 500, (about, error)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.http.event_boundary import EventBoundary, after_keepalives
+from cortex.http.event_boundary import EventBoundary, LineBoundary, after_keepalives
 
 BLANKS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
@@ -80,3 +80,49 @@ def test_passes_an_event_too_long_to_hold_in_pieces(piece_bytes: int) -> None:
     assert boundary.escape() == b""
     assert passed == b"data: first\n\n" + sent
     assert boundary.flush() == b"data: hal"
+
+
+@given(
+    lines=st.lists(st.binary(max_size=12).filter(lambda data: not set(data) & set(b"\r\n")), max_size=8),
+    rest=st.sampled_from([b"", b'{"hal', b' {"hal']),
+    cuts=st.lists(st.integers(0, 200), max_size=12),
+)
+def test_passes_only_whole_lines_and_loses_none(lines: list[bytes], rest: bytes, cuts: list[int]) -> None:
+    stream = b"".join(b"{" + line + b"}\n" for line in lines) + rest
+    edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
+    boundary = LineBoundary()
+    passed = b""
+    for start, end in pairwise(edges):
+        piece = boundary.push(stream[start:end])
+        passed += piece
+        assert not piece or piece.endswith(b"}\n")
+        assert not boundary.inside
+    assert passed == stream[: len(stream) - len(rest)]
+    assert passed + boundary.flush() == stream[: len(stream) - len(rest)] + rest.lstrip(b" ")
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 1000])
+def test_drops_the_reports_behind_the_last_line(piece_bytes: int) -> None:
+    lines = b'{"a":": x"}\n{"done":true}\n'
+    stream = lines + b': failed overloaded\n: usage {"prompt_tokens":1}'
+    boundary = LineBoundary()
+    passed = b"".join(boundary.push(stream[at : at + piece_bytes]) for at in range(0, len(stream), piece_bytes))
+    assert passed + boundary.flush() == lines
+
+
+def test_spaces_between_lines_leave_room_for_other_keepalives() -> None:
+    boundary = LineBoundary()
+    assert boundary.push(b" ") == b""
+    assert boundary.is_between_events
+    assert boundary.push(b'{"a":1}\n  ') == b'{"a":1}\n'
+    assert boundary.is_between_events
+
+
+def test_passes_a_line_too_long_to_hold_in_pieces() -> None:
+    boundary = LineBoundary()
+    long = b'{"a":"' + b"x" * 300_000
+    assert boundary.push(long) == long
+    assert (boundary.inside, boundary.escape()) == (True, b"\n")
+    assert boundary.push(b":more") == b":more"
+    assert boundary.push(b'"}\n{') == b'"}\n'
+    assert (boundary.inside, boundary.escape()) == (False, b"")

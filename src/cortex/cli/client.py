@@ -103,11 +103,11 @@ class GatewayClient:
         self._tls = tls
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
-        self._api_key = api_key
+        self.api_key = api_key
 
     def at(self, url: str, tls: ssl.SSLContext | None) -> GatewayClient:
         """Another gateway, with the same key; `tls` counts where this one has none."""
-        return GatewayClient(url, self._api_key, self._timeout_s, tls=self._tls or tls)
+        return GatewayClient(url, self.api_key, self._timeout_s, tls=self._tls or tls)
 
     def get(self, path: str) -> Any:
         """The decoded JSON of `GET path`."""

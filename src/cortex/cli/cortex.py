@@ -6,10 +6,13 @@ import click
 
 from cortex import __version__
 from cortex.cli.commands.chat import chat
+from cortex.cli.commands.completion import completion
 from cortex.cli.commands.doctor.command import doctor
+from cortex.cli.commands.embed import embed
 from cortex.cli.commands.explain import explain
 from cortex.cli.commands.files import pull, rm
 from cortex.cli.commands.keys import keys
+from cortex.cli.commands.launch import launch
 from cortex.cli.commands.load import load, move, pin, unload, unpin
 from cortex.cli.commands.logs import logs
 from cortex.cli.commands.models import models
@@ -30,11 +33,12 @@ def cortex() -> None:
 
 
 _LOOK = (status, ps, models, logs, jobs, explain, doctor)
-_USE = (run_model, chat)
+_USE = (run_model, chat, embed, launch)
 _CONTROL = (load, unload, pin, unpin, move, pull, rm, drain, undrain)
 
-for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, serve):
+for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, serve, completion):
     cortex.add_command(command)
+cortex.add_command(unload, "stop")  # as users of Ollama call it
 
 
 def main() -> None:

@@ -12,16 +12,18 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from cortex.quant_names import is_same_quant, label_in
 from cortex.settings import Section
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.model_names import plain_name, split_quant
 from cortex.wire.node.load_options import Count, KVDtype, Speculation
 from cortex.wire.node.sampling import SamplingDefaults
 
 MEBIBYTE = 1024 * 1024
 
 LoadPolicy = Literal["on_demand", "pinned", "manual"]
-Capability = Literal["chat", "tools", "reasoning", "vision", "embeddings"]
+Capability = Literal["chat", "tools", "reasoning", "vision", "embeddings", "rerank", "insert"]
 Amount = Annotated[int, msgspec.Meta(ge=0)]
 Price = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -185,8 +187,9 @@ class Catalogue(Section, frozen=True):
     def resolve(self, name: str, live: Collection[str] = ()) -> Resolution:
         """The model that `name` stands for; `live` are the ids that nodes list beyond the catalogue.
 
-        Exact names win over patterns, the catalogue over nodes. An alias is followed once. Raises `ModelNotFound` with
-        near misses; a name beyond the length limit is not compared with any.
+        Exact names win over patterns, the catalogue over nodes. An alias is followed once. A name in Ollama's spelling
+        (`NAME:latest`, `hf.co/OWNER/NAME:QUANT`) is understood where there is no such model. Raises `ModelNotFound`
+        with near misses; a name beyond the length limit is not compared with any.
         """
         if len(name) > MAX_MODEL_NAME:
             raise ModelNotFound(
@@ -201,7 +204,20 @@ class Catalogue(Section, frozen=True):
         for pattern in _most_specific_first(self.aliases):
             if fnmatch.fnmatchcase(name, pattern):
                 return self._through(pattern, self.aliases[pattern])
+        if (plain := plain_name(name)) != name and plain:
+            return self.resolve(plain, live)
+        model, quant = split_quant(name)
+        if quant is not None and self._has_quant(model, quant, live):
+            return self.resolve(model, live)
         raise _not_found(name, self._names() | set(live))
+
+    def _has_quant(self, model: str, quant: str, live: Collection[str]) -> bool:
+        """Whether `model` is there as `quant`. Of a model that only nodes list the catalogue does not know it: it is
+        what was pulled."""
+        if not self.has(model):
+            return model in live and label_in(quant) is not None
+        stored = self.spec(model).quant
+        return stored is not None and is_same_quant(quant, None, stored)
 
     def _through(self, name: str, target: str | Alias) -> Resolution:
         alias = Alias(model=target) if isinstance(target, str) else target

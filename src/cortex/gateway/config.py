@@ -49,6 +49,13 @@ class GatewaySection(Section, frozen=True):
     open: bool = False
     """Admit every request without a key, even if keys were configured before. Has no effect while there are
     `[[keys]]`. A gateway that never had keys is open without it."""
+    open_listing: bool = False
+    """Clients without a key may list the models: `/v1/models`, Ollama's `/api/version`, `/api/tags`, `/api/ps` and
+    `/api/show`, llama.cpp's `/models` and `/props`. Some editors send no key when they look for models.
+    Changes need a restart."""
+    ollama_listen: Listen | None = None
+    """A second address of the API, for clients that look for Ollama by themselves: `0.0.0.0:11434`. `--ollama` of
+    `cortex serve` and `cortex up` sets it."""
     tls_cert: Path | None = None
     """A certificate with its chain, in PEM, relative to this file: API and metrics are then HTTPS only. A renewed file
     is used at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cortex.gateway.api.control import Control
+from cortex.gateway.api.ollama.inference import OllamaInference
 from cortex.gateway.config import Config
 from cortex.gateway.page.page import Page
 from cortex.gateway.proxy.inference import Inference
@@ -18,8 +19,16 @@ from cortex.wire.errors import CortexError, CrossSiteRequest, MethodNotAllowed
 class RequestRouter:
     """The handler of the API's server. Call `configure` before the first request."""
 
-    def __init__(self, inference: Inference, responses: ResponsesService, control: Control, page: Page) -> None:
+    def __init__(
+        self,
+        inference: Inference,
+        responses: ResponsesService,
+        ollama: OllamaInference,
+        control: Control,
+        page: Page,
+    ) -> None:
         self._inference = inference
+        self._ollama = ollama
         self._responses = responses
         self._control = control
         self._page = page
@@ -58,6 +67,8 @@ class RequestRouter:
             exchange.respond(*error_response(error, route.family))
         elif route.dialect == "openai_responses":
             self._responses.stateful.begin(exchange, route)
+        elif route.reports_durations and route.generates:
+            self._ollama.begin(exchange, route)
         else:
             self._inference.begin(exchange, route)
 

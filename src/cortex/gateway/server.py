@@ -20,6 +20,9 @@ from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.api.jobs import JobBoard, JobRoutes
 from cortex.gateway.api.keys import KeyRoutes
+from cortex.gateway.api.llama_cpp import LlamaCppRoutes
+from cortex.gateway.api.ollama.inference import OllamaInference
+from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
 from cortex.gateway.api.parts import DeferredResponses
 from cortex.gateway.api.usage import UsageRoutes
@@ -45,7 +48,7 @@ from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.inference import Inference
-from cortex.gateway.proxy.listener import CONTROL_BODY_BYTES, api_server, client_limits
+from cortex.gateway.proxy.listener import CONTROL_BODY_BYTES, api_server, client_limits, paths_without_key
 from cortex.gateway.proxy.routes import error_response, rejection_response
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.responses.service import ResponsesService
@@ -140,9 +143,17 @@ class Gateway:
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
         self._file_routes = FileRoutes(self.dispatcher, self._nodes, board, self._metering, self._deferred)
+        open_paths = paths_without_key(config)
+        self._ollama_routes = OllamaRoutes(
+            self.dispatcher, self._file_routes, self._metering, self._deferred, open_paths
+        )
+        store = self._operator_state.store
+        orders = OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, store)
         parts = (
             self._file_routes,
-            OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, self._operator_state.store),
+            self._ollama_routes,
+            orders,
+            LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
             JobRoutes(board, self._metering),
             ActivityRoutes(self._services.activity, self._metering, self._streams),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
@@ -157,9 +168,11 @@ class Gateway:
             self._deferred,
             self._streams,
             parts,
+            open_paths,
         )
         self._page = Page(self._metering.meter, is_secure=self._certificate is not None)
-        self._router = RequestRouter(self._inference, self._responses, self._control, self._page)
+        ollama = OllamaInference(self._inference, operator)
+        self._router = RequestRouter(self._inference, self._responses, ollama, self._control, self._page)
         self.server = api_server(
             self._router.handle,
             config,
@@ -199,6 +212,8 @@ class Gateway:
         section = self.config.gateway
         tls = self._certificate.context if self._certificate is not None else None
         address = await listen_on(self.server, section.listen, "gateway.listen", tls)
+        if section.ollama_listen is not None:
+            await listen_on(self.server, section.ollama_listen, "gateway.ollama_listen", tls)
         if section.metrics_listen is not None:
             await listen_on(self._metrics_server, section.metrics_listen, "gateway.metrics_listen", tls)
         self._regular = [
@@ -229,6 +244,7 @@ class Gateway:
         await self._services.disconnected_usage.close()
         await self._services.parser.close()
         await self._deferred.close()
+        await self._ollama_routes.close()
         await self._file_routes.close()
         await self._operator_state.close()
         for node in self._nodes.values():

@@ -73,3 +73,42 @@ class EventBoundary:
     def escape(self) -> bytes:
         """Bytes that end an event that was passed on in part, if there is one, so that another can follow."""
         return b"\n\n" if self.inside else b""
+
+
+class LineBoundary:
+    """The same for streams whose events are lines of JSON. A line that begins with a colon, and all that follows it, is
+    for the relay; spaces before a line are keepalives."""
+
+    __slots__ = ("_held", "inside")
+
+    def __init__(self) -> None:
+        self._held = b""
+        self.inside = False
+        """As in `EventBoundary`."""
+
+    @property
+    def is_between_events(self) -> bool:
+        return not self.inside and not self._held
+
+    def push(self, data: bytes) -> bytes:
+        data, self._held = self._held + data, b""
+        if data.startswith(b":") and not self.inside:
+            self._held = data
+            return b""
+        comment = data.find(b"\n:") + 1
+        end = comment or data.rfind(b"\n") + 1
+        rest = data[end:]
+        if len(rest) > _MAX_HELD_BYTES or (self.inside and not end):
+            self.inside = True
+            return data
+        self.inside = False
+        self._held = rest.lstrip(b" ")
+        return data[:end]
+
+    def flush(self) -> bytes:
+        """An unfinished line; nothing where what is held back is for the relay."""
+        held, self._held = self._held, b""
+        return b"" if held.startswith(b":") else held
+
+    def escape(self) -> bytes:
+        return b"\n" if self.inside else b""

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from cortex.http.passthrough import BodyTail
 from cortex.http.request import Headers
+from cortex.http.response_head import STREAM_HEADERS
 from cortex.http.upstream.faults import UpstreamFault
 
 
@@ -26,8 +27,11 @@ class Keepalive(NamedTuple):
     """What a client of an event stream gets while it waits. The interval runs on the wall clock."""
 
     payload: bytes
-    """Bytes that are harmless between two events: an SSE comment or a `ping` event, with its blank line."""
+    """Bytes that are harmless between two events: an SSE comment or a `ping` event, with its
+    blank line, or space before a line."""
     interval_s: float
+    headers: Headers = STREAM_HEADERS
+    """Those of a stream that begins with it."""
 
 
 class Translation(Protocol):

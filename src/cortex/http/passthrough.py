@@ -15,8 +15,10 @@ _NUM_TAIL_CHUNKS = 8
 _MAX_HELD_CHUNKS = 4 * _NUM_TAIL_CHUNKS
 _FRAME_BYTES = 6
 """Framing of a chunk of 16 to 255 bytes, which most events are; smaller ones have a byte less, larger ones one more."""
-_WHOLE_EVENTS = tuple(blank + b"\r\n" for blank in BLANK_LINES)
+WHOLE_EVENTS = tuple(blank + b"\r\n" for blank in BLANK_LINES)
 """How a chunk ends that leaves no event open."""
+WHOLE_LINES = (b"}\n\r\n",)
+"""The same where events are lines."""
 
 
 class BodyTail:
@@ -53,13 +55,18 @@ class ChunkPassthrough:
     them would cost a cache miss.
     """
 
-    __slots__ = ("_capture", "_chunks", "_tail", "_write", "is_active")
+    __slots__ = ("_capture", "_chunks", "_ends", "_tail", "_write", "is_active")
 
     def __init__(
-        self, write: Callable[[bytes], None], tail: BodyTail, capture: Callable[[bytes], None] | None = None
+        self,
+        write: Callable[[bytes], None],
+        tail: BodyTail,
+        capture: Callable[[bytes], None] | None = None,
+        ends: tuple[bytes, ...] = WHOLE_EVENTS,
     ) -> None:
         """`write` sends framed bytes to the client. `fold` adds the data that went through here to `tail`, and passes
-        it to `capture`."""
+        it to `capture`. `ends`: how a chunk of whole events ends."""
+        self._ends = ends
         self._write = write
         self._tail = tail
         self._capture = capture
@@ -73,7 +80,7 @@ class ChunkPassthrough:
         Returns False, with nothing done, if it is anything else.
         """
         try:
-            is_whole = wire.startswith(SIZE_LINES[len(wire)]) and wire.endswith(_WHOLE_EVENTS)
+            is_whole = wire.startswith(SIZE_LINES[len(wire)]) and wire.endswith(self._ends)
         except IndexError:  # longer than the table covers
             return False
         if is_whole:

@@ -10,7 +10,7 @@ from cortex.http.observer import Keepalive, Observer, Outcome, Translation
 from cortex.http.passthrough import ERROR_TAIL_BYTES, BodyTail
 from cortex.http.request import Headers
 from cortex.http.response_body import ResponseBody
-from cortex.http.response_head import STREAM_HEADERS, ResponseHead, for_client
+from cortex.http.response_head import ResponseHead, for_client
 from cortex.http.server.exchange import Exchange
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.call import UpstreamCall
@@ -180,7 +180,7 @@ class Relay:
             ours = (*self._node_headers, *ours)
         head = self._head = for_client(status, headers, content_length, ours)
         if head.is_stream:
-            self._body.begin_events()
+            self._body.begin_events(has_lines=head.has_lines)
 
     def chunk_receiver(self) -> Callable[[bytes], bool] | None:
         """The fast path, between two events of a stream that the client gets in chunks; else None."""
@@ -296,7 +296,7 @@ class Relay:
             if self._head is not None:
                 self.exchange.start(self._head.status, self._head.headers)
             else:
-                self.exchange.start(200, (*STREAM_HEADERS, *self._extra_headers))
+                self.exchange.start(200, (*keepalive.headers, *self._extra_headers))
         self.exchange.write(keepalive.payload)
         self._written_at = now
 

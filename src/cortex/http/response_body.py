@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cortex.http.event_boundary import EventBoundary
+from cortex.http.event_boundary import EventBoundary, LineBoundary
 from cortex.http.observer import Translation
-from cortex.http.passthrough import BodyTail, ChunkPassthrough
+from cortex.http.passthrough import WHOLE_EVENTS, WHOLE_LINES, BodyTail, ChunkPassthrough
 from cortex.http.server.exchange import Exchange
 
 
@@ -19,7 +19,7 @@ class ResponseBody:
         self.translation = translation
         """Set before the first `push`."""
         self._tail = BodyTail()
-        self._boundary: EventBoundary | None = None
+        self._boundary: EventBoundary | LineBoundary | None = None
         self._passthrough: ChunkPassthrough | None = None
 
     @property
@@ -34,10 +34,10 @@ class ResponseBody:
         """The last bytes that `push` returned ended inside an event: nothing else may be sent now."""
         return self._boundary is not None and self._boundary.inside
 
-    def begin_events(self) -> None:
-        """The body is an event stream."""
+    def begin_events(self, *, has_lines: bool = False) -> None:
+        """The body is an event stream; with `has_lines` each event is a line."""
         if self.translation is None:  # translations return whole events
-            self._boundary = EventBoundary()
+            self._boundary = LineBoundary() if has_lines else EventBoundary()
 
     def push(self, data: bytes) -> bytes:
         """The bytes to pass on now; may be empty. Raises `UpstreamFault` when they cannot be translated."""
@@ -69,7 +69,8 @@ class ResponseBody:
             write = exchange.chunk_writer()
             if write is None:
                 return None
-            self._passthrough = ChunkPassthrough(write, self._tail, capture)
+            ends = WHOLE_LINES if isinstance(self._boundary, LineBoundary) else WHOLE_EVENTS
+            self._passthrough = ChunkPassthrough(write, self._tail, capture, ends)
         return self._passthrough.take
 
     def has_passed_chunks(self) -> bool:

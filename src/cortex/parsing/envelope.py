@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
+from cortex.wire.dialects.ollama.request import duration_s
 from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MissingModel, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.fields.sampling import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
@@ -24,6 +25,7 @@ MAX_PROMPTS = 1024
 """Prompts in one completions request; foreign servers accept lists of them."""
 
 ABSENT = Raw()
+_EMPTY = re.compile(rb'\s*(?:null|""|\[\s*\])?\s*')
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
 
 CompletionLimit = Annotated[int, Meta(ge=1, le=MAX_COMPLETION_TOKENS)]
@@ -43,6 +45,10 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     """This and what follows are fields of the Responses API."""
     previous_response_id: str | None = None
     background: bool = False
+    loads_only: bool = False
+    """This and what follows are of Ollama's API: whether the request has no prompt and asks for the model only."""
+    unloads: bool = False
+    """Whether the model is to be unloaded after the response."""
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -160,6 +166,43 @@ class _ChatFields(_CompletionsFields, frozen=True):
         return 1 if self.n is None and self.best_of is None else max(self.n or 1, self.best_of or 1)
 
 
+class _InfillFields(_Fields, frozen=True):
+    n_predict: int | None = None
+    input_prefix: Raw = ABSENT
+    input_suffix: Raw = ABSENT
+
+    @property
+    def completion_limit(self) -> int | None:
+        limit = self.n_predict
+        return min(limit, MAX_COMPLETION_TOKENS) if limit is not None and limit >= 1 else None
+
+
+class _OllamaOptions(msgspec.Struct, frozen=True):
+    num_predict: float | None = None
+
+
+class _OllamaFields(_Fields, frozen=True):
+    options: _OllamaOptions | None = None
+    keep_alive: float | str | None = None
+    images: Raw = ABSENT
+    suffix: Raw = ABSENT
+
+    @property
+    def completion_limit(self) -> int | None:
+        limit = self.options.num_predict if self.options is not None else None
+        return min(int(limit), MAX_COMPLETION_TOKENS) if limit is not None and limit >= 1 else None
+
+    def facts(self, model: str) -> Facts:
+        has_prompt = any(map(_has_content, (self.messages, self.prompt, self.images, self.suffix)))
+        keep_alive = duration_s(self.keep_alive) if isinstance(self.keep_alive, str) else self.keep_alive
+        stream = self.stream is not False
+        return Facts(model, stream, self.completion_limit, 1, loads_only=not has_prompt, unloads=keep_alive == 0)
+
+
+def _has_content(value: Raw) -> bool:
+    return not _EMPTY.fullmatch(memoryview(value))
+
+
 @cache
 def _prompts_decoder() -> msgspec.json.Decoder[Any]:
     """Reads the first items of an array. Unlike a list, it takes no memory for further items. Made when it is needed
@@ -177,6 +220,9 @@ _decoders: dict[Dialect, msgspec.json.Decoder[_Fields]] = {
     "openai_completions": msgspec.json.Decoder[_Fields](_CompletionsFields),
     "openai_responses": msgspec.json.Decoder[_Fields](_ResponsesFields),
     "anthropic_messages": msgspec.json.Decoder[_Fields](_MessagesFields),
+    "ollama_chat": msgspec.json.Decoder[_Fields](_OllamaFields),
+    "ollama_generate": msgspec.json.Decoder[_Fields](_OllamaFields),
+    "llama_cpp_infill": msgspec.json.Decoder[_Fields](_InfillFields),
 }
 
 
@@ -196,6 +242,8 @@ def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
             f"model: the name has {len(fields.model)} characters, at most {MAX_MODEL_NAME} are allowed.",
             param="model",
         )
+    if isinstance(fields, _InfillFields):
+        return Envelope(fields.facts(fields.model), (fields.input_prefix, fields.prompt, fields.input_suffix))
     conversation = (fields.system, fields.instructions, fields.messages, fields.prompt, fields.input)
     return Envelope(fields.facts(fields.model), conversation)
 

@@ -20,6 +20,7 @@ from cortex.parsing.relayed import RelayedBody, envelope_of
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest
+from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.rejection import Rejected, error_of
 from cortex.wire.requests import GenerateRequest
 
@@ -84,10 +85,22 @@ class BodyParser:
         found = body if reply.changed is None else reply.changed
         return RelayedBody(found, envelope_of(found, reply.facts, reply.spans), reply.is_stripped)
 
+    async def translate_embed(self, body: bytes, model: str | None, client: str) -> bytes:
+        """The body for `/v1/embeddings` of a request of Ollama's embedding routes."""
+        reply = await self._run(protocol.TranslateEmbed(model, body), client, is_parsed_elsewhere(body))
+        assert isinstance(reply, protocol.Edited)
+        return reply.body
+
     async def parse_tokenize(self, body: bytes, client: str) -> PackedRequest | protocol.ParsedText:
         """A request for the tokens of a conversation or of a text."""
         reply = await self._run(protocol.ParseTokenize(body), client, is_parsed_elsewhere(body))
         return reply if isinstance(reply, protocol.ParsedText) else _packed(reply)
+
+    async def parse_pooling(self, path: str, body: bytes, client: str) -> PoolingRequest:
+        """A request for vectors or scores of the route `path`."""
+        reply = await self._run(protocol.ParsePooling(path, body), client, is_parsed_elsewhere(body))
+        assert isinstance(reply, protocol.ParsedPooling)
+        return reply.request
 
     async def find_references(self, body: bytes, client: str, *, generates: bool) -> References:
         """What the items of a request of the Responses API refer to."""

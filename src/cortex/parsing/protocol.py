@@ -11,11 +11,15 @@ from cortex.parsing.envelope import Facts
 from cortex.parsing.relayed import ByteRange
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import strip_billing_header
+from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.dialects.registry import DIALECTS
+from cortex.wire.errors import InvalidValue
 from cortex.wire.fields.body import parse
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import encode_head
+from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
+from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.rejection import Rejected
 from cortex.wire.requests import GenerateRequest
 
@@ -36,6 +40,13 @@ class TranslateRequest(ChannelMessage, frozen=True):
     model: str
     max_tokens: int | None
     """The most tokens of one choice, beyond the limit of the client; None: no further limit."""
+    body: bytes
+
+
+class TranslateEmbed(ChannelMessage, frozen=True):
+    """A request of Ollama's embedding routes, for `model` of `/v1/embeddings`; None: the model that it names."""
+
+    model: str | None
     body: bytes
 
 
@@ -60,6 +71,13 @@ class ReadRelayed(ChannelMessage, frozen=True):
 class ParseTokenize(ChannelMessage, frozen=True):
     """A request for the tokens of a text or of a conversation."""
 
+    body: bytes
+
+
+class ParsePooling(ChannelMessage, frozen=True):
+    """A request for vectors or scores; `path`: its route."""
+
+    path: str
     body: bytes
 
 
@@ -115,6 +133,10 @@ class ParsedText(ChannelMessage, frozen=True):
     text: str
 
 
+class ParsedPooling(ChannelMessage, frozen=True):
+    request: PoolingRequest
+
+
 class FoundReferences(ChannelMessage, frozen=True):
     are_any: bool
     response_ids: tuple[str, ...]
@@ -135,20 +157,25 @@ class ListedItems(ChannelMessage, frozen=True):
 Job = (
     ParseRequest
     | TranslateRequest
+    | TranslateEmbed
     | EditFields
     | ReadRelayed
     | ParseTokenize
+    | ParsePooling
     | FindReferences
     | CompleteConversation
     | ListItems
 )
 """The body is the last field of each, so that it can be sent without being copied."""
-Result = Parsed | ParsedText | Edited | ReadRelayedBody | FoundReferences | CompletedBody | ListedItems
+Result = Parsed | ParsedText | ParsedPooling | Edited | ReadRelayedBody | FoundReferences | CompletedBody | ListedItems
 Reply = Result | Rejected
 
 
 def translated(request: GenerateRequest, model: str, max_tokens: int | None) -> bytes:
-    """`request` for `model` in OpenAI chat, with its limit of tokens lowered to `max_tokens`."""
+    """`request` for `model` in OpenAI chat, with its limit of tokens lowered to `max_tokens`. Raises InvalidValue for
+    what chat cannot express."""
+    if request.prompt is not None:
+        raise InvalidValue("A raw prompt cannot be sent to this server; send it to /v1/completions.", param="raw")
     limits = [limit for limit in (request.sampling.max_tokens, max_tokens) if limit is not None]
     sampling = msgspec.structs.replace(request.sampling, max_tokens=min(limits, default=None))
     return openai_chat.build(msgspec.structs.replace(request, model=model, sampling=sampling))
@@ -164,6 +191,8 @@ def run(job: Job) -> Result:
         case TranslateRequest(dialect, model, max_tokens, body):
             request = DIALECTS[dialect].parse(body)
             return Parsed(encode_head(request), translated(request, model, max_tokens))
+        case TranslateEmbed(model, body):
+            return Edited(embeddings.request_body(body, model))
         case EditFields(values, without, body):
             return Edited(replace_fields(body, values, without=without))
         case ReadRelayed(dialect, generates, strip_billing, body):
@@ -174,7 +203,10 @@ def run(job: Job) -> Result:
             fields = parse(body)
             if "messages" in fields:
                 return _packed(openai_chat.parse(body))
-            return ParsedText(fields.model(), fields.required_text("prompt" if "prompt" in fields else "text"))
+            name = next((name for name in ("prompt", "content") if name in fields), "text")
+            return ParsedText(fields.model(), fields.required_text(name))
+        case ParsePooling(path, body):
+            return ParsedPooling(POOLING_ROUTES[path](body))
         case FindReferences(generates, body):
             return FoundReferences(*conversations.references_in(body, generates=generates))
         case CompleteConversation(completion, num_earlier, sizes, body):

@@ -20,6 +20,8 @@ def envelope(error: CortexError, family: Family) -> dict[str, Any]:
     """The JSON body, or in-stream error payload, that clients of `family` expect."""
     if family is Family.ANTHROPIC:
         return {"type": "error", "error": {"type": error.anthropic_type, "message": error.message}}
+    if family is Family.OLLAMA:
+        return {"error": error.message, "code": error.code}
     return {
         "error": {
             **error.details,

@@ -35,10 +35,11 @@ def _encodable(text: str) -> str:
 
 
 class Family(StrEnum):
-    """The two formats of errors."""
+    """The formats of errors."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
+    OLLAMA = "ollama"
 
 
 class CortexError(Exception):
@@ -244,6 +245,13 @@ class MethodNotAllowed(RouteNotFound):
 
     status = 405
     code = "method_not_allowed"
+
+
+class NotImplementedHere(RouteNotFound):
+    """A route that other servers have and this one does not."""
+
+    status = 501
+    code = "not_implemented"
 
 
 class RateLimitExceeded(CortexError):

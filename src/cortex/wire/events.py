@@ -52,6 +52,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    gateway_s: float = 0.0
+    """Before a gateway sent the request to the node: the queue there, and loads."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0

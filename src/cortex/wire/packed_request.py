@@ -36,7 +36,7 @@ class PackedRequest:
     """The head of a request as a value, and all of it as bytes."""
 
     head: GenerateRequest
-    """Without messages; prompts are empty."""
+    """Without messages; prompts and suffix are empty."""
     whole: bytes
 
 
@@ -56,6 +56,7 @@ def head_of(request: GenerateRequest) -> GenerateRequest:
         messages=(),
         prompt=None if request.prompt is None else "",
         more_prompts=("",) * len(request.more_prompts),
+        suffix=None if request.suffix is None else "",
         prediction=None,
         dropped_tools=_shown(request.dropped_tools),
         ignored_fields=_shown(request.ignored_fields),

@@ -46,3 +46,12 @@ def prompt_too_long_for_memory(num_tokens: int, reason: str) -> PromptTooLongFor
         f"length is less than {num_tokens} tokens on this node. Shorten the conversation. ({reason})",
         details={"prompt_tokens": num_tokens},
     )
+
+
+def text_too_long(index: int, num_tokens: int, context_tokens: int) -> ContextLengthExceeded:
+    """The error for a text that an embedding or rerank model cannot take as a whole."""
+    return ContextLengthExceeded(
+        f"Text {index} has {num_tokens} tokens. This model's maximum context length is {context_tokens} tokens. Send "
+        "shorter texts, or have them cut off with 'truncate_prompt_tokens': -1.",
+        details={"prompt_tokens": num_tokens, "max_prompt_tokens": context_tokens, "context_tokens": context_tokens},
+    )

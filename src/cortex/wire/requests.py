@@ -162,7 +162,7 @@ class Sampling(Value, frozen=True):
 class GenerateRequest(Value, frozen=True):
     """A conversation to continue, or (for `/v1/completions`) a raw prompt.
 
-    Exactly one of `messages` and `prompt` is given. `prompt` is text or token ids, unchanged.
+    Exactly one of `messages` and `prompt` is given, unless it `loads_only`. `prompt` is text or token ids, unchanged.
     """
 
     model: str
@@ -170,6 +170,8 @@ class GenerateRequest(Value, frozen=True):
     prompt: Prompt | None = None
     more_prompts: tuple[Prompt, ...] = ()
     """Completions only: further prompts. Each prompt gets its own `n` choices, in the order of the prompts."""
+    suffix: str | None = None
+    """Text that follows the prompt's continuation: the model fills in between. Only with one prompt, which is text."""
     echo: bool = False
     """Completions only: return the prompt before the continuation."""
     truncate_prompt_tokens: int | None = None
@@ -194,13 +196,25 @@ class GenerateRequest(Value, frozen=True):
     metadata: dict[str, Any] = {}
     """Request fields that the response repeats (Responses API)."""
     truncate: bool = False
-    """Whether the oldest messages may be dropped to make the prompt fit: `truncation: "auto"` (Responses API)."""
+    """Whether the oldest messages may be dropped to make the prompt fit: `truncation: "auto"` (Responses API),
+    `truncate` (Ollama)."""
+    most_context_tokens: int | None = None
+    """A cap on prompt and response together, below the context of the model: `num_ctx` (Ollama)."""
+    loads_only: bool = False
+    """The request has no prompt and asks only that the model is loaded (Ollama)."""
+    keep_alive_s: float | None = None
+    """How long the model should stay after the response (Ollama). 0: unload it. Nothing else has an effect."""
     dropped_tools: tuple[str, ...] = ()
     """Types of tools that the codec dropped because no local model can run them; reported in a header."""
     unenforced: tuple[str, ...] = ()
     """Paths of formats in the body that the codec cannot constrain the output to; reported in a header."""
     ignored_fields: tuple[str, ...] = ()
     """Fields of the body that the codec does not know; reported in a header."""
+
+    @property
+    def unloads_only(self) -> bool:
+        """The request has no prompt and asks only that the model is unloaded."""
+        return self.loads_only and self.keep_alive_s == 0
 
     @property
     def one_per_prompt(self) -> tuple[GenerateRequest, ...]:

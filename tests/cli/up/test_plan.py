@@ -152,3 +152,26 @@ def test_error_of_a_taken_port_names_its_option() -> None:
         with pytest.raises(CommandError, match="--neuron-port") as failure:
             require_free_ports("127.0.0.1", Ports(5001, 5002, port))
     assert failure.value.exit_code is ExitCode.NO_ROOM
+
+
+def test_ollamas_port_is_an_option_of_both_programs() -> None:
+    ports = Ports(gateway=1001, metrics=1002, neuron=1003, ollama=11434)
+    assert overrides(Config(), "0.0.0.0", ports)["CORTEX_GATEWAY__OLLAMA_LISTEN"] == "0.0.0.0:11434"
+    assert "CORTEX_GATEWAY__OLLAMA_LISTEN" not in overrides(Config(), "0.0.0.0", PORTS)
+
+
+def test_a_taken_port_of_ollama_says_what_to_leave_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gateway, metrics, neuron = _free_ports()
+        ports = Ports(gateway, metrics, neuron, ollama=taken.getsockname()[1])
+        with pytest.raises(CommandError) as caught:
+            require_free_ports("127.0.0.1", ports)
+    assert "leave out --ollama" in caught.value.remedy
+
+
+def _free_ports() -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    ports: list[int] = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cortex.cli.output import console
-from cortex.cli.up.command import print_ready
+from cortex.cli.up.command import example_request, print_ready
 from cortex.cli.up.plan import UpPlan
 from cortex.cli.up.readiness import wait_until_loaded
 from cortex.cli.up.run_files import Ports
 from cortex.cli.up.sources import ModelSource
 from cortex.cli.up.supervisor import ProcessSupervisor
+from cortex.wire.node.protocol import Capabilities
 
 if TYPE_CHECKING:
     from ..conftest import CannedGateway
@@ -39,3 +40,15 @@ def test_failed_model_is_not_among_those_that_are_ready(
     assert "broken is not available: add it under [[peers]]" in output
     assert "1.0 s: whole at" in output
     assert '"model": "whole"' in output
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "path"),
+    [
+        (Capabilities(), "/v1/chat/completions"),
+        (Capabilities(chat=False, embeddings=True), "/v1/embeddings"),
+        (Capabilities(chat=False, rerank=True), "/v1/rerank"),
+    ],
+)
+def test_first_request_is_one_that_the_model_serves(capabilities: Capabilities, path: str) -> None:
+    assert example_request("m", capabilities)[0] == path

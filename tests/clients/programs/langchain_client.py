@@ -1,4 +1,4 @@
-"""LangChain with both vendors' chat models, and OpenAI's in both APIs."""
+"""LangChain with the chat models of OpenAI, in both APIs, of Anthropic and of Ollama."""
 
 from functools import partial
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
 from langchain_core.tools import tool
+from langchain_ollama import ChatOllama
 from langchain_openai import ChatOpenAI
 from report import FOR_JSON, GREETING, KEY, MODEL, QUESTION, RESULT, URL, WEATHER, Weather, equal, report
 
@@ -13,6 +14,7 @@ models: dict[str, Any] = {
     "chat": ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key=KEY, max_retries=0),
     "responses": ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key=KEY, max_retries=0, use_responses_api=True),
     "anthropic": ChatAnthropic(model=MODEL, base_url=URL, api_key=KEY, max_retries=0, max_tokens=500),
+    "ollama": ChatOllama(model=MODEL, base_url=URL, validate_model_on_init=True),
 }
 
 

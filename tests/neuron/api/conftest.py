@@ -59,6 +59,7 @@ TEMPLATE = (
     "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
 EOS = "<|im_end|>"
+FILL_IN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 
 
 def write_text_files(folder: Path) -> None:
@@ -67,7 +68,7 @@ def write_text_files(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", EOS)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", EOS, *FILL_IN)])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": EOS, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -118,9 +118,9 @@ def test_sleeping_model_holds_no_memory_for_sequences(make_engine: EngineMaker) 
     num_before = num_alive(Runner, Scheduler)
     engine = make_engine(HYBRID)
     assert num_alive(Runner, Scheduler) == num_before + 2
-    layers = [*engine.model.attentions, *engine.model.gated_deltas]
+    layers = [*engine.model.attentions, *engine.model.recurrent_layers]
     held = [weakref.ref(layer.cache.keys) for layer in engine.model.attentions]
-    held += [weakref.ref(layer.state.memory) for layer in engine.model.gated_deltas]
+    held += [weakref.ref(layer.state[-1]) for layer in engine.model.recurrent_layers]
     engine.sleep()
     gc.collect()
     assert [reference() for reference in held] == [None] * len(held)

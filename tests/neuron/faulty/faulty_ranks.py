@@ -29,12 +29,14 @@ def load(spec: LoadSpec, device: Any, progress: Any, cancelled: Callable[[], boo
     if spec.rank is not None:
         order, call = _order(spec.path, spec.rank.rank), DecoderLayer.__call__
 
-        def failing_call(self: DecoderLayer, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        def failing_call(
+            self: DecoderLayer, hidden: torch.Tensor, batch: Batch, own_input: torch.Tensor | None = None
+        ) -> torch.Tensor:
             if order.exists():
                 error = order.read_text()
                 order.unlink()
                 raise ERRORS[error]
-            return call(self, hidden, batch)
+            return call(self, hidden, batch, own_input)
 
         DecoderLayer.__call__ = failing_call  # type: ignore[method-assign]
     return engine

@@ -52,6 +52,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **tiny_delta(linear_num_key_heads=1, linear_num_value_heads=2),
         "layer_types": ["linear_attention"],
     },
+    "short convolution": DENSE | {"model_type": "lfm2", "full_attn_idxs": []},
+    "Mamba": DENSE
+    | {
+        **{"model_type": "nemotron_h", "hybrid_override_pattern": "ME", "mamba_num_heads": 2, "mamba_head_dim": 8},
+        **{"ssm_state_size": 8, "n_groups": 1, "n_routed_experts": 4, "moe_intermediate_size": 8},
+        **{"moe_shared_expert_intermediate_size": 8, "moe_latent_size": 8},
+    },
 }
 SEQUENCE = (3, 14, 15, 9, 26, 5)
 """Row 0."""

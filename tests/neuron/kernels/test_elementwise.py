@@ -8,6 +8,7 @@ from cortex.neuron.kernels.activations import ACTIVATIONS, activate, activate_re
 from cortex.neuron.kernels.attention.rotate import Rotation, rotate_and_store, rotate_and_store_by
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_in_two, rms_norm_reference, rms_norm_small
+from cortex.neuron.kernels.relu_squared import relu_squared_, relu_squared_reference_
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 4096), (3, 7, 128), (2, 33)])
@@ -20,6 +21,8 @@ def test_rms_norm_matches_its_reference(
     assert_close(rms_norm(x, weight, 1e-6), expected)
     residual = torch.randn(shape, device=device, dtype=dtype)
     assert_close(rms_norm(x, weight, 1e-6, residual), expected + residual.float())
+    factor = torch.tensor([0.3], device=device, dtype=dtype)
+    assert_close(rms_norm(x, weight, 1e-6, residual, factor), (expected + residual.float()) * factor.float())
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 2048), (3, 7, 128), (2, 33)])
@@ -55,6 +58,18 @@ def test_activation_matches_its_reference(
 ) -> None:
     x = torch.randn(tokens, 2 * size, device=device, dtype=dtype) * 3
     assert_close(activate(x, activation), activate_reference(x.float(), activation))
+
+
+@pytest.mark.parametrize("shape", [(1, 1536), (5, 100)])
+def test_relu_squared_matches_its_reference(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+) -> None:
+    x = torch.randn(shape, device=device, dtype=dtype)
+    x[0, 0] = float("nan")
+    expected = relu_squared_reference_(x.float())
+    relu_squared_(x)
+    assert x[0, 0].isnan()
+    assert_close(x.flatten()[1:], expected.flatten()[1:])
 
 
 @pytest.mark.parametrize(

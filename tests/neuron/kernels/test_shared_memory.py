@@ -6,6 +6,7 @@ from cortex.neuron.kernels.attention.decode import fitting_tile
 from cortex.neuron.kernels.attention.prefill import fitting_tiles
 from cortex.neuron.kernels.delta.chunks import carry_stages
 from cortex.neuron.kernels.dense.product import small_batch_blocks
+from cortex.neuron.kernels.mamba.chunks import chunk_stages
 from cortex.neuron.kernels.shared_memory import MIN_STAGES, SMALLEST, SharedMemory, loop_over_columns
 
 HOPPER = SharedMemory(227 << 10, copies=2)
@@ -90,3 +91,11 @@ def test_small_batch_products_keep_tuned_blocks_on_hopper_and_fit_every_device(
 )
 def test_chunks_are_prefetched_if_two_fit(device: str, key_block: int, element_bytes: int, stages: int) -> None:
     assert carry_stages(key_block, 32, element_bytes, DEVICES[device]) == stages
+
+
+@pytest.mark.parametrize(
+    ("device", "state_block", "stages"),
+    [("hopper", 128, 2), ("consumer", 128, 2), ("hopper", 256, 2), ("consumer", 256, 1)],
+)
+def test_chunks_of_mamba_are_prefetched_if_two_fit(device: str, state_block: int, stages: int) -> None:
+    assert chunk_stages(state_block, 32, 2, DEVICES[device]) == stages

@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 
 from ..tiny_models import tiny_sizes
+from .gemma4_models import GEMMA4, GEMMA4_PATCHES, GEMMA4_TOWER, GEMMA4_UNIFIED
 from .reference_models import randomised
 
 VOCAB = 97
@@ -28,6 +29,13 @@ LATENT = {
 }
 STRETCHED = {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}}
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 16, "mamba_n_groups": 1}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.25,
+    "logits_scaling": 4.0,
+    "attention_multiplier": 0.05,
+}
 PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 32,
@@ -189,6 +197,22 @@ TABLE: dict[str, Family] = {
             }
         },
         SIGLIP,
+    ),
+    "gemma4_text": Family(transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM, GEMMA4),
+    "gemma4_unified_text": Family(
+        transformers.Gemma4UnifiedTextConfig, transformers.Gemma4UnifiedForCausalLM, GEMMA4_UNIFIED
+    ),
+    "gemma4": Family(
+        transformers.Gemma4Config,
+        transformers.Gemma4ForConditionalGeneration,
+        {"readers": GEMMA4["readers"] | {"pad_token_id": 0}},
+        GEMMA4_TOWER,
+    ),
+    "gemma4_unified": Family(
+        transformers.Gemma4UnifiedConfig,
+        transformers.Gemma4UnifiedForConditionalGeneration,
+        GEMMA4_UNIFIED,
+        GEMMA4_PATCHES,
     ),
     "gpt_oss": Family(
         transformers.GptOssConfig,
@@ -356,6 +380,77 @@ TABLE: dict[str, Family] = {
                 **{"num_experts": 6, "layer_types": WINDOWS, "sliding_window": 9, **EXPERTS, **FOUR_LAYERS},
                 "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
                 "rope_parameters": {"full_attention": YARN, "sliding_attention": LOCAL},
+            },
+        },
+    ),
+    "lfm2": Family(
+        transformers.Lfm2Config,
+        transformers.Lfm2ForCausalLM,
+        {
+            "plain": {
+                "layer_types": ["conv", "full_attention", "conv", "conv"],
+                **FOUR_LAYERS,
+                "block_multiple_of": 16,
+            },
+            "wide": {
+                **{"full_attn_idxs": [1], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-4},
+                "tie_word_embeddings": False,
+            },
+        },
+    ),
+    "lfm2_moe": Family(
+        transformers.Lfm2MoeConfig,
+        transformers.Lfm2MoeForCausalLM,
+        {
+            "plain": {
+                **{"layer_types": ["conv", "full_attention", "conv", "conv"], "num_experts": 6, **EXPERTS},
+                **{"num_dense_layers": 1, "routed_scaling_factor": 1.5, **FOUR_LAYERS},
+            },
+            "unbiased": {
+                **{"layer_types": ["full_attention", "conv"], "num_experts": 5, "use_expert_bias": False, **EXPERTS},
+                **{"num_dense_layers": 0, "norm_topk_prob": False},
+            },
+        },
+    ),
+    "granitemoehybrid": Family(
+        transformers.GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridForCausalLM,
+        {
+            "dense": {
+                **{"layer_types": ["linear_attention", "full_attention"], **MAMBA, "mamba_n_groups": 2},
+                **{"num_local_experts": 0, "shared_intermediate_size": 56, "position_embedding_type": "rope"},
+                **{"mamba_conv_bias": False, "tie_word_embeddings": True, **MULTIPLIERS},
+            },
+            "attention only": {
+                **{"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope", "num_local_experts": 0},
+                **{"shared_intermediate_size": 40, **MAMBA, **MULTIPLIERS},
+            },
+            "mixture": {
+                **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], **MAMBA},
+                **{"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24},
+                **{"shared_intermediate_size": 40, "num_hidden_layers": 3, **MULTIPLIERS},
+            },
+        },
+    ),
+    "nemotron_h": Family(
+        transformers.NemotronHConfig,
+        transformers.NemotronHForCausalLM,
+        {
+            "dense": {
+                **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "head_dim": 16},
+                **{"mamba_num_heads": 4, "mamba_head_dim": 12, "ssm_state_size": 24, "n_groups": 4},
+                **{"use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 1e-4},
+            },
+            "mixture": {
+                **{"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]},
+                **{"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2},
+                **{"n_routed_experts": 6, "moe_shared_expert_intermediate_size": 40, **EXPERTS},
+                **{"routed_scaling_factor": 2.5, "head_dim": 12},
+            },
+            "latent": {
+                **{"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "moe_latent_size": 32},
+                **{"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 1},
+                **{"n_routed_experts": 6, "moe_shared_expert_intermediate_size": 40, **EXPERTS, "head_dim": 12},
             },
         },
     ),

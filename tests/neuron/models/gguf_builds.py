@@ -31,9 +31,19 @@ WINDOWS: dict[str, Any] = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
 }
+GEMMA4: dict[str, Any] = {
+    **{"num_hidden_layers": 5, "global_head_dim": 128, "sliding_window": 9, "final_logit_softcapping": 30.0},
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+}
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 32}
+NEMOTRON: dict[str, Any] = {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32}
+MULTIPLIERS: dict[str, Any] = {
+    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "logits_scaling": 4.0},
+    "attention_multiplier": 0.05,
+}
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 LATENT: dict[str, Any] = {
     **UNPADDED,
@@ -102,15 +112,19 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.Gemma3ForCausalLM,
         UNPADDED | WINDOWS | {"query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0},
     ),
+    "gemma4": (
+        transformers.Gemma4TextConfig,
+        transformers.Gemma4ForCausalLM,
+        {
+            **{**UNPADDED, **GEMMA4, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": VOCAB},
+            **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        },
+    ),
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM, UNPADDED),
     "granite": (
         transformers.GraniteConfig,
         transformers.GraniteForCausalLM,
-        {
-            **SIZES,
-            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "logits_scaling": 4.0},
-            "attention_multiplier": 0.05,
-        },
+        SIZES | MULTIPLIERS,
     ),
     "hunyuan-dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM, UNPADDED),
     "laguna": (
@@ -161,6 +175,44 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             },
         },
     ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        transformers.Lfm2ForCausalLM,
+        UNPADDED | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2moe": (
+        transformers.Lfm2MoeConfig,
+        transformers.Lfm2MoeForCausalLM,
+        {
+            **UNPADDED,
+            **{"layer_types": ["full_attention", "conv"], "num_dense_layers": 1, "num_experts": 5},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 256},
+        },
+    ),
+    "granitehybrid": (
+        transformers.GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridForCausalLM,
+        {
+            **UNPADDED,
+            **{"layer_types": ["linear_attention", "full_attention"], **MAMBA, **MULTIPLIERS},
+            **{"num_local_experts": 5, "intermediate_size": 256, "shared_intermediate_size": 512},
+        },
+    ),
+    "nemotron_h": (
+        transformers.NemotronHConfig,
+        transformers.NemotronHForCausalLM,
+        UNPADDED | NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    ),
+    "nemotron_h_moe": (
+        transformers.NemotronHConfig,
+        transformers.NemotronHForCausalLM,
+        {
+            **UNPADDED,
+            **{"layers_block_type": ["linear_attention", "moe", "full_attention"], **NEMOTRON},
+            **{"n_routed_experts": 5, "moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 512},
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, SIZES),
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM, UNPADDED | {"attention_out_bias": True}),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM, UNPADDED | {"num_hidden_layers": 4}),
@@ -175,6 +227,18 @@ VARIANTS: dict[str, tuple[str, tuple[Any, Any, dict[str, Any]]]] = {
                 **LATENT,
                 **{"q_lora_rank": None, "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"},
                 "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+            },
+        ),
+    ),
+    "gemma4 with experts": (
+        "gemma4",
+        (
+            transformers.Gemma4TextConfig,
+            transformers.Gemma4ForCausalLM,
+            {
+                **{**UNPADDED, **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+                **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 256},
+                "hidden_size_per_layer_input": 0,
             },
         ),
     ),
@@ -194,6 +258,31 @@ VARIANTS: dict[str, tuple[str, tuple[Any, Any, dict[str, Any]]]] = {
             transformers.Exaone4Config,
             transformers.Exaone4ForCausalLM,
             SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        ),
+    ),
+    "granitehybrid without experts": (
+        "granitehybrid",
+        (
+            transformers.GraniteMoeHybridConfig,
+            transformers.GraniteMoeHybridForCausalLM,
+            {
+                **UNPADDED,
+                **{"layer_types": ["linear_attention", "full_attention"], **MAMBA, **MULTIPLIERS},
+                **{"num_local_experts": 0, "shared_intermediate_size": 512, "position_embedding_type": "rope"},
+            },
+        ),
+    ),
+    "nemotron with latent experts": (
+        "nemotron_h_moe",
+        (
+            transformers.NemotronHConfig,
+            transformers.NemotronHForCausalLM,
+            {
+                **UNPADDED,
+                **{"layers_block_type": ["linear_attention", "moe", "full_attention"], **NEMOTRON},
+                **{"n_routed_experts": 5, "moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 512},
+                "moe_latent_size": 64,
+            },
         ),
     ),
     "glm4 without biases": (

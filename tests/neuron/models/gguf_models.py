@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .gguf_builds import HYBRID
+from .gguf_recurrent import RECURRENT, add_recurrent_keys, converted_recurrent
 
 INTERLEAVED = ("granite", "llama", "mistral3", "muse-glimmer", "smollm3")
 """Architectures whose converters put the two rows of a rotary pair side by side."""
@@ -50,6 +51,13 @@ _SCALE_BYTES = {
 }
 
 
+_GEMMA4_NAMES = {
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
+
 Override = Callable[[str, Tensor, str], list[tuple[str, Tensor]] | None]
 
 
@@ -79,15 +87,24 @@ def write_gguf(
     def tensors_of(source: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         source = source.replace("model.language_model.", "model.")
         layer = source.split(".")[2] if ".layers." in source else ""
+        if architecture in RECURRENT:
+            return list(converted_recurrent(source, tensor, config, layer))
         return override(source, tensor, layer) or list(converted(source, tensor, config, architecture, layer))
 
     turns = itertools.cycle(formats)
     with torch.no_grad():
-        biases = [(name, buffer) for name, buffer in reference.named_buffers() if name.endswith("correction_bias")]
+        kept = ("correction_bias", "expert_bias", "layer_scalar")
+        biases = [each for each in reference.named_buffers() if each[0].endswith(kept)]
         for source, parameter in (*reference.named_parameters(), *biases):
             if (source == "lm_head.weight" and config.tie_word_embeddings) or "vision" in source:
                 continue
-            if "norm" in source or source.endswith("_bias") or parameter.dim() == 1 or "conv1d" in source:
+            if (
+                "norm" in source
+                or source.endswith("_bias")
+                or parameter.dim() == 1
+                or "conv1d" in source
+                or "conv.conv" in source
+            ):
                 for name, tensor in tensors_of(source, parameter.float()):
                     writer.add_tensor(name, tensor.numpy(), raw_dtype=gguf.GGMLQuantizationType.F32)
                 continue
@@ -139,6 +156,8 @@ def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer
         parts = _by_part(tensor, config)
         yield f"blk.{layer}.attn_qkv.weight", torch.cat(parts[:3])
         yield f"blk.{layer}.attn_gate.weight", parts[3]
+    elif architecture == "gemma4" and (own := _GEMMA4_NAMES.get(source.split(".", 3)[-1])) is not None:
+        yield f"blk.{layer}.{own}", tensor
     elif architecture == "gpt-oss" and ".experts." in source:
         kind = "bias" if source.endswith("_bias") else "weight"
         by_row = tensor if kind == "bias" else tensor.transpose(1, 2)
@@ -221,7 +240,14 @@ def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(getattr(config, "num_attention_heads_per_layer", None) or config.num_attention_heads)
-    if architecture != "deepseek2":
+    if architecture in RECURRENT:
+        ropes = getattr(config, "rope_parameters", None) or {"rope_theta": 10_000.0}
+        writer.add_rope_freq_base(ropes["rope_theta"])
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        add_recurrent_keys(writer, config, architecture)
+        return
+    if architecture not in ("deepseek2", "gemma4"):
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
@@ -233,7 +259,7 @@ def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
     _add_options(writer, config, architecture)
     if architecture not in ("qwen3next", "qwen35moe"):
-        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_feed_forward_length(_widths(config))
     if architecture in ("qwen3moe", "qwen3next", "qwen35moe"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -248,6 +274,15 @@ def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
         writer.add_full_attention_interval(HYBRID["full_attention_interval"])
         writer.add_rope_dimension_count(config.head_dim // 4)
+
+
+def _widths(config: Any) -> int | list[int]:
+    """Of the feed-forward blocks; the last ones may be wider."""
+    if not getattr(config, "use_double_wide_mlp", False):
+        width: int = config.intermediate_size
+        return width
+    num_layers, num_wide = config.num_hidden_layers, config.num_kv_shared_layers
+    return [config.intermediate_size * (1 + (layer >= num_layers - num_wide)) for layer in range(num_layers)]
 
 
 def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
@@ -269,6 +304,8 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_sliding_window_pattern(4)
         writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    elif architecture == "gemma4":
+        _add_gemma4(writer, config)
     elif architecture in ("ernie4_5-moe", "glm4moe", "gpt-oss", "minimax-m2"):
         _add_experts(writer, config, architecture)
     elif architecture == "deepseek2":
@@ -346,6 +383,34 @@ def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_weights_norm(config.norm_topk_prob)
     is_glm = config.model_type == "glm4_moe_lite"  # its files do not name the function of the router
     writer.add_leading_dense_block_count(1 if is_glm else config.first_k_dense_replace)
+
+
+def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+    is_windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    head_dim, full = layers[0].head_dim, config.rope_parameters["full_attention"]
+    kv_heads = [layer.num_key_value_heads for layer in layers]
+    writer.add_head_count_kv(kv_heads if len(set(kv_heads)) > 1 else kv_heads[0])
+    writer.add_key_length(layers[-1].head_dim)
+    writer.add_value_length(layers[-1].head_dim)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(is_windowed)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_key_length_swa(head_dim)
+    writer.add_value_length_swa(head_dim)
+    writer.add_rope_dimension_count(layers[-1].head_dim)
+    writer.add_rope_dimension_count_swa(head_dim)
+    turning = int(full["partial_rotary_factor"] * layers[-1].head_dim // 2)
+    factors = np.full(layers[-1].head_dim // 2, 1e30, dtype=np.float32)
+    factors[:turning] = 1.0
+    writer.add_tensor("rope_freqs.weight", factors, raw_dtype=gguf.GGMLQuantizationType.F32)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
 def _add_experts(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:

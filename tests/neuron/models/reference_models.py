@@ -18,6 +18,8 @@ def randomised(build: Callable[[], Any], std: float, vector_std: float) -> Any:
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=vector_std if parameter.dim() == 1 else std)
     for name, buffer in reference.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.5)
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return reference.eval()

@@ -34,10 +34,14 @@ def test_every_logit_matches_the_reference_library(family: str, name: str, tmp_p
 
 GENERATED = [
     ("gemma3_text", "capped"),
+    ("gemma4_text", "all of it"),
     ("cohere2", "plain"),
     ("glm4_moe", "plain"),
     ("gpt_oss", "windows"),
     ("glm4_moe_lite", "plain"),
+    ("lfm2", "plain"),
+    ("granitemoehybrid", "mixture"),
+    ("nemotron_h", "mixture"),
 ]
 
 

@@ -30,6 +30,9 @@ SMALL = frozenset({"head_dim", "vocab_size"})
 LARGER = {
     **{"moe_intermediate_size": 128, "intermediate_size": 256, "rotary_dim": 32, "sliding_window": 90},
     **{"kv_lora_rank": 512, "q_lora_rank": 128, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256},
+    **{"global_head_dim": 512, "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCAB},
+    **{"shared_intermediate_size": 256, "moe_shared_expert_intermediate_size": 256, "moe_latent_size": 128},
+    **{"mamba_n_heads": 8, "mamba_d_state": 128, "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128},
 }
 
 

@@ -100,7 +100,9 @@ def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> No
     assert_same_logits(tmp_path / "m.gguf", reference)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3next", "qwen35moe", "glm4", "olmo2", "phi3", "deepseek2"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen3next", "qwen35moe", "glm4", "olmo2", "phi3", "deepseek2", "lfm2", "granitehybrid"]
+)
 def test_ranks_of_a_divided_model_read_their_part_of_every_tensor(architecture: str, tmp_path: Path) -> None:
     reference = reference_of(architecture)
     write_gguf(tmp_path / "m.gguf", architecture, reference, ("Q8_0", "F16"))

@@ -52,6 +52,11 @@ OWN_OPTIONS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "deepseek_v3": {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24},
+    "gemma4": {
+        **{"num_kv_shared_layers": 1, "use_double_wide_mlp": True},
+        "layer_types": [*["sliding_attention"] * 3, *["full_attention"] * 2],
+    },
+    "gemma4_text": {**{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3}, "moe_intermediate_size": 24},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "glm4_moe_lite": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
@@ -63,17 +68,28 @@ OWN_OPTIONS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
     },
     "laguna": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "granitemoehybrid": {
+        **{"layer_types": ["mamba", "attention", "mamba", "mamba", "attention"], "shared_intermediate_size": 40},
+        **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "num_local_experts": 6},
+    },
+    "lfm2": {"full_attn_idxs": [1, 3]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]} | EXPERTS,
     "mellum": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "nemotron_h": {
+        **{"hybrid_override_pattern": "ME*M-", "mamba_num_heads": 6, "mamba_head_dim": 10, "n_groups": 2},
+        **{"ssm_state_size": 12, "n_routed_experts": 6, "moe_intermediate_size": 24},
+        **{"moe_shared_expert_intermediate_size": 40, "moe_latent_size": 16, "mlp_bias": False},
+    },
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }
 LATENT = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32}
 WITH_LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu")
 OWN_OPTIONS |= {family: LATENT | OWN_OPTIONS.get(family, {}) for family in WITH_LATENTS}
-WITH_TOWER = ("gemma3", "mistral3", "muse_glimmer", "qwen3_5", "qwen3_5_moe")
+WITH_TOWER = ("gemma3", "gemma4", "gemma4_unified", "mistral3", "muse_glimmer", "qwen3_5", "qwen3_5_moe")
 
 
 def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
-    config = {"model_type": family, **SIZES, **OWN_OPTIONS.get(family, {}), **changes}
+    config = {"model_type": family, **SIZES, **changes, **OWN_OPTIONS.get(family, {})}
     # A config with a vision tower has the sizes of its text part one level down.
     tied = {"tie_word_embeddings": changes.get("tie_word_embeddings", False)}
     return {"model_type": family, "text_config": config, **tied} if family in WITH_TOWER else config
@@ -88,7 +104,7 @@ def test_computed_size_is_what_the_layers_allocate(family: str, changes: str, dt
     assert weight_bytes(architecture, WeightStorage(dtype.itemsize)) == model.parameters.num_bytes
     kv = KVCache(model.attentions, dict.fromkeys(architecture.windows, 3), 8, dtype, META)
     assert 3 * 8 * kv_bytes_per_token(architecture, dtype.itemsize) == kv.num_bytes
-    states = StateMemory(model.gated_deltas, 3, dtype, META).num_bytes if model.gated_deltas else 0
+    states = StateMemory(model.recurrent_layers, 3, dtype, META).num_bytes if model.recurrent_layers else 0
     assert 3 * state_bytes(architecture, dtype.itemsize) == states
 
 
@@ -118,7 +134,7 @@ def test_computed_size_of_a_stage_is_what_its_layers_allocate(family: str, chang
     assert weight_bytes(architecture, WeightStorage(4)) == model.parameters.num_bytes
     kv = KVCache(model.attentions, dict.fromkeys(architecture.windows, 1), 1, torch.float32, META)
     assert kv_bytes_per_token(architecture, 4) == kv.num_bytes
-    states = StateMemory(model.gated_deltas, 1, torch.float32, META).num_bytes if model.gated_deltas else 0
+    states = StateMemory(model.recurrent_layers, 1, torch.float32, META).num_bytes if model.recurrent_layers else 0
     assert state_bytes(architecture, 4) == states
 
 

@@ -229,8 +229,8 @@ async def test_errors_keep_their_type_and_message(
 ) -> None:
     path = model
     if file == "unsupported":
-        foreign = Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
-        foreign.decoder = decoders.WordPiece()
+        foreign = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+        foreign.decoder = decoders.BPEDecoder()
         foreign.save(str(model / "tokenizer.json"))
     elif content is None:
         (model / file).unlink()

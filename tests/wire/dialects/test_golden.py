@@ -28,6 +28,7 @@ from cortex.wire.events import (
     ReasoningDelta,
     Start,
     TextDelta,
+    Timing,
     TokenLogprob,
     ToolCallDelta,
     ToolCallStart,
@@ -39,6 +40,7 @@ from cortex.wire.requests import GenerateRequest
 GOLDEN = Path(__file__).parent / "golden"
 ARGUMENTS = '{"city": "Ulm", "days": 2}'
 USAGE = Usage(prompt_tokens=12, cached_tokens=8, completion_tokens=9, reasoning_tokens=3)
+TIMING = Timing(gateway_s=0.5, queue_s=0.25, prefill_s=0.125, decode_s=2.0)
 START = Start(id="id", model="m", created=1_700_000_000, prompt_tokens=12, cached_tokens=8)
 AGENT_TURN: list[AnyEvent] = [
     START,
@@ -53,14 +55,14 @@ AGENT_TURN: list[AnyEvent] = [
     ToolCallStart(call=1, id="call_b", name="clock"),
     ToolCallDelta(call=1, arguments="{}"),
     ToolCallStop(call=1),
-    Finish(reason="tool_calls", usage=USAGE),
+    Finish(reason="tool_calls", usage=USAGE, timing=TIMING),
 ]
 PLAIN: list[AnyEvent] = [
     START,
     Logprobs(tokens=(TokenLogprob("Hi", 5, -0.25, (72, 105), (TokenLogprob("Hi", 5, -0.25, (72, 105)),)),)),
     TextDelta(text="Hi"),
     TextDelta(text=" there"),
-    Finish(reason="stop", usage=USAGE, stop_sequence="END"),
+    Finish(reason="stop", usage=USAGE, timing=TIMING, stop_sequence="END"),
 ]
 FAILED: list[AnyEvent] = [*PLAIN[:3], Failure(code=Recovering.code, message="the device is coming back")]
 TRANSCRIPTS = {"agent_turn": AGENT_TURN, "plain": PLAIN, "failed": FAILED}
@@ -86,10 +88,14 @@ def test_response_has_a_system_fingerprint(dialect: str) -> None:
     assert b'"system_fingerprint":"fp_cortex_0.0.0"' in streamed(dialect, PLAIN)
 
 
+def golden_file(dialect: str, name: str) -> Path:
+    return GOLDEN / f"{dialect}.{name}.{'ndjson' if dialect.startswith('ollama') else 'sse'}"
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("name", TRANSCRIPTS)
 def test_encoded_bytes_match_the_golden_files(dialect: str, name: str) -> None:
-    path = GOLDEN / f"{dialect}.{name}.sse"
+    path = golden_file(dialect, name)
     data = streamed(dialect, TRANSCRIPTS[name])
     if not path.exists():
         path.write_bytes(data)
@@ -121,7 +127,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 def golden(dialect: str, name: str) -> bytes:
-    return (GOLDEN / f"{dialect}.{name}.sse").read_bytes()
+    return golden_file(dialect, name).read_bytes()
 
 
 def test_openai_sdk_reads_a_chat_stream() -> None:

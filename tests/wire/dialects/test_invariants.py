@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.wire.dialects import anthropic_messages, openai_chat, openai_completions, openai_responses
+from cortex.wire.dialects.ollama import chat as ollama_chat
 from cortex.wire.dialects.registry import DIALECTS, ROUTES
 from cortex.wire.errors import GenerationFailed, Recovering, UpstreamInterrupted
 from cortex.wire.events import (
@@ -120,6 +121,8 @@ def stream(dialect: Any, events: Iterable[AnyEvent], n: int = 1) -> bytes:
 
 
 def payloads(data: bytes) -> list[dict[str, Any]]:
+    if data.lstrip(b" ").startswith(b"{"):
+        return [msgspec.json.decode(line) for line in data.splitlines()]
     return [msgspec.json.decode(frame.data) for frame in Parser().feed(data) if frame.data != "[DONE]"]
 
 
@@ -185,6 +188,7 @@ def test_choice_is_well_formed_and_the_same_in_every_dialect_whole_streamed_deco
 ) -> None:
     check_streamed_message_is_well_formed_and_equals_the_whole_one(events)
     check_streamed_response_is_well_formed_and_equals_the_whole_one(events)
+    check_streamed_lines_equal_the_whole_body(events)
     check_every_dialect_has_the_same_blocks(events)
     check_decoding_an_encoded_stream_gives_its_events_for_any_split(events, cuts)
     check_failure_ends_a_stream_with_an_error_and_raises_in_fold(events[: 1 + failure % (len(events) - 1)])
@@ -264,6 +268,20 @@ def check_streamed_response_is_well_formed_and_equals_the_whole_one(events: list
     assert items == body["output"]
 
 
+def check_streamed_lines_equal_the_whole_body(events: list[AnyEvent]) -> None:
+    lines = payloads(stream(ollama_chat, events))
+    body = whole(ollama_chat, events)
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    messages = [line.pop("message") for line in lines]
+    message = body.pop("message")
+    assert "".join(each["content"] for each in messages) == message["content"]
+    assert "".join(each.get("thinking", "") for each in messages) == message.get("thinking", "")
+    assert [call for each in messages for call in each.get("tool_calls", ())] == message.get("tool_calls", [])
+    tokens = [token for line in lines for token in line.pop("logprobs", ())]
+    assert tokens == body.pop("logprobs", [])
+    assert lines[-1] == body
+
+
 def check_every_dialect_has_the_same_blocks(events: list[AnyEvent]) -> None:
     blocks = gather(events)[0].blocks
     content = whole(anthropic_messages, events)["content"]
@@ -313,10 +331,11 @@ def test_stream_error_is_a_frame_of_its_own() -> None:
         assert "unhealthy numbers" in msgspec.json.encode(payload).decode()
 
 
-def test_keepalives_are_valid_sse_without_content() -> None:
+def test_keepalives_are_valid_and_without_content() -> None:
     assert Parser().feed(openai_chat.KEEPALIVE) == []
     (ping,) = Parser().feed(anthropic_messages.KEEPALIVE)
     assert (ping.event, ping.data) == ("ping", '{"type":"ping"}')
+    assert msgspec.json.decode(ollama_chat.KEEPALIVE + b'{"a":1}') == {"a": 1}, "it is part of the next line"
 
 
 def test_every_route_has_a_dialect() -> None:

@@ -51,7 +51,7 @@ def test_rejects_unsupported_prompts(prompt: Any) -> None:
     assert caught.value.param == "prompt"
 
 
-@pytest.mark.parametrize("extra", [{"suffix": "x"}, {"best_of": 3}, {"logprobs": 21}])
+@pytest.mark.parametrize("extra", [{"suffix": "x", "echo": True}, {"best_of": 3}, {"logprobs": 21}])
 def test_rejects_unsupported_options(extra: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue) as caught:
         read(prompt="x", **extra)

@@ -17,6 +17,9 @@ BODIES: dict[Dialect, dict[str, Any]] = {
     "openai_completions": {"prompt": "hi"},
     "openai_responses": {"input": "hi"},
     "anthropic_messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+    "ollama_chat": {"messages": [{"role": "user", "content": "hi"}]},
+    "ollama_generate": {"prompt": "hi"},
+    "llama_cpp_infill": {"input_prefix": "hi"},
 }
 SHARED = {
     "temperature": (0, 100),
@@ -32,6 +35,7 @@ SHARED = {
     "min_tokens": (0, LARGEST_COUNT),
     "n": (1, 128),
 }
+OLLAMA: dict[str, tuple[float, float]] = {"keep_alive": (-LARGEST_COUNT, LARGEST_COUNT), "top_logprobs": (0, 20)}
 RANGES: dict[Dialect, dict[str, tuple[float, float]]] = {
     "openai_chat": {**SHARED, "max_completion_tokens": (1, LARGEST_COUNT), "top_logprobs": (0, 20)},
     "openai_completions": {**SHARED, "max_tokens": (0, LARGEST_COUNT), "logprobs": (0, 20), "best_of": (1, 1)},
@@ -52,6 +56,9 @@ RANGES: dict[Dialect, dict[str, tuple[float, float]]] = {
         "top_k": (0, LARGEST_COUNT),
         "max_tokens": (1, LARGEST_COUNT),
     },
+    "ollama_chat": OLLAMA,
+    "ollama_generate": OLLAMA,
+    "llama_cpp_infill": {"temperature": (0, 100), "n_predict": (-LARGEST_COUNT, LARGEST_COUNT)},
 }
 CASES = [(dialect, field, *ends) for dialect, fields in RANGES.items() for field, ends in fields.items()]
 

@@ -20,12 +20,18 @@ BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "hello"},
     "responses": {"input": "hello"},
     "messages": {"messages": HELLO, "max_tokens": 5},
+    "api/chat": {"messages": HELLO},
+    "api/generate": {"prompt": "hello"},
+    "infill": {"input_prefix": "hello"},
 }
 NAMES = {
     "chat": "openai_chat",
     "completions": "openai_completions",
     "responses": "openai_responses",
     "messages": "anthropic_messages",
+    "api/chat": "ollama_chat",
+    "api/generate": "ollama_generate",
+    "infill": "llama_cpp_infill",
 }
 PAGE = Path(__file__).parents[3] / "docs" / "fields.md"
 

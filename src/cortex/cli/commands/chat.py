@@ -15,6 +15,7 @@ from rich.text import Text
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
+from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, for_terminal
 from cortex.cli.views.response import ResponseView
 from cortex.wire.words import plural
@@ -83,7 +84,7 @@ class ChatResponse:
 
 
 @click.command(cls=Command)
-@click.argument("model", required=False)
+@click.argument("model", type=MODEL, required=False)
 @click.argument("prompt", required=False)
 @click.option("-s", "--system", help="System prompt.")
 @click.option("-t", "--temperature", type=click.FloatRange(0, 2), help="0 always takes the most likely token.")

@@ -12,11 +12,12 @@ from rich.text import Text
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command
+from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, size, table
 
 
 @click.command(cls=Command)
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @click.option("--history", is_flag=True, help="Show past decisions about it, newest first.")
 @gateway_options
 @json_option

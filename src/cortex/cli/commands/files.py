@@ -9,12 +9,14 @@ import click
 from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
+from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, size
 from cortex.cli.views.jobs import follow, parse
+from cortex.wire.model_names import split_quant
 
 
 @click.command(cls=Command)
-@click.argument("model", metavar="MODEL[:QUANT]")
+@click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
 @click.option("--node", help="The node to download to; the gateway chooses when absent.")
 @click.option("--wait/--no-wait", default=True, help="Wait until it is done (the default).")
 @gateway_options
@@ -48,7 +50,7 @@ def start_pull(gateway: GatewayClient, model: str, node: str | None) -> object:
 
 
 @click.command(cls=Command)
-@click.argument("model", metavar="MODEL[:QUANT]")
+@click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
 @click.option("--node", help="Only from the disk of this node; from all when absent.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @gateway_options
@@ -91,9 +93,3 @@ def _outside(gateway: GatewayClient, model: str) -> str | None:
         if held.source is not None and held.source.startswith(("/", "~", ".")):
             return held.source
     return None
-
-
-def split_quant(model: str) -> tuple[str, str | None]:
-    """`owner/name:Q4_K_M` is the model `owner/name` and the quantisation `Q4_K_M`."""
-    name, colon, quant = model.rpartition(":")
-    return (name, quant) if colon and "/" in name and "/" not in quant and quant else (model, None)

@@ -11,6 +11,7 @@ from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, model_path
 from cortex.cli.commands.explain import show_decision
 from cortex.cli.failures import Command, CommandError
+from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json
 from cortex.cli.views.jobs import follow, parse
 from cortex.wire.node.protocol import ModelState
@@ -22,7 +23,7 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Show what it woul
 
 
 @click.command(cls=Command)
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @node_option
 @dry_run_option
 @wait_option
@@ -34,7 +35,7 @@ def load(model: str, node: str | None, dry_run: bool, wait: bool, gateway: Gatew
 
 
 @click.command(cls=Command)
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @node_option
 @dry_run_option
 @wait_option
@@ -49,7 +50,7 @@ def pin(model: str, node: str | None, dry_run: bool, wait: bool, gateway: Gatewa
 
 
 @click.command(cls=Command)
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @click.option("--node", help="Only from this node; from all when absent.")
 @click.option("--force", is_flag=True, help="Cancel its running requests instead of waiting for them.")
 @click.option(
@@ -99,7 +100,7 @@ def unload(
 
 
 @click.command(cls=Command)
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @gateway_options
 @json_option
 def unpin(model: str, gateway: GatewayClient, as_json: bool) -> None:
@@ -112,7 +113,7 @@ def unpin(model: str, gateway: GatewayClient, as_json: bool) -> None:
 
 
 @click.command(cls=Command)
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @click.argument("node")
 @gateway_options
 @json_option

@@ -19,7 +19,7 @@ def models(gateway: GatewayClient, as_json: bool) -> None:
     """List the models that clients can use.
 
     Shows models and aliases with state, nodes (in parentheses: where it fits) and replicas there, memory and
-    quantisation, context length and capabilities.
+    quantisation, backend (native, or the library that runs it), context length and capabilities.
     """
     listed = gateway.get("/v1/models")["data"]
     if as_json:
@@ -28,11 +28,12 @@ def models(gateway: GatewayClient, as_json: bool) -> None:
     if not listed:
         console().print("no models yet: start one with `cortex up MODEL`, or list some in models.toml")
         return
-    rows = table("MODEL", "STATE", "WHERE", ">MEMORY", "QUANT", ">CONTEXT", "CAN")
+    rows = table("MODEL", "STATE", "WHERE", ">MEMORY", "QUANT", "BACKEND", ">CONTEXT", "CAN")
     for entry in listed:
         memory, quants = _sizes(entry)
         places, context = _places(entry), _context(entry)
-        rows.add_row(_name(entry), state(_state(entry)), places, memory, quants, context, _abilities(entry))
+        backend = str(entry.get("backend") or "")
+        rows.add_row(_name(entry), state(_state(entry)), places, memory, quants, backend, context, _abilities(entry))
     console().print(rows)
 
 

@@ -7,15 +7,17 @@ import click
 from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, model_path
 from cortex.cli.commands.chat import converse
-from cortex.cli.commands.files import split_quant, start_pull
+from cortex.cli.commands.files import start_pull
 from cortex.cli.failures import Command, CommandError
+from cortex.cli.model_name import MODEL
 from cortex.cli.views.jobs import follow
 from cortex.quant_names import is_same_quant
+from cortex.wire.model_names import split_quant
 from cortex.wire.node.protocol import ModelState
 
 
 @click.command(cls=Command)
-@click.argument("model", metavar="MODEL[:QUANT]")
+@click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
 @click.argument("prompt", required=False)
 @click.option("--node", help="The node to load it on; the gateway chooses when absent.")
 @click.option("-s", "--system", help="System prompt.")

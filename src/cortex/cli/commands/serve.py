@@ -9,13 +9,15 @@ import click
 
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.output import file_here
+from cortex.cli.up.run_files import address
 
 
 @click.command(cls=Command)
 @click.option(
     "-c", "--config", type=click.Path(path_type=Path), help="A cortex.toml. [default: ./cortex.toml if there is one]"
 )
-def serve(config: Path | None) -> None:
+@click.option("--ollama", is_flag=True, help="Also listen on Ollama's port, 11434, where clients look by themselves.")
+def serve(config: Path | None, ollama: bool) -> None:
     """Run the gateway until SIGTERM or Ctrl-C.
 
     SIGHUP or a change of the file reloads the configuration.
@@ -27,9 +29,13 @@ def serve(config: Path | None) -> None:
     from cortex.gateway.listening import CannotListen
     from cortex.gateway.process import serve as serve_gateway
     from cortex.telemetry import logs
+    from cortex.wire.dialects.ollama.models import PORT
 
     config = config or file_here("cortex.toml")
     logs.hold()
+    if ollama:
+        host = load(config, os.environ).gateway.listen.host
+        os.environ["CORTEX_GATEWAY__OLLAMA_LISTEN"] = address(host, PORT)
     try:
         uvloop.run(serve_gateway(load(config, os.environ), config))
     except CannotListen as error:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -25,12 +26,14 @@ from cortex.cli.up import run_files
 from cortex.cli.up.demo import SMOLLM2, ensure_demo_model
 from cortex.cli.up.plan import UpPlan, distinct, overrides
 from cortex.cli.up.preflight import require_engine, require_free_ports
-from cortex.cli.up.readiness import wait_until_loaded
+from cortex.cli.up.readiness import capabilities_of, wait_until_loaded
 from cortex.cli.up.run_files import Ports
 from cortex.cli.up.sources import ModelSource, parse_source
 from cortex.cli.up.supervisor import ChildDied, ProcessSupervisor
 from cortex.gateway.config import load
 from cortex.gateway.configuration_files import load_catalogue
+from cortex.wire.dialects.ollama.models import PORT
+from cortex.wire.node.protocol import Capabilities
 
 DEFAULT_PORTS = Ports(gateway=31313, metrics=31314, neuron=13131)
 ONE_MACHINE = {"gateway": {"listen": f"127.0.0.1:{DEFAULT_PORTS.gateway}"}}
@@ -58,6 +61,7 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
     help="Port of the local neuron (loopback only).",
 )
 @click.option("--host", help="Address to listen on; 0.0.0.0 lets other machines in. [default: 127.0.0.1]")
+@click.option("--ollama", is_flag=True, help="Also listen on Ollama's port, 11434, where clients look by themselves.")
 @click.option(
     "-c", "--config", type=click.Path(path_type=Path), help="A cortex.toml to use; the local neuron joins its nodes."
 )
@@ -68,6 +72,7 @@ def up(
     metrics_port: int | None,
     neuron_port: int,
     host: str | None,
+    ollama: bool,
     config: Path | None,
 ) -> None:
     """Serve models from this machine until Ctrl-C.
@@ -92,6 +97,7 @@ def up(
         gateway=port or listen.port,
         metrics=metrics_port or (metrics.port if metrics else DEFAULT_PORTS.metrics),
         neuron=neuron_port,
+        ollama=PORT if ollama else None,
     )
     host = host or listen.host
     require_free_ports(host, ports)
@@ -143,7 +149,8 @@ def supervise(console: Console, plan: UpPlan) -> None:
                 log = None if is_verbose() else plan.folder / f"{name}.log"
                 supervisor.start(name, command, log, plan.environment)
             if ready := wait_until_loaded(console, plan, supervisor):
-                print_ready(console, plan, ready, time.monotonic() - started)
+                took_s = time.monotonic() - started
+                print_ready(console, plan, ready, took_s, capabilities_of(plan, ready[0]))
                 while supervisor.wait(3600):
                     pass
         except ChildDied as death:
@@ -166,11 +173,28 @@ def ending(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def print_ready(console: Console, plan: UpPlan, ready: Sequence[str], seconds: float) -> None:
+def example_request(model: str, capabilities: Capabilities) -> tuple[str, dict[str, Any]]:
+    """The path and the body of a first request."""
+    if capabilities.embeddings and not capabilities.chat:
+        return "/v1/embeddings", {"model": model, "input": ["Tokyo is the capital of Japan."]}
+    if capabilities.rerank and not capabilities.chat:
+        documents = ["Tokyo is the capital of Japan.", "Bread is baked."]
+        return "/v1/rerank", {"model": model, "query": "What is the capital of Japan?", "documents": documents}
     question = [{"role": "user", "content": "What is the capital of Japan?"}]
-    body = {"model": ready[0], "messages": question, "temperature": 0, "max_tokens": 64}
+    return "/v1/chat/completions", {"model": model, "messages": question, "temperature": 0, "max_tokens": 64}
+
+
+def print_ready(
+    console: Console,
+    plan: UpPlan,
+    ready: Sequence[str],
+    seconds: float,
+    capabilities: Capabilities = Capabilities(),  # noqa: B008 - immutable
+) -> None:
+    """`capabilities`: of the first model that is ready."""
+    path, body = example_request(ready[0], capabilities)
     key = ' -H "authorization: Bearer $CORTEX_API_KEY"' if plan.has_keys else ""
-    route = f"{plan.url}/v1/chat/completions"
+    route = f"{plan.url}{path}"
     curl = f"curl {route}{key} -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
     when = f" after {seconds:.1f} s: {', '.join(ready)} at {plan.url}"
     console.print(Text.assemble(("ready", "bold green"), when), soft_wrap=True)
@@ -178,8 +202,11 @@ def print_ready(console: Console, plan: UpPlan, ready: Sequence[str], seconds: f
     where = "" if plan.url == DEFAULT_URL else f" --url {plan.url}"
     if plan.has_keys and not os.environ.get("CORTEX_API_KEY"):
         console.print(f"  key      export CORTEX_API_KEY=…, a key of {plan.config}", soft_wrap=True)
-    console.print(f"  chat     {program()} chat{where}", soft_wrap=True)
+    if capabilities.chat:
+        console.print(f"  chat     {program()} chat{where}", soft_wrap=True)
     console.print(f"  metrics  {plan.metrics_url}", soft_wrap=True)
+    if plan.ports.ollama is not None:
+        console.print(f"  ollama   http://{run_files.address(plan.host, plan.ports.ollama)}", soft_wrap=True)
     console.print(f"  logs     {plan.folder}", soft_wrap=True)
     console.print("\nCtrl-C stops everything.")
 

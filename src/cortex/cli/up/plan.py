@@ -78,6 +78,8 @@ def overrides(settings: Config, host: str, ports: Ports, node_key: str | None = 
         "NEURON_LISTEN": run_files.address("127.0.0.1", ports.neuron),
         "NEURON_PORT": str(ports.neuron),
     }
+    if ports.ollama is not None:
+        environment["CORTEX_GATEWAY__OLLAMA_LISTEN"] = run_files.address(host, ports.ollama)
     endpoints = [urlsplit(neuron.endpoint) for neuron in settings.neurons]
     found = (i for i, e in enumerate(endpoints) if e.hostname in _LOOPBACK and e.port == ports.neuron)
     index = next(found, len(endpoints))

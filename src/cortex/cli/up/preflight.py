@@ -21,13 +21,15 @@ def require_engine() -> None:
 
 def require_free_ports(host: str, ports: Ports) -> None:
     """Raises for the first port that cannot be bound, with the option that changes it."""
-    wanted = (
+    wanted = [
         (host, ports.gateway, "--port"),
         (host, ports.metrics, "--metrics-port"),
         ("127.0.0.1", ports.neuron, "--neuron-port"),
-    )
+    ]
     if len({ports.gateway, ports.metrics, ports.neuron}) < len(wanted):
         raise CommandError("the three ports must differ", "choose others with --port, --metrics-port", ExitCode.USAGE)
+    if ports.ollama is not None:
+        wanted.append((host, ports.ollama, "--ollama"))
     for address, port, option in wanted:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
@@ -44,6 +46,7 @@ def require_free_ports(host: str, ports: Ports) -> None:
         except OSError as error:
             raise CommandError(
                 f"port {port} cannot be used on {address} ({os.strerror(error.errno or 0)})",
-                f"stop what listens there (`ss -ltnp 'sport = :{port}'`), or choose another with {option}",
+                f"stop what listens there (`ss -ltnp 'sport = :{port}'`), or "
+                + ("leave out --ollama" if option == "--ollama" else f"choose another with {option}"),
                 ExitCode.NO_ROOM,
             ) from error

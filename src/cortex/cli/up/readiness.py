@@ -18,7 +18,7 @@ from cortex.cli.up.supervisor import ProcessSupervisor
 from cortex.cli.views.load import reason_of, show
 from cortex.cli.views.progress import ProgressView
 from cortex.tls import own_context
-from cortex.wire.node.protocol import Health, ModelState, ModelStatus
+from cortex.wire.node.protocol import Capabilities, Health, ModelState, ModelStatus
 
 RESPONSE_TIMEOUT_S = 60.0
 """Both programs bind their port before any slow work, so no response for this long is a fault."""
@@ -71,6 +71,12 @@ def statuses_of(neuron: GatewayClient, models: Sequence[ModelSource]) -> list[Mo
         return []
     wanted = {model.id for model in models}
     return [status for status in health.models if status.id in wanted]
+
+
+def capabilities_of(plan: UpPlan, model_id: str) -> Capabilities:
+    """What a model that is ready can do, as the node reports it."""
+    statuses = statuses_of(GatewayClient(plan.neuron_url, plan.node_key, 2.0), plan.models)
+    return next((status.capabilities for status in statuses if status.id == model_id), Capabilities())
 
 
 def loaded_models(gateway: GatewayClient, statuses: Sequence[ModelStatus]) -> set[str] | None:

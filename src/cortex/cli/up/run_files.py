@@ -21,6 +21,8 @@ class Ports:
     gateway: int
     metrics: int
     neuron: int
+    ollama: int | None = None
+    """A second port of the gateway's API."""
 
 
 def _text(value: str) -> str:

@@ -19,7 +19,7 @@ from cortex.gateway.api import models
 from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.fleet_feed import FleetFeed, node_statuses
 from cortex.gateway.api.health import GatewayHealth, is_ready
-from cortex.gateway.api.parts import ApiPart, DeferredResponses, expect, query
+from cortex.gateway.api.parts import ApiPart, DeferredResponses, expect, listing_key, query
 from cortex.gateway.api.public_view import public_decision, public_event, public_node
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
@@ -33,6 +33,7 @@ from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire import sse
+from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import (
     CortexError,
     Family,
@@ -61,8 +62,10 @@ class Control:
         deferred: DeferredResponses,
         streams: EventStreams,
         parts: Sequence[ApiPart] = (),
+        open_paths: Sequence[bytes] = OPEN_PATHS,
     ) -> None:
-        """`parts`: each serves routes of its own."""
+        """`parts`: each serves routes of its own. `open_paths` need no key."""
+        self._open_paths = open_paths
         self._dispatcher = dispatcher
         self._event_log = event_log
         self.meter = meter
@@ -89,7 +92,7 @@ class Control:
         """Serve a request that is not inference; errors are in the dialect of its path."""
         request = exchange.request
         try:
-            if request.path not in OPEN_PATHS:
+            if request.path not in self._open_paths:
                 self.meter.authenticate(request)
             path = unquote(request.path.decode("latin-1"))
             self._reject_cross_site(request, path)
@@ -110,20 +113,21 @@ class Control:
         except InvalidAPIKey as error:
             response = error_response(error, _family_of(request))
         except CortexError as error:
-            key = None if request.path in OPEN_PATHS else self.meter.key(request)
+            key = None if request.path in self._open_paths else self.meter.key(request)
             response = error_response(shown_to(key, error), _family_of(request))
         exchange.respond(*response)
 
     def _reject_cross_site(self, request: Request, path: str) -> None:
         """Raise CrossSiteRequest or UnsupportedMediaType for what a web page of another site may have sent."""
         host = _text(request.header(b"host"))
-        is_public = request.path in OPEN_PATHS or path.startswith("/v1/")
+        is_public = request.path in self._open_paths or path.startswith(("/v1/", "/api/"))
         if not is_public and self.meter.key(request) is None:
             self.cross_site.check_host(host)
         if request.method in (b"GET", b"HEAD"):
             return
         self.cross_site.check_origin(_text(request.header(b"origin")), host, _text(request.header(b"sec-fetch-site")))
-        if request.method != b"DELETE":
+        is_undeclared = path.startswith("/api/") and request.header(b"origin") is None  # so are Ollama's clients
+        if request.method != b"DELETE" and not is_undeclared:
             check_content_type(_text(request.header(b"content-type")), required=True)
 
     def _page(self, request: Request, path: str) -> Response:
@@ -139,7 +143,9 @@ class Control:
             return self._explain(request, path.removeprefix("/fleet/explain/"))
         raise RouteNotFound(f"There is no {shorten(path)}; GET / lists the routes.")
 
-    def _index(self, request: Request) -> Response:  # noqa: ARG002
+    def _index(self, request: Request) -> Response:
+        if is_for_ollama(_text(request.header(b"host"))):
+            return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), RUNNING.encode())
         return json_response(
             {
                 "name": "cortex",
@@ -152,6 +158,7 @@ class Control:
                     "/v1/responses/{id}/cancel",
                 ],
                 "models": "/v1/models",
+                "ollama": ["/api/version", "/api/tags", "/api/ps", "/api/show", "/api/pull", "/api/delete"],
                 "fleet": ["/fleet/status", "/fleet/decisions", "/fleet/events", "/fleet/explain/{model}"],
                 "activity": ["/fleet/activity", "/fleet/activity/events", "/fleet/activity/{id}"],
                 "usage": ["/fleet/usage", "/fleet/usage.csv", "/keys"],
@@ -188,7 +195,7 @@ class Control:
 
     def _list_models(self, exchange: Exchange) -> None:
         """Respond with the list, made on another thread where it is long: a snapshot of the fleet does not change."""
-        may_use = partial(keys.may_use, self.meter.key(exchange.request))
+        may_use = partial(keys.may_use, listing_key(self.meter, exchange.request, self._open_paths))
         for_operator = self._is_operator(exchange.request)
         fleet, feasible_on = self._dispatcher.fleet, self._dispatcher.feasibility().nodes
 

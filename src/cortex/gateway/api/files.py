@@ -134,6 +134,14 @@ class FileRoutes:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def pull(self, model: str, by: str) -> Job:
+        """Download `model`, also `MODEL:QUANT`, to the node that suits it. Raises CortexError."""
+        return self._pull(_Pull(model=model), by)
+
+    async def delete(self, node: str, model: str) -> None:
+        """Delete the files of a model from a node. Raises CortexError."""
+        await _delete(self._client(node), FilesRequest(model_id=model))
+
     def _pull(self, wanted: _Pull, by: str) -> Job:
         files = self._files(wanted)
         client = self._client(wanted.node or self._choose_node(files.model_id))

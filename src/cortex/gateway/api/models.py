@@ -65,6 +65,7 @@ def entry(
         "owned_by": "cortex",
         "loaded": next(fleet.replicas(spec.id), None) is not None,
         "feasible_on": list(feasible_on(spec.id)),
+        "backend": next((each.status.backend for _, each in held if each.status.backend is not None), None),
         "sizes": _sizes(spec, held),
         "locations": [
             _location(node, residency, for_operator)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -111,6 +111,10 @@ class OrderRoutes:
             return response
 
         self._deferred.respond(exchange, stored())
+
+    def begin(self, model: str, order: Literal["load", "unload"], by: str) -> Job:
+        """Carry out an order without options; its job reports the rest. Raises CortexError."""
+        return self._start(model, order, _Order(), by)[0]
 
     def _drain(self, node: str, order: str) -> Response:
         self._operator.drain(node, drained=order == "drain")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 
-from cortex.gateway.proxy.routes import error_response
+from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.meter import Meter, has_credentials
+from cortex.gateway.proxy.routes import error_response, family_of
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError, Family, InvalidValue, MalformedJSON, MethodNotAllowed, shorten
+from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MethodNotAllowed, shorten
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,14 @@ def expect(request: Request, *methods: bytes) -> None:
             f"{shorten(request.path.decode('latin-1'))} takes {allowed} only.",
             details={"allowed_methods": [method.decode() for method in methods]},
         )
+
+
+def listing_key(meter: Meter, request: Request, open_paths: Sequence[bytes]) -> KeySection | None:
+    """The key of a client that lists models. Without one, a path of `open_paths` shows what an open gateway does.
+    Raises InvalidAPIKey."""
+    if request.path in open_paths and not has_credentials(request):
+        return None
+    return meter.key(request)
 
 
 def query(request: Request, name: str) -> str | None:
@@ -111,9 +121,10 @@ async def _respond(exchange: Exchange, work: Coroutine[Any, Any, Response]) -> N
     try:
         response = await work
     except CortexError as error:
-        response = error_response(error, Family.OPENAI)
+        response = error_response(error, family_of(exchange.request.path))
     except Exception:
         log.exception("%s failed unexpectedly", exchange.request.path.decode("latin-1"))
-        response = error_response(CortexError("The gateway failed; its log has the reason."), Family.OPENAI)
+        internal = CortexError("The gateway failed; its log has the reason.")
+        response = error_response(internal, family_of(exchange.request.path))
     if not exchange.closed:
         exchange.respond(*response)

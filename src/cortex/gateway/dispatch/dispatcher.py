@@ -19,7 +19,7 @@ from cortex.fleet.queueing import plan
 from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings, FleetState, LoadJob, Shortfall
-from cortex.gateway.dispatch.leases import Lease, LeasePool, PendingRequest
+from cortex.gateway.dispatch.leases import Lease, LeasePool, Need, PendingRequest
 from cortex.gateway.dispatch.measured_sizes import Measured
 from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
 from cortex.gateway.dispatch.queues import Queues
@@ -129,10 +129,16 @@ class Dispatcher(StateMachine):
         except CortexError:
             return None
 
-    def lease_now(self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str]) -> Lease | None:
-        """A lease for a response, if one is available at once. None while an event is applied, because the state is
-        about to change."""
-        return None if self._is_applying else self.acquire(model, prompt, excluded)
+    def lease_now(
+        self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str], need: Need = "response"
+    ) -> Lease | None:
+        """A lease, if one is available at once. None while an event is applied, because the state is about to change.
+        Raises UnsupportedModality; for a response the node decides that, because most requests ask for one."""
+        if self._is_applying:
+            return None
+        if need != "response":
+            self._leases.check_capable(model, need)
+        return self.acquire(model, prompt, excluded)
 
     def request_lease(self, pending: PendingRequest) -> None:
         """Deliver a lease at once where one is available, else queue the request.
@@ -142,9 +148,9 @@ class Dispatcher(StateMachine):
         """
         if pending.need == "count":
             pending.deliver(self._leases.tokeniser(pending.model))
-        elif pending.need == "embeddings":
-            pending.deliver(self._leases.embedder(pending.model))
-        elif not self._is_applying and (lease := self.acquire(pending.model, pending.prompt, pending.excluded)):
+            return
+        self._leases.check_capable(pending.model, pending.need)
+        if not self._is_applying and (lease := self.acquire(pending.model, pending.prompt, pending.excluded)):
             pending.deliver(lease)
         elif self._is_closing:
             raise _shutting_down()

@@ -15,8 +15,14 @@ from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.errors import CortexError, UnsupportedModality
 from cortex.wire.node.protocol import Dialect, ModelState
 
-Need = Literal["response", "count", "embeddings"]
-"""What a request needs from a node: a generated response, a token count, or embeddings."""
+Need = Literal["response", "count", "embeddings", "rerank"]
+"""What a request needs from a node: a generated response, a token count, vectors, or scores."""
+_CAPABILITIES: dict[Need, tuple[str, str]] = {
+    "response": ("chat", "generates no text"),
+    "embeddings": ("embeddings", "makes no embeddings"),
+    "rerank": ("rerank", "makes no scores"),
+}
+"""What a model must be capable of, and what one that is not does."""
 
 NO_NODES: frozenset[str] = frozenset()
 RELOAD_TOLERANCE_S = 2.0
@@ -167,14 +173,23 @@ class LeasePool:
         best = max(candidates, key=lambda node: node.residencies[model].state is ModelState.READY)
         return self._take(best, model, reason="counts tokens for this model")
 
-    def embedder(self, model: str) -> Lease:
-        """A node where `model` computes embeddings. Raises UnsupportedModality when there is none."""
-        for node, held in self._fleet_state.fleet.replicas(model):
-            if held.status.capabilities.embeddings:
-                return self._take(node, model)
-        raise UnsupportedModality(
-            f"{model} computes no embeddings; choose a model with the capability `embeddings` in /v1/models."
-        )
+    def check_capable(self, model: str, need: Need) -> None:
+        """Raises UnsupportedModality where it is known that `model` cannot do what a request needs, with a model that
+        can. A model whose files no node has read yet passes."""
+        if need not in _CAPABILITIES:
+            return
+        capability, problem = _CAPABILITIES[need]
+        known = {
+            name: getattr(held.status.capabilities, capability)
+            for node in self._fleet_state.fleet.nodes
+            for name, held in node.residencies.items()
+            if held.status.family is not None or held.state is ModelState.READY
+        }
+        if known.get(model, True):
+            return
+        others = sorted(name for name, can in known.items() if can)
+        advice = f"use {others[0]}" if others else f"no model of this fleet has the capability `{capability}`"
+        raise UnsupportedModality(f"{model} {problem}; {advice}.", details={"models": others[:8]})
 
     def release(self, lease: Lease) -> bool:
         """End a lease; True when that was the last one for its model on its node."""

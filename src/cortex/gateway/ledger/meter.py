@@ -242,6 +242,12 @@ class KeyedMeter:
         return self._sessions.issue(key) if self._sessions is not None else None
 
 
+def has_credentials(request: Request) -> bool:
+    """Whether the request has a key or a session, valid or not."""
+    sent = request.header(b"authorization") or request.header(b"x-api-key")
+    return sent is not None or session_of(request) is not None
+
+
 def _no_key() -> InvalidAPIKey:
     return InvalidAPIKey("This gateway needs an API key: send `Authorization: Bearer …` or `x-api-key: …`.")
 

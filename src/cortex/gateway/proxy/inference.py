@@ -28,7 +28,7 @@ from cortex.parsing.relayed import RelayedBody
 from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire import error_encoding
-from cortex.wire.errors import CortexError, InvalidAPIKey, ShuttingDown, shorten
+from cortex.wire.errors import CortexError, Family, InvalidAPIKey, ShuttingDown, shorten
 from cortex.wire.fields.body import check_content_type
 
 _JSON = b"application/json"
@@ -93,8 +93,9 @@ class Inference:
             # The key comes before the body: a client without one costs nothing and learns nothing.
             key = self.services.admission.authenticate(request)
             content_type = request.header(b"content-type")
-            if content_type != _JSON:
-                is_from_page = request.header(b"origin") is not None
+            is_from_page = request.header(b"origin") is not None
+            # Ollama's clients do not declare their bodies, and web pages always send their origin.
+            if content_type != _JSON and (is_from_page or route.family is not Family.OLLAMA):
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
             strip_billing = self.services.config.strip_billing_header and route.dialect == "anthropic_messages"
             if is_read_elsewhere(request.body, strip_billing=strip_billing):

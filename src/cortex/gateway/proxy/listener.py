@@ -21,11 +21,17 @@ PAGE_FILES = b"/page/"
 """The prefix of the page's files, which are the same for everybody."""
 OPEN_PATHS = (b"/", b"/health", b"/ready", SESSION_PATH)
 """Paths that need no key, in addition to those of `PAGE_FILES`."""
+LISTING_PATHS = (b"/v1/models", b"/models", b"/props", b"/api/version", b"/api/tags", b"/api/ps", b"/api/show")
+"""Paths that need no key either, with `gateway.open_listing`."""
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""
 
 Authenticate = Callable[[Request], object]
 """Checks the key of a request. Raises InvalidAPIKey."""
+
+
+def paths_without_key(config: Config) -> tuple[bytes, ...]:
+    return (*OPEN_PATHS, *LISTING_PATHS) if config.gateway.open_listing else OPEN_PATHS
 
 
 def client_limits(config: Config, num_files: int) -> ClientLimits:
@@ -62,9 +68,11 @@ def api_server(
     """A server that reads no large body without a valid key, and counts what it rejects. `buffered`: see `Server`."""
     cross_origin = CrossOrigin(config.gateway.cors_origins) if config.gateway.cors_origins else None
 
+    open_paths = paths_without_key(config)
+
     def admit_head(request: Request) -> int:
         is_preflight = cross_origin is not None and cross_origin.is_preflight(request)
-        is_open = request.path in OPEN_PATHS or request.path.startswith(PAGE_FILES)
+        is_open = request.path in open_paths or request.path.startswith(PAGE_FILES)
         if not is_open and not is_preflight:
             authenticate(request)
         is_inference = request.method == b"POST" and request.path in ROUTES

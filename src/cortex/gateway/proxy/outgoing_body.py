@@ -11,6 +11,7 @@ from functools import partial
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.ledger.meter import Reservation
 from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import CHAT, Route
@@ -19,6 +20,7 @@ from cortex.parsing import protocol
 from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.envelope import Envelope, Facts
 from cortex.parsing.parser import BodyParser
+from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
@@ -81,6 +83,8 @@ class OutgoingBody:
         Raises InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot
         receive a limit for the tokens of the prompt.
         """
+        if self._route.target:
+            return self._edited is not None or not is_parsed_elsewhere(self._received)
         limit = None if lease.has_lifecycle else self._foreign_limit()
         form = (self._route.generates and self._route.dialect not in lease.dialects, limit)
         if form != self._form:
@@ -92,14 +96,20 @@ class OutgoingBody:
     async def prepare(self, parser: BodyParser) -> None:
         """Makes a body that would block the loop in another process. Raises CortexError on an invalid one."""
         translates, limit = self._form
-        if translates:
+        if self._route.target:
+            self._edited = await parser.translate_embed(self._received, self._admitted.model, self._client)
+        elif translates:
             dialect, model = self._route.dialect, self._admitted.model
             self._translated = await parser.translate(dialect, self._received, model, self._client, max_tokens=limit)
         else:
             self._edited = await parser.edit(self._received, self._edits, self._client, without=self._without)
 
-    def made(self) -> tuple[bytes, bytes, ChatTranslation | None]:
+    def made(self) -> tuple[bytes, bytes, ChatTranslation | EmbeddingTranslation | None]:
         """The path, the body, and the translation of the response. Raises CortexError on an invalid body."""
+        if self._route.target:
+            body = self._edited = self._edited or embeddings.request_body(self._received, self._admitted.model)
+            translation = EmbeddingTranslation(self._route.path.decode(), self._envelope.facts.model)
+            return self._route.target, body, translation
         translates, limit = self._form
         if translates:
             return CHAT.path, *self._translation(limit)

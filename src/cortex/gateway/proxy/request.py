@@ -15,6 +15,7 @@ from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
 from cortex.gateway.proxy.accounting.usage import reported_usage
 from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
 from cortex.gateway.proxy.outgoing_body import OutgoingBody
 from cortex.gateway.proxy.redaction import (
     ErrorRedaction,
@@ -24,12 +25,13 @@ from cortex.gateway.proxy.redaction import (
     shown_to,
 )
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import Route, error_response
+from cortex.gateway.proxy.routes import JSON_HEADERS, Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.observer import Keepalive, ObservedRelay, Outcome
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
+from cortex.http.response_head import stream_headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault
 from cortex.parsing.envelope import Envelope
@@ -40,11 +42,13 @@ from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.dialects.openai_responses import kept
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import (
     ATTEMPT_ID,
     BUDGET,
+    DIMENSIONS,
     ERROR_DETAILS,
     NO_DETAILS,
     NODE,
@@ -52,14 +56,18 @@ from cortex.wire.node.headers import (
     PROMPT_TOKENS,
     RECOVERS,
     TOKEN_LIMIT,
+    WAITED,
 )
+from cortex.wire.node.protocol import Dialect as DialectName
 
 _PRINCIPAL_HEADER = PRINCIPAL.encode()
 _ATTEMPT_HEADER = ATTEMPT_ID.encode()
 _NODE_HEADER = NODE.encode()
 _NO_DETAILS_HEADER = (ERROR_DETAILS.encode(), NO_DETAILS.encode())
 _USAGE_HEADER = usage_report.HEADER.encode()
+_DIMENSIONS_HEADER = DIMENSIONS.encode()
 _KEPT_HEADER = kept.HEADER.encode()
+_WAITED_HEADER = WAITED.encode()
 _TOKEN_LIMIT_HEADER = TOKEN_LIMIT.encode()
 _BUDGET_HEADER = BUDGET.encode()
 _PROMPT_TOKENS_HEADER = PROMPT_TOKENS.encode()
@@ -122,7 +130,7 @@ class ProxyRequest:
         self._lease: Lease | None = None
         self._pending: PendingRequest | None = None
         self._excluded = NO_NODES
-        self._translation: ChatTranslation | None = None
+        self._translation: ChatTranslation | EmbeddingTranslation | None = None
         self._rewriting: asyncio.Task[None] | None = None
         """Work on a large body in another process, before it is sent."""
         self._usage_header: bytes | None = None
@@ -131,7 +139,7 @@ class ProxyRequest:
         self._accounting = RequestAccounting(
             services, route, admitted, id, span, num_bytes, num_choices, is_stream, started_at
         )
-        keepalive = _keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if is_stream else None
+        keepalive = _keepalive(route.dialect, services.config.keepalive_s) if is_stream else None
         headers, capture = route.id_headers(id), None
         if keeper is not None:
             headers, capture = (*headers, *keeper.headers), keeper.capture
@@ -143,21 +151,22 @@ class ProxyRequest:
         """Get a lease for a node, or wait for one."""
         if self._relay is None:
             return
-        if self.route.generates:
-            lease = self.services.dispatcher.lease_now(self.admitted.model, self._prompt_bytes, self._excluded)
-            if lease is not None:
-                self._deliver(lease)
-                return
-        pending = self._pending = PendingRequest(
-            self.admitted.model,
-            self._prompt_bytes,
-            self._deliver,
-            self.services.clock(),
-            origin=self.admitted.origin,
-            need=self.route.need,
-            excluded=self._excluded,
-        )
         try:
+            if self.route.runs_model:
+                need, model = self.route.need, self.admitted.model
+                lease = self.services.dispatcher.lease_now(model, self._prompt_bytes, self._excluded, need)
+                if lease is not None:
+                    self._deliver(lease)
+                    return
+            pending = self._pending = PendingRequest(
+                self.admitted.model,
+                self._prompt_bytes,
+                self._deliver,
+                self.services.clock(),
+                origin=self.admitted.origin,
+                need=self.route.need,
+                excluded=self._excluded,
+            )
             self.services.dispatcher.request_lease(pending)
         except CortexError as error:
             self._deliver(error)
@@ -181,8 +190,13 @@ class ProxyRequest:
         if not self._body.choose(lease):
             self._rewriting = run_once(self._prepare_elsewhere(lease), "edit or translate a large request")
             return
+        if self.envelope.facts.loads_only and not lease.has_lifecycle:
+            self._reply_loaded()
+            return
         target, body, self._translation = self._body.made()
         self._accounting.sent(lease)
+        if self._translation is not None:
+            self._translation.gateway_s = self._accounting.held_s
         headers: Headers = (
             *node.headers,
             (b"content-type", b"application/json"),
@@ -193,6 +207,8 @@ class ProxyRequest:
         )
         if self.keeper is not None and self.keeper.kept is not None:
             headers = (*headers, (_KEPT_HEADER, self.keeper.kept.header_value.encode()))
+        if self.route.reports_durations:
+            headers = (*headers, (_WAITED_HEADER, b"%d" % (1000 * self._accounting.held_s)))
         reservation = self.admitted.reservation
         if reservation.token_limit is not None and lease.has_lifecycle:
             headers = (*headers, (_TOKEN_LIMIT_HEADER, b"%d" % reservation.token_limit))
@@ -206,6 +222,13 @@ class ProxyRequest:
             ours = (*ours, (_BUDGET_HEADER, b"%d tokens" % reservation.token_limit))
         silence_s = services.config.idle_timeout_s
         self._relay.send(node.pool, b"POST", target, headers, body, self._translation, ours, silence_s)
+
+    def _reply_loaded(self) -> None:
+        """Respond to a request that asks only for a model which a foreign server has: there is nothing to send."""
+        self._accounting.status = 200
+        body = self.route.state_reply(self.envelope.facts.model, unloads=False)
+        if self._relay is not None:
+            self._relay.reject(200, JSON_HEADERS, body, body + b"\n")
 
     def _prompt_bytes(self) -> bytes:
         return self.envelope.prompt_bytes(MAX_PREFIX_BYTES)
@@ -245,7 +268,8 @@ class ProxyRequest:
         for name, value in headers:
             if name == _USAGE_HEADER:
                 self._usage_header = value
-                break
+            elif name == _DIMENSIONS_HEADER and value.isdigit():
+                self._accounting.dimensions = int(value[:9])
         lease = self._lease
         if status < 400 or lease is None:
             self._hide_details_of_foreign_streams(relay)
@@ -257,7 +281,7 @@ class ProxyRequest:
         key = self.admitted.key
         if status == errors.InvalidAPIKey.status or hides_errors_of(key, status):
             relay.translate(ErrorRedaction(key, self.route.family, self._error_of_node))
-        if not self.route.generates or self._accounting.num_attempts >= MAX_ATTEMPTS:
+        if not self.route.runs_model or self._accounting.num_attempts >= MAX_ATTEMPTS:
             return True
         if status == 404 and lease.has_lifecycle:
             # The model was there at the last poll and has been unloaded since. Its node will load it again.
@@ -312,7 +336,7 @@ class ProxyRequest:
         if is_final:
             self._reject(UpstreamUnavailable(f"Node {node}: {fault}. Check the server, or request less."))
             return
-        if self._accounting.num_attempts >= MAX_ATTEMPTS or not self.route.generates:
+        if self._accounting.num_attempts >= MAX_ATTEMPTS or not self.route.runs_model:
             self._reject(UpstreamUnavailable(f"Node {node} failed before it responded: {fault}"))
             return
         self._excluded |= {node}
@@ -362,13 +386,17 @@ class ProxyRequest:
             usage = reported_usage(self._usage_header, end_of_body, is_foreign)
         if self.services.activity.captures:
             is_stream = self._accounting.stream
-            self._accounting.capture = self.services.activity.capture(self.received, end_of_body, is_stream=is_stream)
+            shown = end_of_body if self.route.need != "embeddings" else b""  # vectors tell nobody anything
+            self._accounting.capture = self.services.activity.capture(self.received, shown, is_stream=is_stream)
         self._accounting.close(lease, outcome, usage, tail.num_bytes)
         if self.keeper is not None:
             self.keeper.ended(self._accounting.status, outcome)
 
 
-_keepalive = lru_cache(maxsize=16)(Keepalive)
+@lru_cache(maxsize=16)
+def _keepalive(dialect: DialectName, interval_s: float) -> Keepalive:
+    codec = DIALECTS[dialect]
+    return Keepalive(codec.KEEPALIVE, interval_s, stream_headers(codec.CONTENT_TYPE))
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,8 +13,11 @@ from cortex.http.server.server import Response
 from cortex.wire import error_encoding
 from cortex.wire.dialects.registry import DIALECTS, Dialect, family
 from cortex.wire.errors import CortexError, Family
+from cortex.wire.events import AnyEvent, Finish, Start, Usage
 from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID
 from cortex.wire.node.protocol import Dialect as DialectName
+from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
+from cortex.wire.requests import GenerateRequest
 
 _ANTHROPIC_ID = ANTHROPIC_REQUEST_ID.encode()
 JSON_HEADERS = ((b"content-type", b"application/json"),)
@@ -27,28 +31,43 @@ class Route:
     dialect: DialectName
     need: Need = "response"
     """What it needs of a node."""
+    target: bytes = b""
+    """The path at a node, if it is another one."""
     # What every request reads is computed once.
     generates: bool = field(init=False)
-    """Whether it needs a generated response. Only that may be streamed and may wait for a load."""
+    """Whether it needs a generated response. Only that may be streamed."""
+    runs_model: bool = field(init=False)
+    """Whether it needs a loaded model. Then it may wait for a load, and is sent to another node where one fails."""
     uses_tokens: bool = field(init=False)
     """Whether its requests are charged."""
     codec: Dialect = field(init=False)
     family: Family = field(init=False)
+    reports_durations: bool = field(init=False)
+    """Whether its responses say how long the request waited."""
     span_name: str = field(init=False)
     """The span name of its requests."""
 
     def __post_init__(self) -> None:
         codec = DIALECTS[self.dialect]
         object.__setattr__(self, "generates", self.need == "response")
+        object.__setattr__(self, "runs_model", self.need != "count")
         object.__setattr__(self, "uses_tokens", self.need != "count")
         object.__setattr__(self, "codec", codec)
         object.__setattr__(self, "family", codec.FAMILY)
+        object.__setattr__(self, "reports_durations", self.family is Family.OLLAMA)
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
 
     def id_headers(self, request_id: bytes) -> Headers:
         """The request's id under the names that clients of this path know."""
         ours = (b"x-request-id", request_id)
         return ((_ANTHROPIC_ID, request_id), ours) if self.family is Family.ANTHROPIC else (ours,)
+
+    def state_reply(self, model: str, *, unloads: bool) -> bytes:
+        """The response to a request without a prompt, which loads a model or unloads it."""
+        now = int(time.time())
+        request = GenerateRequest(model=model, loads_only=True, keep_alive_s=0 if unloads else None)
+        events: list[AnyEvent] = [Start(id="", model=model, created=now), Finish(reason="stop", usage=Usage())]
+        return self.codec.fold(events, request, id="", created=now, model=model)
 
 
 CHAT = Route(b"/v1/chat/completions", "openai_chat")
@@ -57,10 +76,38 @@ RESPONSES = Route(b"/v1/responses", "openai_responses")
 MESSAGES = Route(b"/v1/messages", "anthropic_messages")
 COUNT_TOKENS = Route(b"/v1/messages/count_tokens", "anthropic_messages", need="count")
 INPUT_TOKENS = Route(b"/v1/responses/input_tokens", "openai_responses", need="count")
-EMBEDDINGS = Route(b"/v1/embeddings", "openai_chat", need="embeddings")
+TOKENIZE = Route(b"/tokenize", "openai_chat", need="count")
+DETOKENIZE = Route(b"/detokenize", "openai_chat", need="count")
+APPLY_TEMPLATE = Route(b"/apply-template", "openai_chat", need="count")
+INFILL = Route(b"/infill", "llama_cpp_infill")
+OLLAMA_EMBED = Route(b"/api/embed", "ollama_chat", need="embeddings", target=b"/v1/embeddings")
+OLLAMA_EMBEDDINGS = Route(b"/api/embeddings", "ollama_chat", need="embeddings", target=b"/v1/embeddings")
+OLLAMA_CHAT = Route(b"/api/chat", "ollama_chat")
+OLLAMA_GENERATE = Route(b"/api/generate", "ollama_generate")
+POOLING = tuple(
+    Route(path.encode(), "openai_chat", need="embeddings" if "embed" in path else "rerank") for path in POOLING_ROUTES
+)
+"""Embeddings, rerank and scores; their errors are those of OpenAI."""
 
 ROUTES: dict[bytes, Route] = {
-    route.path: route for route in (CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS, EMBEDDINGS)
+    route.path: route
+    for route in (
+        CHAT,
+        COMPLETIONS,
+        RESPONSES,
+        INPUT_TOKENS,
+        MESSAGES,
+        COUNT_TOKENS,
+        TOKENIZE,
+        DETOKENIZE,
+        APPLY_TEMPLATE,
+        *POOLING,
+        INFILL,
+        OLLAMA_CHAT,
+        OLLAMA_GENERATE,
+        OLLAMA_EMBED,
+        OLLAMA_EMBEDDINGS,
+    )
 }
 
 

@@ -14,7 +14,7 @@ from cortex.gateway.proxy.redaction import MAX_ERROR_BYTES
 from cortex.gateway.proxy.routes import Route
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
-from cortex.wire import error_encoding, errors, sse
+from cortex.wire import error_encoding, errors
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError
@@ -26,6 +26,7 @@ from cortex.wire.events import (
     ReasoningDelta,
     Start,
     TextDelta,
+    Timing,
     ToolCallDelta,
     ToolCallStart,
     Usage,
@@ -69,6 +70,11 @@ class ChatTranslation:
         self._finishes: list[Finish] = []
         self._num_held_bytes = 0
         """An estimate of what decoder and encoder keep of a stream until its end."""
+        self.gateway_s = 0.0
+        """How long the request was held back here."""
+        self._began_at = time.monotonic()
+        self._first_at: float | None = None
+        """When the first event arrived."""
 
     @property
     def usage(self) -> Usage | None:
@@ -86,7 +92,8 @@ class ChatTranslation:
         extra = tuple((name.encode(), value.encode()) for name, value in notes.items())
         if self._request.stream:
             self._decoder = openai_chat.ResponseDecoder()
-            return 200, (*_EVENT_STREAM, *extra)
+            content_type = (b"content-type", self._route.codec.CONTENT_TYPE.encode())
+            return 200, (content_type, _NOT_CACHED, *extra)
         return 200, (*_JSON, *extra)
 
     def push(self, data: bytes) -> bytes:
@@ -110,13 +117,24 @@ class ChatTranslation:
         try:
             if self._decoder is not None:
                 return self._encode(self._decoder.finish())
-            events = openai_chat.unfold(bytes(self._body))
+            events = self._timed(openai_chat.unfold(bytes(self._body)))
             self._collect_finishes(events)
             return self._route.codec.fold(events, self._request, id=self._id, created=self._created, model=self._model)
         except CortexError as problem:
             raise MalformedResponse(problem.message) from problem
 
+    def _timed(self, events: list[AnyEvent]) -> list[AnyEvent]:
+        """`events` with the durations that were measured here: the server reports none. A whole response counts as
+        decoded."""
+        if not events:
+            return events
+        now = time.monotonic()
+        first_at = self._first_at = self._first_at or (now if self._decoder is not None else self._began_at)
+        timing = Timing(gateway_s=self.gateway_s, prefill_s=first_at - self._began_at, decode_s=now - first_at)
+        return [msgspec.structs.replace(each, timing=timing) if isinstance(each, Finish) else each for each in events]
+
     def _encode(self, events: list[AnyEvent]) -> bytes:
+        events = self._timed(events)
         self._collect_finishes(events)
         self._num_held_bytes += sum(map(_held_bytes, events))
         if self._num_held_bytes > MAX_STREAM_BYTES:
@@ -147,4 +165,4 @@ def _held_bytes(event: AnyEvent) -> int:
 
 
 _JSON: Headers = ((b"content-type", b"application/json"),)
-_EVENT_STREAM: Headers = ((b"content-type", sse.CONTENT_TYPE.encode()), (b"cache-control", b"no-cache"))
+_NOT_CACHED = (b"cache-control", b"no-cache")

@@ -16,7 +16,8 @@ from cortex.wire.fields.body import check_content_type
 
 OPEN_PATH = b"/health"
 """Needs no key. Without one its response has only the status."""
-_INFERENCE_PATHS = (b"/v1/", b"/tokenize")
+_INFERENCE_PATHS = (b"/v1/", b"/tokenize", b"/detokenize", b"/apply-template", b"/infill")
+_OLLAMA_PATHS = b"/api/"
 _HASHED_CHARACTERS = 1024
 """The cost of a check must not depend on what an unauthenticated client sends."""
 
@@ -78,6 +79,8 @@ class NodeAccess:
         if request.method in (b"GET", b"HEAD"):
             return
         content_type, origin = request.text(b"content-type"), request.text(b"origin")
+        if request.path.startswith(_OLLAMA_PATHS) and origin is None:
+            return  # Ollama's clients do not declare their bodies, and web pages always send their origin
         if request.path.startswith(_INFERENCE_PATHS):
             check_content_type(content_type, required=origin is not None)
         else:

@@ -19,12 +19,15 @@ from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.inference.departures import Departures
+from cortex.neuron.api.inference.pooling import PoolingRoutes
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.usage import UsageRecords
 from cortex.neuron.api.log_context import request_id, stream_failure
 from cortex.neuron.api.routes.control import Control
 from cortex.neuron.api.routes.metrics import Metrics
 from cortex.neuron.api.routes.models import ModelRoutes
+from cortex.neuron.api.routes.ollama import OllamaRoutes
 from cortex.neuron.api.routes.tokens import Tokens
 from cortex.neuron.api.routing import ApiCall, Route, Router
 from cortex.parsing.parser import BodyParser
@@ -60,6 +63,7 @@ class NodeApi:
         self._access = access or NodeAccess(NodeKeys())
         self._metrics = Metrics(backend)
         self._parser = BodyParser()
+        self._departures = Departures(backend)
         self._tasks: set[asyncio.Task[None]] = set()
         ticker = Ticker(asyncio.get_running_loop())
         usage_records = UsageRecords()
@@ -73,12 +77,15 @@ class NodeApi:
             strip_billing_header,
             tracer or NoTracer(),
             self._parser,
+            self._departures,
         )
         self._router = Router(
             [
                 *(Route("POST", path, inference.handler(name)) for path, name in ROUTES.items()),
+                *PoolingRoutes(inference).routes(),
                 *Tokens(backend, strip_billing_header, self._parser).routes(),
                 *ModelRoutes(backend).routes(),
+                *OllamaRoutes(backend, drain_gate, ticker, keepalive_s, self._parser, self._by_path).routes(),
                 Route("GET", "/metrics", self._expose),
                 *usage_records.routes(),
                 *Control(backend, drain_gate, self._access, ticker, keepalive_s, scheme).routes(),
@@ -92,6 +99,7 @@ class NodeApi:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._departures.close()
         await self._parser.close()
 
     def _admit_head(self, request: Request) -> int:
@@ -141,6 +149,10 @@ class NodeApi:
             exchange.abort()
         else:
             exchange.respond(*response)
+
+    async def _by_path(self, call: ApiCall) -> Response | None:
+        handler, call.values = self._router.find(call.request)
+        return await handler(call)
 
     async def _expose(self, _: ApiCall) -> Response:
         return Response(200, ((b"content-type", CONTENT_TYPE_LATEST.encode()),), self._metrics.exposition())

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
-from cortex.neuron.engine.request import EngineRequest, EngineStats
+from cortex.neuron.engine.request import EngineRequest, EngineStats, PooledTexts
 from cortex.neuron.node.generation import Fail, Receive
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.status import ServedModel
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
+from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.wire.node.protocol import (
     DeletedFiles,
     Discovery,
@@ -53,6 +54,7 @@ class TextBackend(Protocol):
     async def prepare(self, request: PackedRequest, *, principal: str, in_context: bool = True) -> Prepared: ...
     async def count_tokens(self, request: PackedRequest, *, principal: str) -> int: ...
     async def encode(self, model_id: str, text: str, *, principal: str) -> tuple[int, ...]: ...
+    async def encode_texts(self, model_id: str, texts: TextsToEncode, *, principal: str) -> PooledTexts: ...
 
 
 class Backend(Protocol):

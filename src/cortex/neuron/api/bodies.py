@@ -8,6 +8,7 @@ from cortex.wire.node import headers
 
 _PRINCIPAL = headers.PRINCIPAL.encode()
 _TOKEN_LIMIT = headers.TOKEN_LIMIT.encode()
+_WAITED = headers.WAITED.encode()
 _MAX_LIMIT_DIGITS = 18
 
 
@@ -25,6 +26,12 @@ def token_limit_of(request: Request) -> int | None:
         shown = shorten(value.decode("utf-8", "replace"))
         raise InvalidValue(f"{headers.TOKEN_LIMIT} must be a number of tokens, got `{shown}`.")
     return int(value)
+
+
+def gateway_s_of(request: Request) -> float:
+    """How long a gateway held the request back; 0 for other clients."""
+    value = request.header(_WAITED) or b""
+    return int(value) / 1000 if value.isdigit() and len(value) <= _MAX_LIMIT_DIGITS else 0.0
 
 
 def client_of(request: Request) -> str:

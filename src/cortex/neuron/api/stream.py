@@ -7,9 +7,10 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from cortex.http.request import Headers
-from cortex.http.response_head import STREAM_HEADERS
+from cortex.http.response_head import stream_headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.ticker import Ticker
+from cortex.wire import sse
 
 
 class EventSource(Protocol):
@@ -20,7 +21,7 @@ class EventSource(Protocol):
 
 
 class EventStream:
-    """An SSE response. Use as an async context manager, which ends the response unless it raises.
+    """A response in events or lines. Use as an async context manager, which ends the response unless it raises.
 
     Nothing is sent before the first write, so that an early error can still be an HTTP error. After `keepalive_s`
     without a write a keepalive is sent, with the headers if they were not sent yet.
@@ -34,6 +35,7 @@ class EventStream:
         keepalive: bytes,
         keepalive_s: float,
         headers: Headers = (),
+        content_type: str = sse.CONTENT_TYPE,
         source: EventSource | None = None,
     ) -> None:
         """`source`: what the events come from, if it calls `send`."""
@@ -42,7 +44,7 @@ class EventStream:
         self._ticker = ticker
         self._keepalive = keepalive
         self._keepalive_s = keepalive_s
-        self._headers = (*STREAM_HEADERS, *headers)
+        self._headers = (*stream_headers(content_type), *headers)
         self._has_written = False
         """Since the last tick; a flag is cheaper to set for each event than the time."""
         self._written_at = ticker.loop.time()

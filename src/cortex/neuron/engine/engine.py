@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -36,6 +37,25 @@ CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
 """A checkpoint costs a step of its own, about as much time as it takes to compute this many tokens."""
 
 
+class RequestLoop(Protocol):
+    """Runs the requests of a model that is awake: `StepLoop`, or that of a model that pools texts."""
+
+    @property
+    def counters(self) -> Counters: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def submit(self, request: EngineRequest) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def step(self) -> list[StepOutput]: ...
+    def isolate(self) -> bool: ...
+    def prepare(self) -> bool: ...
+    def self_test(self) -> tuple[int, ...]: ...
+    def stats(self) -> EngineStats: ...
+    def check_integrity(self) -> None: ...
+
+
 class Engine:
     """Belongs to the engine thread of its device's worker; no other thread may call it."""
 
@@ -53,7 +73,7 @@ class Engine:
         many draft tokens are checked; None: as many as make the model fastest. `new_drafter`: where they come from."""
         self._width_rule = width_rule or self._fastest_widths
         self._new_drafter = new_drafter
-        device = loaded.model.parameters.device
+        device = loaded.body.parameters.device
         is_gpu = device.type == "cuda"
         memory = loaded.memory
         self._loaded = loaded
@@ -69,16 +89,16 @@ class Engine:
             context_tokens=loaded.context_tokens,
             reserved_tokens=RESERVED_TOKENS,
         )
-        self._constraints = Constraints(Path(spec.path), loaded.model.config.vocab, device)
+        self._constraints = Constraints(Path(spec.path), loaded.body.config.vocab, device)
         self._counters = Counters()
         self._asleep: ModelSleep | None = None
-        self._loop: StepLoop | None = self._new_loop()
+        self._loop: RequestLoop | None = self._new_loop()
         """None while the model is asleep."""
         self.info = EngineInfo(
-            family=str(loaded.model.architecture.raw["model_type"]),
+            family=str(loaded.body.architecture.raw["model_type"]),
             dtype=str(loaded.dtype).removeprefix("torch."),
             context_tokens=loaded.context_tokens,
-            vocab_size=loaded.model.config.vocab,
+            vocab_size=loaded.body.config.vocab,
             weight_bytes=loaded.weight_bytes,
             kv_bytes=memory.num_bytes,
             page_tokens=memory.page_tokens,
@@ -91,7 +111,12 @@ class Engine:
         cls, spec: LoadSpec, device: torch.device | str, progress: Progress, cancelled: Callable[[], bool]
     ) -> Engine:
         """Raises LoadError or LoadCancelled, and then leaves nothing on the device."""
-        engine = cls(load_model(spec, torch.device(device), progress, cancelled), spec)
+        return cls.start(load_model(spec, torch.device(device), progress, cancelled), spec, progress)
+
+    @classmethod
+    def start(cls, loaded: LoadedModel, spec: LoadSpec, progress: Progress) -> Engine:
+        """An engine that is warm."""
+        engine = cls(loaded, spec)
         progress("warm", 0, 0)
         engine.warm_up()
         return engine
@@ -109,7 +134,7 @@ class Engine:
     def model(self) -> Decoder:
         return self._loaded.model
 
-    def _new_loop(self) -> StepLoop:
+    def _new_loop(self) -> RequestLoop:
         """Builds what runs requests. The memory for sequences must be allocated."""
         memory, limits = self._loaded.memory, self._limits
         checkpoints = None
@@ -139,7 +164,7 @@ class Engine:
         sizes = (memory.page_tokens, limits.max_rows, limits.context_tokens, limits.step_tokens)
         return (self.model, *sizes, memory.states)
 
-    def _awake(self) -> StepLoop:
+    def _awake(self) -> RequestLoop:
         if self._loop is None:
             raise RequestError("the model is asleep; wake it first")
         return self._loop

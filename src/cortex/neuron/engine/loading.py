@@ -21,7 +21,7 @@ from cortex.neuron.engine.memory.plan import (
     penalty_bytes,
     plan_memory,
 )
-from cortex.neuron.engine.memory.sequences import SequenceMemory
+from cortex.neuron.engine.memory.sequences import NoSequences, SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.cpu.forms import best_form
 from cortex.neuron.kernels.cpu.layout import CpuForm
@@ -33,9 +33,12 @@ from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
-from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.models.pooling.model import PooledModel
+from cortex.neuron.models.registry import open_model, read_architecture
 from cortex.neuron.models.sizes import WeightStorage
-from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
+from cortex.neuron.models.transformers.architecture import TransformersArchitecture
+from cortex.neuron.models.transformers.model import TransformersModel
+from cortex.neuron.models.transformers.network import Network
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
@@ -49,12 +52,18 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: Decoder
+    body: Decoder | PooledModel
     dtype: torch.dtype
     context_tokens: int
     weight_bytes: int
     memory: SequenceMemory
     notes: tuple[str, ...]
+
+    @property
+    def model(self) -> Decoder:
+        """Of a model that generates text."""
+        assert isinstance(self.body, Decoder), "the model pools texts"
+        return self.body
 
 
 class AgreeingGroup(ParallelGroup, Protocol):
@@ -83,9 +92,9 @@ def load_model(
     """
     progress("resolve", 0, 0)
     try:
-        checkpoint: Checkpoint = open_checkpoint(Path(spec.path))
+        checkpoint, whole = open_model(Path(spec.path))
         if group is not None and spec.stage is None:  # a stage reads whole tensors, those of its layers
-            checkpoint = ShardedCheckpoint(checkpoint, read_architecture(checkpoint.config).tensor_slices(group.shard))
+            checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(group.shard))
     except (CheckpointError, UnsupportedModel) as error:
         raise LoadError(str(error)) from error
 
@@ -108,7 +117,7 @@ def load_model(
         progress("place", 0, 0)
 
     try:
-        read_architecture(checkpoint.config).check_layer_count(checkpoint.tensors)
+        whole.check_layer_count(checkpoint.tensors)
         return build_model(
             checkpoint.config,
             spec,
@@ -116,6 +125,7 @@ def load_model(
             fill,
             matrix_layouts(checkpoint.tensors, spec, device),
             group,
+            checkpoint.tensors,
         )
     except UnsupportedModel as error:
         raise LoadError(str(error)) from error
@@ -157,15 +167,23 @@ def build_model(
     fill: Callable[[Parameters], None],
     packing: Mapping[str, MatrixLayout] | None = None,
     group: AgreeingGroup | None = None,
+    tensors: Mapping[str, TensorInfo] | None = None,
 ) -> LoadedModel:
     """Sizes the model, rejects one that does not fit, allocates it, fills its weights with `fill`, and adds the pages.
 
-    `packing`: the layouts of tensors that stay quantised. `group`: see `load_model`.
+    `packing`: the layouts of tensors that stay quantised. `group`: see `load_model`. `tensors`: those of the
+    checkpoint, which models of a library need.
     """
-    architecture = _share_of(read_architecture(config), spec, group)
     dtype = compute_dtype(spec.dtype, device)
+    whole, network = read_architecture(config), None
+    if isinstance(whole, TransformersArchitecture):
+        network = Network.of(whole)
+        whole, packing = network.architecture, whole.packing_of(packing or {})
+    architecture = _share_of(whole, spec, group)
+    if architecture.pooling is not None and spec.deterministic:
+        raise UnsupportedModel("deterministic is only for models that generate text; omit it")
     kv_dtype = kv_cache_dtype(spec, dtype, device)
-    storage = WeightStorage(dtype.itemsize, {} if packing is None else packing, kv_dtype.itemsize)
+    storage = WeightStorage(dtype.itemsize, packing or {}, kv_dtype.itemsize, tensors or {})
     sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
     have_bytes = usable_bytes(spec, device)
     if architecture.has_ends:  # tokens are drawn where the head is
@@ -180,14 +198,22 @@ def build_model(
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
     within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
     parameters = Parameters(device, dtype, packing, within_layers)
-    model = Decoder(architecture, parameters, num_positions=plan.context_tokens)
+    model: Decoder | PooledModel
+    if network is not None:
+        model = TransformersModel(network, architecture, parameters, plan.context_tokens, tensors or {})
+    else:
+        build = Decoder if architecture.pooling is None else PooledModel
+        model = build(architecture, parameters, num_positions=plan.context_tokens)
     fill(parameters)
+    memory: SequenceMemory = NoSequences(plan.slots)
+    if isinstance(model, Decoder):
+        memory = SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype)
     return LoadedModel(
-        model=model,
+        body=model,
         dtype=dtype,
         context_tokens=plan.context_tokens,
         weight_bytes=parameters.num_bytes,
-        memory=SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype),
+        memory=memory,
         notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
     )
 

@@ -65,8 +65,24 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledTexts:
+    """Texts of which a model makes a vector or a score each, in batches with those of other requests."""
+
+    ids: bytes
+    """The token ids of all texts, one text after another, as 32-bit integers."""
+    lengths: tuple[int, ...]
+    """The tokens of each text."""
+    first_segments: tuple[int, ...] = ()
+    """The tokens of the first of two segments, for each text; empty: every text is one segment."""
+    dimensions: int | None = None
+    """The first elements of each vector, as many as this; None: all."""
+    normalize: bool = False
+    """At length one, after vectors are cut."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence to continue. Immutable; the engine keeps its own state separately."""
+    """One sequence to continue, or texts to pool. Immutable; the engine keeps its own state separately."""
 
     id: str
     prompt: tuple[int, ...]
@@ -87,6 +103,8 @@ class EngineRequest:
     """The expected output. Where it is right, several tokens are checked in one step."""
     speculates: bool = True
     """Whether draft tokens may be checked for it, as far as the model does so. The output is the same."""
+    texts: PooledTexts | None = None
+    """For an embedding or rerank model, which continues no sequence: `prompt` is empty then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +137,8 @@ class StepOutput:
     """Those of `tokens` that were draft tokens."""
     num_predicted: int = 0
     """Those of `tokens` that the request's prediction has at the same place, drafted or not."""
+    vectors: bytes = b""
+    """Of a request for texts: their vectors or scores in order, as little-endian float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +236,8 @@ class EngineInfo:
     num_pages: int
     notes: tuple[str, ...] = ()
     """For the user: a vision tower that was not loaded, a context limited by memory."""
+    vector_width: int = 0
+    """The length of a text's vector, 1 for a score; 0 for a model that generates text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,8 @@ class StepLoop:
 
     def submit(self, request: EngineRequest) -> None:
         """Raises RequestError if the request can never be served."""
+        if request.texts is not None:
+            raise RequestError("this model generates text and pools none; use an embedding or rerank model")
         vocab = self._runner.model.config.vocab
         if request.id in self._sequences:
             raise RequestError(f"request id {request.id!r} is already running")

@@ -56,9 +56,13 @@ class Batch:
     in an order that follows the batch. A captured graph gives no `prefills`: its rows have one token each."""
     shares_rows: bool = False
     """Whether several decode rows may be consecutive tokens of one sequence, which attend to each other."""
+    has_pages: bool = True
+    """False for whole texts: no KV is kept, all rows are prefill rows from position 0, and `slots`, `rows` and
+    `page_table` are empty."""
     groups: tuple[Batch, ...] = ()
     """The step as the layers of each KV group after the first see it; empty: all layers see the same."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def with_groups(self, slots: Sequence[Tensor], page_tables: Sequence[Tensor]) -> Batch:
         """The same step for a model with more KV groups, which have these slots and page tables."""
@@ -81,6 +85,11 @@ class Batch:
             self._shared[key] = make()
         value: T = self._shared[key]
         return value
+
+    @property
+    def kept(self) -> dict[Hashable, Any]:
+        """What a layer leaves for later ones of the same pass, by the layer. Each pass writes it before it reads it."""
+        return self._kept
 
 
 def prefill_tiles(counts: Sequence[int]) -> NDArray[np.int32]:

@@ -144,9 +144,16 @@ class ExpertMatrix(StoredMatrix):
 
     @abstractmethod
     def expand_rows(
-        self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        choice: ExpertChoice,
+        norm: Prologue,
+        activation: str | None,
+        out: Tensor,
+        bias: Tensor | None = None,
     ) -> None:
-        """activation(norm(x) Gᵀ) · norm(x) Uᵀ, each pair on its own. x: [rows, inputs]; out: [pairs, inner]
+        """activation(norm(x) Gᵀ) · norm(x) Uᵀ, each pair on its own. Without an activation an expert has no gate, and
+        the result is norm(x) Uᵀ. x: [rows, inputs]; out: [pairs, inner]
 
         `bias`: of all rows of the matrix, [outputs]; None: there is none.
         """

@@ -12,14 +12,18 @@ MAX_SMALL_ELEMENTS = 1 << 14
 """Up to this size, a CPU spends more time on launching operations than on the elements."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, factor: Tensor | None = None
+) -> Tensor:
     """x: [..., size], any strides, last dimension contiguous → same shape, contiguous.
 
-    The result is added to `residual`, which is contiguous and of the same shape.
+    The result is added to `residual`, which is contiguous and of the same shape, and the sum multiplied by `factor`,
+    which has one element.
     """
     if not has_kernels(x):
         normed = (rms_norm_small if x.numel() <= MAX_SMALL_ELEMENTS else rms_norm_reference)(x, weight, eps)
-        return normed if residual is None else normed.add_(residual)
+        added = normed if residual is None else normed.add_(residual)
+        return added if factor is None else added.mul_(factor)
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
@@ -28,12 +32,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         rows,
         weight,
         residual,
+        factor,
         out,
         rows.stride(0),
         size,
         eps,
         BLOCK=block,
         ADD=residual is not None,
+        MULTIPLY=factor is not None,
         num_warps=max(1, min(8, block // 512)),
         **launch_options(x.device),
     )
@@ -75,7 +81,18 @@ _SIGNS = torch.tensor([[1.0], [-1.0]])
 
 @jit
 def _rms_norm_kernel(
-    x, weight, residual, out, stride, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr
+    x,
+    weight,
+    residual,
+    factor,
+    out,
+    stride,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    MULTIPLY: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
         gdc_launch_dependents()
@@ -90,4 +107,6 @@ def _rms_norm_kernel(
     normed = values * scale * gain
     if ADD:
         normed += tl.load(residual + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    if MULTIPLY:
+        normed *= tl.load(factor).to(tl.float32)
     tl.store(out + row * size + column, normed.to(out.dtype.element_ty), mask=inside)

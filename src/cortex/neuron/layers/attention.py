@@ -1,6 +1,9 @@
-"""Self-attention over paged KV: projections, optional q/k norms and output gate, rotary embedding, cache, attention."""
+"""Self-attention over paged KV or within whole texts: projections, optional q/k norms and output gate, rotation, cache,
+attention."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +12,9 @@ from torch import Tensor
 from cortex.neuron.kernels.attention.paged import attention
 from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.attention.varlen import varlen_attention
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.layers.configs import AttentionConfig, QueryGrowth
+from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig, QueryGrowth
 from cortex.neuron.layers.linear import Linear, RowParallelLinear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
@@ -26,13 +30,36 @@ class LayerCache:
         self.group = group
 
 
+class CachedAttention(Protocol):
+    """The attention of a layer, as the engine sees it."""
+
+    cache: LayerCache
+    """Its pages, which the engine sets before the first step."""
+
+    @property
+    def config(self) -> AttentionConfig | LatentAttentionConfig: ...
+
+
 class Attention:
     """Reads and writes the pages in `cache`, which the engine sets before the first step."""
 
     cache: LayerCache
+    rules: AttentionRules
 
-    def __init__(self, parameters: Parameters, config: AttentionConfig, ropes: RopeTables, prefix: str) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        config: AttentionConfig,
+        ropes: RopeTables,
+        prefix: str,
+        source: Attention | None = None,
+    ) -> None:
+        """`source`: the earlier layer whose keys and values this one attends to; None: it has its own."""
         self.config = config
+        self._source = source
+        self._is_source = False
+        if source is not None:
+            source._is_source = True
         self._group = parameters.group
         self.qkv = Linear(parameters, config.hidden, config.input_rows(prefix), bias=config.bias)
         self.heads = [rows // config.head_dim for rows in self.qkv.splits]
@@ -47,15 +74,25 @@ class Attention:
             sizes = config.norm_sizes(prefix)
             norms = [RMSNorm(parameters, size, norm.norm, f"{name}.weight") for name, size in sizes.items()]
         self._wide_norms = norms if norm is not None and norm.spans_heads else []
+        self._half = 0 if config.rope is None else config.rope.dims // 2
         self._early_rope = table if norm is not None and norm.after_rope else None
-        weights = [None, None] if not norms or self._wide_norms else [part.weight for part in norms]
+        weights: list[Tensor | None] = [None, None]
+        if norms and not self._wide_norms:
+            weights = [part.weight for part in norms]
+        if source is not None:
+            weights.append(source.rules.k_scale)
         self.rules = AttentionRules(
             scale=config.scale,
             rope=table if self._early_rope is None else ropes[None],
             q_scale=weights[0],
             k_scale=weights[1],
             eps=norm.norm.eps if norm is not None else 0.0,
+            norms_values=config.norms_values,
+            pair_distance=self._half if self._early_rope is None else 0,
             window=config.window,
+            softcap=config.softcap,
+            is_causal=config.is_causal,
+            rotates=config.rope is not None and self._early_rope is None,
             sinks=parameters.load(f"{prefix}.sinks", config.heads, dtype=torch.float32) if config.sinks else None,
         )
         self._has_softplus = config.gate is not None and config.gate.activation == "softplus"
@@ -67,19 +104,25 @@ class Attention:
         """x: [tokens, hidden] → residual + attention(norm(x)). `residual` may be overwritten: use the result."""
         config = self.config
         heads = self.qkv(x, norm=norm).view(-1, self.num_heads, config.head_dim)
-        q, k, v = torch.split_with_sizes(heads, self.heads, 1)  # `split` is slower: it is written in Python
+        q, *own = torch.split_with_sizes(heads, self.heads, 1)  # `split` is slower: it is written in Python
+        k, v = (own[0], own[-1]) if self._source is None else batch.kept[self._source]
+        if self._is_source:
+            batch.kept[self] = k, v
         gate = None
         if config.gated:
             q, gate = q.view(-1, config.heads, 2 * config.head_dim).chunk(2, dim=-1)
         if self._wide_norms:
             q, k = self._normed(q, k)
         if self._early_rope is not None:
-            rotation = Rotation.at(batch.positions, self._early_rope, q.dtype)
+            rotation = Rotation.at(batch.positions, self._early_rope, q.dtype, self._half)
             q, k = rotation(q), rotation(k)
         if self._growth is not None:
             q = (q * self._growth[batch.positions]).to(q.dtype)
-        cache = self.cache
-        out = attention(q, k, v, self.rules, batch.of_group(cache.group), cache.keys, cache.values)
+        if batch.has_pages:
+            cache = self.cache if self._source is None else self._source.cache
+            out = attention(q, k, v, self.rules, batch.of_group(cache.group), cache.keys, cache.values)
+        else:
+            out = varlen_attention(q, k, v, self.rules, batch)
         if self.gate is not None:
             gate = self.gate(x, norm=norm).unflatten(1, (config.heads, -1))
         if gate is not None:

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cortex.neuron.delta_sizes import DeltaSizes
 from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-"""The functions of a gate in a feed-forward block."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "gelu", "relu"]
+"""The functions of a feed-forward block. Gates of decoders know the first three, and encoders all but the third."""
+KVOrigin = Literal["projected", "keys"] | int
+"""Where a layer's keys and values come from: a projection each, one projection for both, or an earlier layer of the
+model, which has this index."""
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -21,6 +23,7 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
     "longrope": ("original_max_position_embeddings",),
+    "proportional": (),
 }
 """The supported scaling rules → the parameters that each requires."""
 
@@ -71,7 +74,9 @@ class NormConfig:
     zero_centred: bool = False
     """Whether the checkpoint stores the weight minus one."""
     subtracts_mean: bool = False
-    """Whether the mean is subtracted first, which makes it a layer norm (without a bias)."""
+    """Whether the mean is subtracted first, which makes it a layer norm."""
+    has_bias: bool = False
+    """Whether a bias is added. Only encoders have such norms."""
     scale: float = 1.0
     """A factor of the result, which the weight in memory includes."""
     weightless: bool = False
@@ -123,16 +128,24 @@ class AttentionConfig:
     """The factor of the scores before the softmax."""
     rope: RopeConfig | None
     """None: the layer does not encode positions."""
+    kv: KVOrigin = "projected"
     bias: bool = False
     """Biases on q, k and v."""
     output_bias: bool = False
     qk_norm: QKNormConfig | None = None
     gate: GateConfig | None = None
+    norms_values: bool = False
+    """Whether each value head is normalised like the keys, without a weight."""
     window: int | None = None
     """Positions a token attends to, including its own; None: all."""
     query_growth: QueryGrowth | None = None
     sinks: bool = False
     """Each head has a score that takes part in the softmax and stands for no value."""
+    softcap: float | None = None
+    """Scores x become softcap · tanh(x / softcap); None: they are not capped."""
+    is_causal: bool = True
+    """Whether a token attends to no later one. Otherwise it attends to all tokens of its text, and a window of n
+    reaches n - 1 positions to both sides."""
 
     @property
     def gated(self) -> bool:
@@ -148,20 +161,39 @@ class AttentionConfig:
     @property
     def kv_elements(self) -> int:
         """Elements of a token in the KV cache."""
-        return 2 * self.kv_heads * self.head_dim
+        return 2 * self.kv_heads * self.head_dim if self.owns_kv else 0
+
+    @property
+    def source(self) -> int | None:
+        """The earlier layer whose KV pages it attends to; None: it has its own."""
+        return self.kv if isinstance(self.kv, int) else None
+
+    @property
+    def owns_kv(self) -> bool:
+        return self.source is None
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {f"{prefix}.q_proj": 2 * q if self.gated else q, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
+        rows = {f"{prefix}.q_proj": 2 * q if self.gated else q}
+        if self.owns_kv:
+            rows[f"{prefix}.k_proj"] = kv
+        if self.kv == "projected":
+            rows[f"{prefix}.v_proj"] = kv
+        return rows
 
     def norm_sizes(self, prefix: str) -> dict[str, int]:
         """The norms of queries and keys (without `.weight`) → the elements of their weight."""
         if self.qk_norm is None:
             return {}
-        heads = (self.heads, self.kv_heads) if self.qk_norm.spans_heads else (1, 1)
-        names = (f"{prefix}.q_norm", f"{prefix}.k_norm")
-        return {name: count * self.head_dim for name, count in zip(names, heads, strict=True)}
+        q_heads, kv_heads = (self.heads, self.kv_heads) if self.qk_norm.spans_heads else (1, 1)
+        sizes = {f"{prefix}.q_norm": q_heads * self.head_dim}
+        return sizes | ({f"{prefix}.k_norm": kv_heads * self.head_dim} if self.owns_kv else {})
+
+
+def halves(gated: bool) -> tuple[str, ...]:
+    """The matrices that a feed-forward block multiplies its input by."""
+    return ("gate", "up") if gated else ("up",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +224,7 @@ class LatentAttentionConfig:
     """Whether pairs of adjacent dimensions are rotated; otherwise those half of `rope_dims` apart."""
     window: None = None
     """Without a window."""
+    owns_kv: Literal[True] = True
 
     @property
     def query_dim(self) -> int:
@@ -230,10 +263,12 @@ class MLPConfig:
     output_bias: bool = False
     activation: Activation = "silu"
     """The activation of the gate."""
+    gated: bool = True
+    """Without a gate, the block of a decoder is down(relu(up(x))²), and that of an encoder down(activation(up(x)))."""
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
-        return {f"{prefix}.gate_proj": self.inner, f"{prefix}.up_proj": self.inner}
+        return {f"{prefix}.{half}_proj": self.inner for half in halves(self.gated)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +286,18 @@ class MoEConfig:
     router: RouterRule = DEFAULT_RULE
     has_bias: bool = False
     """Whether the checkpoint has a bias of the choice of experts, `gate.e_score_correction_bias`."""
+    gated: bool = True
+    """Otherwise every expert is down(relu(up(x))²)."""
+    latent: int = 0
+    """The width in which the routed experts compute, between two projections; 0: that of the residual stream."""
     biased: bool = False
     """Biases on the router's scores, and on gate, up and down of each expert."""
     activation: Activation = "silu"
     """The activation of the routed experts' gates."""
+    router_norm: NormConfig | None = None
+    """A norm before the router, `gate.input_scale`; None: the router has the input of the experts."""
+    scales_experts: bool = False
+    """Whether the checkpoint has a factor for the weight of each expert, `gate.expert_scale`."""
     shard: Shard = WHOLE
     """Whole experts are divided among the ranks; every rank routes over all of them."""
 
@@ -264,9 +307,14 @@ class MoEConfig:
         return self.shard.part(self.experts)
 
     @property
+    def width(self) -> int:
+        """The size of the inputs and outputs of a routed expert."""
+        return self.latent or self.hidden
+
+    @property
     def num_shared(self) -> int:
-        """The number of experts of width `inner` that hold the shared expert."""
-        return -(-self.shared_inner // self.inner)
+        """The number of experts of width `inner` that can hold the shared expert; 0 if its inputs are others."""
+        return 0 if self.latent else -(-self.shared_inner // self.inner)
 
     @property
     def num_scores(self) -> int:
@@ -275,16 +323,30 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaConfig(DeltaSizes):
-    hidden: int
-    conv_taps: int
-    norm_eps: float
+class PerLayerInputsConfig:
+    """The inputs that every layer has of its own, made from the tokens and their embeddings before the first layer."""
 
-    def input_rows(self, prefix: str) -> dict[str, int]:
-        """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
-        return {
-            f"{prefix}.in_proj_qkv": self.channels,
-            f"{prefix}.in_proj_z": self.value_size,
-            f"{prefix}.in_proj_b": self.value_heads,
-            f"{prefix}.in_proj_a": self.value_heads,
-        }
+    vocab: int
+    hidden: int
+    size: int
+    """Elements of one layer's input."""
+    num_layers: int
+    norm: NormConfig
+    """Applies to what is projected from the embedding, whose scale is included in `eps`."""
+    embedding_scale: float
+    """The factor of the tokens' embeddings."""
+
+    @property
+    def width(self) -> int:
+        """Elements of all layers' inputs."""
+        return self.size * self.num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputConfig:
+    """What a layer does with its own input: adds norm(projection(activation(gate(x)) · input)) to the residual
+    stream."""
+
+    hidden: int
+    size: int
+    norm: NormConfig

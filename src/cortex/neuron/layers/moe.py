@@ -13,7 +13,8 @@ from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
-from cortex.neuron.layers.configs import MoEConfig
+from cortex.neuron.kernels.relu_squared import relu_squared_
+from cortex.neuron.layers.configs import MoEConfig, halves
 from cortex.neuron.layers.linear import GatedLinear, Linear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Binding, Parameters
@@ -38,8 +39,14 @@ class MoE:
             gate_up, down = _dense_experts(parameters, config, prefix)
         else:
             gate_up, down = quantised
-            if config.shared_inner:
-                self.shared = SharedExpert(parameters, config, prefix)
+        if config.shared_inner and not num_shared:
+            self.shared = SharedExpert(parameters, config, prefix)
+        self._latent: tuple[Linear, Linear] | None = None
+        if config.latent:
+            self._latent = (
+                Linear(parameters, config.hidden, {f"{prefix}.fc1_latent_proj": config.latent}),
+                Linear(parameters, config.latent, {f"{prefix}.fc2_latent_proj": config.hidden}),
+            )
         router = parameters.empty(config.num_scores if num_shared else config.experts, config.hidden)
         parameters.bind(f"{prefix}.gate.weight", router[: config.experts])
         if num_shared and config.router.gates_shared:
@@ -52,9 +59,12 @@ class MoE:
             config.renormalise,
             num_shared,
             config.held.start,
+            gated=config.gated,
+            activation=config.activation,
             rule=config.router,
             bias=_bias(parameters, config, prefix),
-            activation=config.activation,
+            router_norm=_router_norm(parameters, config, prefix),
+            scales=_scales(parameters, config, prefix),
             **_biases(parameters, config, prefix),
         )
 
@@ -65,7 +75,25 @@ class MoE:
             residual = torch.zeros_like(x)
         if self.shared is not None:
             residual = residual + self.shared(x, norm)
-        return self._group.all_reduce(mixture(x, norm.weight, norm.eps, self.experts, residual))
+        if self._latent is None:
+            return self._group.all_reduce(mixture(x, norm.weight, norm.eps, self.experts, residual))
+        into, back = self._latent
+        inputs = into(x, norm=norm)
+        mixed = mixture(x, norm.weight, norm.eps, self.experts, torch.zeros_like(inputs), inputs)
+        return self._group.all_reduce(back(mixed, residual=residual))
+
+
+class ExpertsBeside:
+    """A mixture beside a feed-forward block, with the same residual stream as its input. Both results are normalised
+    and added."""
+
+    def __init__(self, experts: MoE, after_block: RMSNorm, before: RMSNorm, after: RMSNorm) -> None:
+        self.experts = experts
+        self._after_block, self._before, self._after = after_block, before, after
+
+    def __call__(self, block: Tensor, hidden: Tensor) -> Tensor:
+        """block: what the feed-forward block made of `hidden`, both [tokens, hidden] → [tokens, hidden]"""
+        return self._after(self.experts(hidden, self._before), residual=self._after_block(block))
 
 
 class SharedExpert:
@@ -73,9 +101,13 @@ class SharedExpert:
 
     def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
         name = f"{prefix}.shared_expert"
-        self._gate_up = GatedLinear(
-            parameters, config.hidden, config.shared_inner, f"{name}.gate_proj", f"{name}.up_proj"
-        )
+        self._gate_up: GatedLinear | Linear
+        if config.gated:
+            gate, up = (f"{name}.{half}_proj" for half in halves(config.gated))
+            self._gate_up = GatedLinear(parameters, config.hidden, config.shared_inner, gate, up)
+        else:
+            self._gate_up = Linear(parameters, config.hidden, {f"{name}.up_proj": config.shared_inner})
+        self._is_gated = config.gated
         self._down = Linear(parameters, config.shared_inner, {f"{name}.down_proj": config.hidden})
         self._gate = None
         if config.router.gates_shared:
@@ -83,7 +115,8 @@ class SharedExpert:
 
     def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [tokens, hidden] → sigmoid(gate) · expert(norm(hidden)): [tokens, hidden]"""
-        out = self._down(self._gate_up(hidden, norm=norm))
+        inner = self._gate_up(hidden, norm=norm)
+        out = self._down(inner if self._is_gated else relu_squared_(inner))
         return out if self._gate is None else out * torch.sigmoid(F.linear(norm(hidden), self._gate))
 
 
@@ -92,27 +125,30 @@ def _quantised_experts(
 ) -> tuple[ExpertMatrix, ExpertMatrix] | None:
     """Gate and up of the routed experts, and down; None if they are dense or of several formats."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
-    halves = {f"{name}.{half}_proj.weight": config.inner for name in names for half in ("gate", "up")}
+    inputs = {f"{name}.{half}_proj.weight": config.inner for name in names for half in halves(config.gated)}
     joint = {f"{name}.gate_up_proj.weight": 2 * config.inner for name in names}
-    downs = {f"{name}.down_proj.weight": config.hidden for name in names}
-    gate_up = joint if parameters.can_stack(joint) else halves
+    downs = {f"{name}.down_proj.weight": config.width for name in names}
+    gate_up = joint if parameters.can_stack(joint) else inputs
     if not parameters.can_stack(gate_up) or not parameters.can_stack(downs):
         return None
-    return parameters.expert_matrix(gate_up, config.hidden), parameters.expert_matrix(downs, config.inner)
+    return parameters.expert_matrix(gate_up, config.width), parameters.expert_matrix(downs, config.inner)
 
 
 def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tuple[DenseMatrix, DenseMatrix]:
     """Gate and up of the routed and shared experts, and down."""
-    hidden, inner, routed = config.hidden, config.inner, len(config.held)
+    width, inner, routed = config.width, config.inner, len(config.held)
     num_experts = routed + config.num_shared
-    gate_up = parameters.empty(num_experts, 2 * inner, hidden)
-    down = parameters.empty(num_experts, hidden, inner)
+    parts = halves(config.gated)
+    gate_up = parameters.empty(num_experts, len(parts) * inner, width)
+    down = parameters.empty(num_experts, width, inner)
     names = [f"{prefix}.experts.{expert}" for expert in range(routed)]
     parameters.bind(
-        f"{prefix}.experts.gate_up_proj",
+        f"{prefix}.experts.{'_'.join(parts)}_proj",
         gate_up[:routed],
         parts=[
             Binding(f"{name}.gate_up_proj.weight", matrix, parts=_halves(name, matrix.chunk(2), "weight"))
+            if config.gated
+            else Binding(f"{name}.up_proj.weight", matrix)
             for name, matrix in zip(names, gate_up, strict=False)
         ],
     )
@@ -121,8 +157,8 @@ def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tu
         down[:routed],
         parts=[Binding(f"{name}.down_proj.weight", matrix) for name, matrix in zip(names, down, strict=False)],
     )
-    if config.shared_inner:
-        _bind_shared(parameters, gate_up[routed:], down[routed:], config.shared_inner, f"{prefix}.shared_expert")
+    if config.num_shared:
+        _bind_shared(parameters, gate_up[routed:], down[routed:], config, f"{prefix}.shared_expert")
     return DenseMatrix(gate_up.flatten(0, 1)), DenseMatrix(down.flatten(0, 1))
 
 
@@ -131,6 +167,20 @@ def _bias(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | No
     if not config.has_bias:
         return None
     return parameters.load(f"{prefix}.gate.e_score_correction_bias", config.experts, dtype=torch.float32)
+
+
+def _router_norm(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | None:
+    """The weight of the norm before the router."""
+    if config.router_norm is None:
+        return None
+    return RMSNorm(parameters, config.hidden, config.router_norm, f"{prefix}.gate.input_scale").weight
+
+
+def _scales(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | None:
+    """The factors of the experts' weights."""
+    if not config.scales_experts:
+        return None
+    return parameters.load(f"{prefix}.gate.expert_scale", config.experts, dtype=torch.float32)
 
 
 def _biases(parameters: Parameters, config: MoEConfig, prefix: str) -> dict[str, Tensor]:
@@ -150,16 +200,16 @@ def _halves(name: str, parts: Sequence[Tensor], kind: str) -> tuple[Binding, ...
     return tuple(Binding(f"{name}.{half}_proj.{kind}", part) for half, part in zip(("gate", "up"), parts, strict=True))
 
 
-def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_inner: int, prefix: str) -> None:
+def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, config: MoEConfig, prefix: str) -> None:
     """Splits the shared expert into parts of the width of the stack. The last part is padded with zeros."""
-    hidden, inner = down.shape[1:]
+    hidden, inner, shared_inner, parts = config.hidden, config.inner, config.shared_inner, halves(config.gated)
     for number, (expert_gate_up, expert_down) in enumerate(zip(gate_up, down, strict=True)):
         start = number * inner
         width = min(inner, shared_inner - start)
         if width < inner:
             expert_gate_up.zero_()
             expert_down.zero_()
-        for name, rows in zip(("gate", "up"), expert_gate_up.chunk(2), strict=True):
+        for name, rows in zip(parts, expert_gate_up.chunk(len(parts)), strict=True):
             part = partial(_narrow, 0, start, width)
             parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], part, shape=(shared_inner, hidden))
         part = partial(_narrow, 1, start, width)

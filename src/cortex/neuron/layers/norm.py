@@ -25,9 +25,9 @@ class RMSNorm:
         else:
             self.weight = parameters.load(source, size)
 
-    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """x: [..., size], normalised over the last dimension → the same, added to `residual`"""
-        return rms_norm(x, self.weight, self.eps, residual)
+    def __call__(self, x: Tensor, *, residual: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
+        """x: [..., size], normalised over the last dimension → the same, added to `residual`, times `factor`"""
+        return rms_norm(x, self.weight, self.eps, residual, factor)
 
     def centred(self, x: Tensor) -> Tensor:
         """x: [rows, size] → without its mean, if this is a layer norm: the input of the GEMMs that apply the norm"""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.layers.configs import RopeConfig
@@ -27,6 +28,8 @@ def inverse_frequencies(rope: RopeConfig, num_positions: int = 0) -> tuple[Tenso
         return _yarn(frequencies, rope)
     if rope.scaling == "longrope":
         return _longrope(frequencies, rope, num_positions)
+    if rope.scaling == "proportional":
+        return _proportional(frequencies, rope.settings), 1.0
     return frequencies, 1.0
 
 
@@ -85,11 +88,20 @@ def _longrope(frequencies: Tensor, rope: RopeConfig, num_positions: int) -> tupl
     return frequencies / torch.tensor(factors, dtype=torch.float32), scale if given is None else float(given)
 
 
+def _proportional(frequencies: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Rotates the fastest of all pairs of dimensions. The rest do not turn."""
+    count = int(settings.get("partial_rotary_factor", 1.0) * len(frequencies))
+    return F.pad(frequencies[:count], (0, len(frequencies) - count)) / float(settings.get("factor") or 1.0)
+
+
 def rope_table(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor:
-    """[positions, dims] float32: cosines, then sines. Without a config, two dimensions are rotated by nothing."""
+    """[positions, dims] float32: cosines, then sines, without the pairs at the end that do not turn. Without a config,
+    two dimensions are rotated by nothing."""
     if rope is None:
         return torch.tensor((1.0, 0.0), device=device).repeat(num_positions, 1)
     frequencies, scale = inverse_frequencies(rope, num_positions)
+    if rope.scaling == "proportional":
+        frequencies = frequencies[: max(1, int(frequencies.count_nonzero()))]
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=1) * scale
     return table.to(device)

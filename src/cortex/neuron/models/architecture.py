@@ -11,25 +11,31 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import (
     KV_MIXERS,
     WHOLE,
-    GatedDeltaConfig,
+    AttentionConfig,
+    LatentAttentionConfig,
     MLPConfig,
     MoEConfig,
     NormConfig,
+    PerLayerInputConfig,
+    PerLayerInputsConfig,
     Shard,
 )
+from cortex.neuron.layers.recurrent.configs import RecurrentConfig
 from cortex.neuron.models.config import DecoderConfig
 from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.sharding import (
     MixerConfig,
     Slices,
     feed_forward_slices,
     mixer_slices,
+    sharded_experts,
     sharded_feed_forward,
     sharded_mixer,
 )
@@ -51,25 +57,37 @@ class BlockNorms:
         return [name for name in (self.before, self.after) if name is not None]
 
 
+EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+"""The norms where a layer has experts beside its feed-forward block: after the block, before and after the experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """A mixer over the tokens of a sequence, then a feed-forward block for each token."""
+    """A mixer over the tokens of a sequence, then a feed-forward block for each token. One of them may be missing."""
 
-    mixer: MixerConfig
-    feed_forward: MLPConfig | MoEConfig
+    mixer: MixerConfig | None
+    feed_forward: MLPConfig | MoEConfig | None
     norm: NormConfig
     """It applies to all norms of the layer over the residual stream."""
     mixer_norms: BlockNorms
     feed_forward_norms: BlockNorms
     """None of its own: the feed-forward block has the same input as the mixer, and both are added."""
+    experts: MoEConfig | None = None
+    """Experts beside the feed-forward block, with norms of their own: `EXPERT_NORMS`."""
+    per_layer_input: PerLayerInputConfig | None = None
+    """What follows the feed-forward block, in models whose layers have inputs of their own."""
+    has_factor: bool = False
+    """Whether the residual stream after the layer is multiplied by a number of the checkpoint, `layer_scalar`."""
 
     def sharded(self, shard: Shard) -> LayerConfig:
-        mixer, feed_forward = sharded_mixer(self.mixer, shard), sharded_feed_forward(self.feed_forward, shard)
-        return replace(self, mixer=mixer, feed_forward=feed_forward)
+        mixer = None if self.mixer is None else sharded_mixer(self.mixer, shard)
+        block = None if self.feed_forward is None else sharded_feed_forward(self.feed_forward, shard)
+        experts = None if self.experts is None else sharded_experts(self.experts, shard)
+        return replace(self, mixer=mixer, feed_forward=block, experts=experts)
 
     @property
     def is_parallel(self) -> bool:
-        return not self.feed_forward_norms.names
+        return self.feed_forward is not None and not self.feed_forward_norms.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +101,18 @@ class EndsConfig:
     """Of a norm of embeddings without a weight; None: there is none."""
     logit_cap: float | None = None
     """Logits x become cap · tanh(x / cap)."""
+    per_layer_inputs: PerLayerInputsConfig | None = None
+    norms: tuple[str, ...] = ("norm",)
+    """The norms before the first and after the last layer, by name."""
+    tables: Mapping[str, int] = field(default_factory=dict)
+    """Embeddings besides that of tokens → their number of rows."""
+
+
+def _can_pool(mixer: MixerConfig | None) -> bool:
+    """Whether a mixer can be computed within whole texts, without pages."""
+    if not isinstance(mixer, AttentionConfig):
+        return False
+    return mixer.kv == "projected" and not (mixer.sinks or mixer.norms_values or mixer.softcap)
 
 
 class Architecture(ABC):
@@ -91,6 +121,10 @@ class Architecture(ABC):
     Raises UnsupportedModel from its constructor for a config that is incomplete or needs what is not implemented.
     """
 
+    backend: ClassVar[str] = "native"
+    """What runs its models: the layers here, or another library's."""
+    has_stages: ClassVar[bool] = True
+    """Whether it can be divided by layers."""
     prefix: ClassVar[str] = "model"
     """Where the checkpoint keeps the decoder's tensors."""
     mixer_norms: ClassVar[BlockNorms] = BlockNorms(before="input_layernorm")
@@ -115,25 +149,51 @@ class Architecture(ABC):
                     f"{name} is {self.raw[name]!r}, which is not supported for {self.raw.get('model_type')}; "
                     f"supported: {', '.join(map(repr, known))}"
                 )
-        self.config = DecoderConfig.read(self.raw)
+        self.pooling = PoolingConfig.read(self.raw)
+        """What makes a vector or a score of a text; None for a model that generates text."""
+        self.config = self.read_config()
+        if self.pooling is not None:
+            self.config = self._without_head(self.config, self.pooling)
         self.ends = self.read_ends()
-        self.layers = tuple(self._layer(index) for index in range(self.config.num_layers))
-        self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
+        self.layers = tuple(self.layer(index) for index in range(self.config.num_layers))
+        self.is_recurrent = any(isinstance(layer.mixer, RecurrentConfig) for layer in self.layers)
         """Whether the whole model has layers that keep a state of fixed size for every sequence."""
-        found = {layer.mixer.window for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)} or {None}
-        self.windows = tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
+        can_pool = self.ends.per_layer_inputs is None and all(_can_pool(layer.mixer) for layer in self.layers)
+        if self.pooling is not None and not can_pool:
+            raise UnsupportedModel("embedding and rerank models with this kind of attention are not supported")
+        self.windows = windows_of([layer.mixer for layer in self.layers if isinstance(layer.mixer, KV_MIXERS)])
         """The windows of the whole model's attention layers, each once: None (no window) first, then the widest. The
         layers of a window are one KV group, which shares page ids."""
 
-    def _layer(self, index: int) -> LayerConfig:
+    def read_config(self) -> DecoderConfig:
+        """The sizes that all families share."""
+        return DecoderConfig.read(self.raw)
+
+    def _without_head(self, config: DecoderConfig, pooling: PoolingConfig) -> DecoderConfig:
+        """A model that pools has a head only where logits are compared. Raises UnsupportedModel."""
+        pooling.check(config.hidden)
+        context_tokens = min(config.context_tokens, pooling.max_tokens or config.context_tokens)
+        return replace(config, context_tokens=context_tokens, tied=config.tied or not pooling.compares_logits)
+
+    def layer(self, index: int) -> LayerConfig:
+        """One layer of the whole model."""
         mixer, feed_forward = self.mixer(index), self.feed_forward(index)
-        return LayerConfig(mixer, feed_forward, self.norm, self.mixer_norms, self.feed_forward_norms)
+        if self.pooling is not None and self.raw.get("is_causal") is False and isinstance(mixer, AttentionConfig):
+            mixer = replace(mixer, is_causal=False)  # decoders that were trained further as encoders
+        return LayerConfig(
+            mixer,
+            feed_forward,
+            self.norm,
+            BlockNorms() if mixer is None else self.mixer_norms,
+            BlockNorms() if feed_forward is None else self.feed_forward_norms,
+        )
 
     def sharded(self, shard: Shard) -> Architecture:
         """What one rank has of this model: `config` describes the whole model, `layers` this rank's share.
 
         Raises UnsupportedModel if the model cannot be divided in this way.
         """
+        self._reject_division()
         part = copy.copy(self)
         part.shard = shard
         part.layers = tuple(layer.sharded(shard) for layer in self.layers)
@@ -145,10 +205,15 @@ class Architecture(ABC):
         The first stage also has embedding, last norm and head: so only hidden states travel between stages, which are
         far smaller than logits, and a head that shares the memory of the embedding still does.
         """
+        self._reject_division()
         part = copy.copy(self)
         part.stage = stage
         part.layers = self.layers[stage.start : stage.stop]
         return part
+
+    def _reject_division(self) -> None:
+        if self.pooling is not None:
+            raise UnsupportedModel("embedding and rerank models run on one device each; use replicas instead")
 
     @property
     def is_divided(self) -> bool:
@@ -170,9 +235,13 @@ class Architecture(ABC):
         slices: dict[str, TensorSlice | None] = {}
         for name in (f"{self.prefix}.embed_tokens.weight", "lm_head.weight"):
             slices[name] = TensorSlice(rows=(shard.part(self.config.vocab),))
+        if (inputs := self.ends.per_layer_inputs) is not None:
+            slices[f"{self.prefix}.embed_tokens_per_layer.weight"] = TensorSlice(rows=(shard.part(inputs.vocab),))
         for name, layer in self.named_layers():
-            slices.update(mixer_slices(layer.mixer, shard, name))
-            slices.update(feed_forward_slices(layer.feed_forward, shard, name))
+            if layer.mixer is not None:
+                slices.update(mixer_slices(layer.mixer, shard, name))
+            for block in (layer.feed_forward, layer.experts):
+                slices.update(feed_forward_slices(block, shard, name) if block is not None else ())
         return slices
 
     @property
@@ -201,9 +270,15 @@ class Architecture(ABC):
         return EndsConfig(self.norm)
 
     @abstractmethod
-    def mixer(self, index: int) -> MixerConfig:
-        """The first half of a layer."""
+    def mixer(self, index: int) -> MixerConfig | None:
+        """The first half of a layer; None: it has none."""
 
     @abstractmethod
-    def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
-        """The second half of a layer."""
+    def feed_forward(self, index: int) -> MLPConfig | MoEConfig | None:
+        """The second half of a layer; None: it has none."""
+
+
+def windows_of(attentions: Iterable[AttentionConfig | LatentAttentionConfig]) -> tuple[int | None, ...]:
+    """The windows of attention layers, each once: None (no window) first, then the widest."""
+    found = {attention.window for attention in attentions} or {None}
+    return tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))

@@ -20,6 +20,7 @@ _OPTIONAL_ROPE = (
     "attention_factor",
     "beta_fast",
     "beta_slow",
+    "factor",
     "mscale",
     "mscale_all_dim",
     "original_max_position_embeddings",
@@ -144,7 +145,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, settings: Mapping[str, A
             raise UnsupportedModel(f"the model's config has {settings[name]!r:.80} for {name!r} of its rope parameters")
     theta = number_in(settings if settings.get("rope_theta") else config, "rope_theta", 10_000.0)
     fraction = number_in(settings if settings.get("partial_rotary_factor") else config, "partial_rotary_factor", 1.0)
-    dims = int(head_dim * min(fraction, 2.0))
+    dims = head_dim if scaling == "proportional" and fraction <= 1.0 else int(head_dim * min(fraction, 2.0))
     if not 0 < dims <= head_dim or dims % 2:
         raise UnsupportedModel(f"the model's config rotates {dims} of {head_dim} dimensions; they must be pairs")
     if scaling == "longrope":

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.layers.attention import Attention
+from cortex.neuron.layers.attention import Attention, CachedAttention
 from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig, MLPConfig, NormConfig
 from cortex.neuron.layers.embedding import Embedding, Head
-from cortex.neuron.layers.gated_delta import GatedDelta
 from cortex.neuron.layers.latent_attention import LatentAttention
 from cortex.neuron.layers.mlp import MLP
-from cortex.neuron.layers.moe import MoE
+from cortex.neuron.layers.moe import ExpertsBeside, MoE
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.layers.per_layer import PerLayerInput, PerLayerInputs
+from cortex.neuron.layers.recurrent.configs import GatedDeltaConfig, MambaConfig, RecurrentConfig, ShortConvConfig
+from cortex.neuron.layers.recurrent.gated_delta import GatedDelta
+from cortex.neuron.layers.recurrent.layer import RecurrentLayer
+from cortex.neuron.layers.recurrent.mamba import Mamba
+from cortex.neuron.layers.recurrent.short_conv import ShortConv
 from cortex.neuron.layers.rope import RopeTables
-from cortex.neuron.models.architecture import Architecture, LayerConfig
+from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture, LayerConfig
+from cortex.neuron.models.errors import UnsupportedModel
+
+RECURRENT_LAYERS: Mapping[type[RecurrentConfig], Callable[[Parameters, Any, str], RecurrentLayer]] = {
+    GatedDeltaConfig: GatedDelta,
+    MambaConfig: Mamba,
+    ShortConvConfig: ShortConv,
+}
+"""The layer that each config of a recurrent layer describes."""
 
 
 class DecoderLayer:
-    """A mixer (attention, plain or latent, or a gated delta net) and a feed-forward block, each added to its input."""
+    """A mixer (attention, plain or latent, or a recurrent layer) and a feed-forward block, each added to its input, or
+    one of them."""
 
     def __init__(self, model: Decoder, layer: LayerConfig, prefix: str) -> None:
         parameters, mixer, feed_forward = model.parameters, layer.mixer, layer.feed_forward
@@ -32,40 +48,60 @@ class DecoderLayer:
             config = layer.norm if eps is None else replace(layer.norm, eps=eps)
             return None if name is None else model.new_norm(config, f"{prefix}.{name}.weight")
 
+        self._factor = parameters.load(f"{prefix}.layer_scalar", 1) if layer.has_factor else None
         around_mixer, around_mlp = layer.mixer_norms, layer.feed_forward_norms
         self.mixer_norm, self.after_mixer = norm(around_mixer.before), norm(around_mixer.after, around_mixer.after_eps)
-        self.mixer: Attention | LatentAttention | GatedDelta
+        self.mixer: Attention | LatentAttention | RecurrentLayer | None = None
         if isinstance(mixer, AttentionConfig):
-            self.mixer = Attention(parameters, mixer, model.ropes, f"{prefix}.self_attn")
+            source = None if mixer.source is None else model.attention_of(mixer.source)
+            self.mixer = Attention(parameters, mixer, model.ropes, f"{prefix}.self_attn", source)
         elif isinstance(mixer, LatentAttentionConfig):
             self.mixer = LatentAttention(parameters, mixer, model.ropes, f"{prefix}.self_attn")
-        else:
-            self.mixer = GatedDelta(parameters, mixer, f"{prefix}.linear_attn")
+        elif mixer is not None:
+            self.mixer = RECURRENT_LAYERS[type(mixer)](parameters, mixer, f"{prefix}.{mixer.block}")
         self.mlp_norm, self.after_mlp = norm(around_mlp.before), norm(around_mlp.after, around_mlp.after_eps)
-        self.mlp: MLP | MoE
+        self.mlp: MLP | MoE | None = None
         if isinstance(feed_forward, MLPConfig):
             self.mlp = MLP(parameters, feed_forward, f"{prefix}.mlp")
-        else:
+        elif feed_forward is not None:
             self.mlp = MoE(parameters, feed_forward, f"{prefix}.mlp")
+        self._beside = None
+        if layer.experts is not None:
+            norms = [model.new_norm(layer.norm, f"{prefix}.{name}.weight") for name in EXPERT_NORMS]
+            self._beside = ExpertsBeside(MoE(parameters, layer.experts, f"{prefix}.mlp"), *norms)
+        self._own_input = None
+        if layer.per_layer_input is not None:
+            self._own_input = PerLayerInput(parameters, layer.per_layer_input, prefix)
         self._is_parallel = layer.is_parallel
 
-    def __call__(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """hidden: [tokens, hidden] → [tokens, hidden], the residual stream before and after this layer."""
-        if self._is_parallel and self.mixer_norm is not None:
+    def __call__(self, hidden: Tensor, batch: Batch, own_input: Tensor | None = None) -> Tensor:
+        """hidden: [tokens, hidden] → [tokens, hidden], the residual stream before and after this layer.
+
+        own_input: [tokens, size], in models whose layers have inputs of their own"""
+        mixer, mlp = self.mixer, self.mlp
+        if self._is_parallel and self.mixer_norm is not None and mixer is not None and mlp is not None:
             x = self.mixer_norm.centred(hidden)
-            return self.mlp(x, self.mixer_norm, hidden + self.mixer(x, self.mixer_norm, batch))
-        if self.after_mixer is None:
-            hidden = self.mixer(hidden, self.mixer_norm, batch, hidden)
-        else:
-            hidden = self.after_mixer(self.mixer(hidden, self.mixer_norm, batch), residual=hidden)
+            return mlp(x, self.mixer_norm, hidden + mixer(x, self.mixer_norm, batch))
+        if mixer is not None:
+            if self.after_mixer is None:
+                hidden = mixer(hidden, self.mixer_norm, batch, hidden)
+            else:
+                hidden = self.after_mixer(mixer(hidden, self.mixer_norm, batch), residual=hidden)
+        if mlp is None:
+            return hidden
         if self.after_mlp is None:
-            return self.mlp(hidden, self.mlp_norm, hidden)
-        return self.after_mlp(self.mlp(hidden, self.mlp_norm), residual=hidden)
+            return mlp(hidden, self.mlp_norm, hidden)
+        added = mlp(hidden, self.mlp_norm)
+        if self._beside is not None:
+            added = self._beside(added, hidden)
+        if self._own_input is None or own_input is None:
+            return self.after_mlp(added, residual=hidden, factor=self._factor)
+        return self._own_input(self.after_mlp(added, residual=hidden), own_input, self._factor)
 
 
 class Decoder:
     """A model as the engine sees it, or one stage of it. `embedding`, `norm` and `head` exist where the architecture
-    `has_ends`."""
+    `has_ends`. Another backend overrides what the engine calls: `attentions`, `storages`, the call and `logits`."""
 
     embedding: Embedding
     norm: RMSNorm
@@ -80,7 +116,11 @@ class Decoder:
         self.ropes = RopeTables(num_positions, parameters.device)
         if architecture.has_ends:
             self.embedding = Embedding(parameters, config.vocab, config.hidden, f"{prefix}.embed_tokens.weight")
-        self.layers = [DecoderLayer(self, layer, name) for name, layer in architecture.named_layers()]
+        own_inputs = architecture.ends.per_layer_inputs if architecture.has_ends else None
+        self._own_inputs = None if own_inputs is None else PerLayerInputs(parameters, own_inputs, prefix)
+        self.layers: list[DecoderLayer] = []
+        for name, layer in architecture.named_layers():
+            self.layers.append(DecoderLayer(self, layer, name))
         if architecture.has_ends:
             tied = self.embedding if config.tied else None
             self.norm = self.new_norm(architecture.ends.norm, f"{prefix}.norm.weight")
@@ -90,33 +130,71 @@ class Decoder:
         """Allocates a norm over the residual stream."""
         return RMSNorm(self.parameters, self.config.hidden, norm, source)
 
+    def attention_of(self, index: int) -> Attention:
+        """The attention of a layer that is built already, by its number in the whole model. Raises UnsupportedModel."""
+        first = 0 if self.architecture.stage is None else self.architecture.stage.start
+        if index < first:
+            raise UnsupportedModel(f"layers from {first} on read the keys and values of layer {index}")
+        mixer = self.layers[index - first].mixer
+        assert isinstance(mixer, Attention)
+        return mixer
+
     @property
-    def attentions(self) -> list[Attention | LatentAttention]:
+    def attentions(self) -> Sequence[CachedAttention]:
         """The layers' attentions, which keep KV, in order."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, (Attention, LatentAttention))]
 
     @property
-    def gated_deltas(self) -> list[GatedDelta]:
-        """The layers' gated delta nets, which keep a state of fixed size for every row, in order."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDelta)]
+    def recurrent_layers(self) -> list[RecurrentLayer]:
+        """The layers' mixers that keep a state of fixed size for every row, in order."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentLayer)]
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The device memory that the model holds for as long as it is loaded: weights and tables, each piece once."""
         return [*self.parameters.storages(), *self.ropes.storages()]
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The residual stream after the last layer of this part, which has the embedding: [tokens, hidden]"""
-        hidden, ends = self.embedding(batch.tokens), self.architecture.ends
-        scale = ends.embedding_scale
+        """The residual stream after the last layer of this part, which has the embedding: [tokens, hidden]; of a stage,
+        as `through_layers` returns it."""
+        hidden = self.embedded(batch.tokens)
+        if self._own_inputs is None:
+            return self.through_layers(hidden, batch)
+        return self._through_layers(hidden, self._own_inputs(batch.tokens, hidden), batch)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The residual stream before the first layer: [tokens, hidden]"""
+        hidden, ends = self.embedding(tokens), self.architecture.ends
         if ends.embedding_eps is not None:
             hidden = F.rms_norm(hidden, hidden.shape[1:], eps=ends.embedding_eps)
-        return self.through_layers(hidden if scale == 1.0 else hidden.mul_(scale), batch)
+        return hidden if ends.embedding_scale == 1.0 else hidden.mul_(ends.embedding_scale)
 
     def through_layers(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """hidden: [tokens, hidden] → [tokens, hidden], the residual stream before and after the layers."""
+        """hidden: [tokens, hidden] → [tokens, hidden], the residual stream before and after the layers.
+
+        On a stage of a model whose layers have inputs of their own, what comes in also has those of its layers and of
+        all later ones, and what goes out those of the later ones: [tokens, `stage_width`]."""
+        inputs = self.architecture.ends.per_layer_inputs
+        if inputs is not None:
+            hidden, own = hidden.tensor_split([self.config.hidden], dim=1)
+            return self._through_layers(hidden.contiguous(), own.unflatten(1, (-1, inputs.size)), batch)
         for layer in self.layers:
             hidden = layer(hidden, batch)
         return hidden
+
+    @property
+    def stage_width(self) -> int:
+        """Columns of what this stage gets from the one before it."""
+        inputs, stage = self.architecture.ends.per_layer_inputs, self.architecture.stage
+        if inputs is None or stage is None:
+            return self.config.hidden
+        return self.config.hidden + (self.config.num_layers - stage.start) * inputs.size
+
+    def _through_layers(self, hidden: Tensor, own_inputs: Tensor, batch: Batch) -> Tensor:
+        """own_inputs: [tokens, layers, size]"""
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, batch, own_inputs[:, index])
+        later = own_inputs[:, len(self.layers) :]
+        return torch.cat((hidden, later.flatten(1)), dim=1) if later.shape[1] else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] → [rows, vocab]"""

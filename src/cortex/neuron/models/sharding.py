@@ -1,39 +1,32 @@
 """How a model is divided among the ranks of a group (tensor parallelism): the sizes of a rank's layers, and the part of
 each tensor of the checkpoint that fills them.
 
-Attention and gated delta nets are divided by head, feed-forward blocks by inner width, mixtures by expert, embedding
-and head by token. Norms and routers are on every rank. Ranks share a key-value head where there are fewer than ranks;
-the latents of latent attention are on every rank.
-Imports no torch: a node checks with it whether a model can be divided.
+Attention and recurrent layers are divided by head or channel, feed-forward blocks by inner width, mixtures by expert,
+embedding and head by token. Norms and routers are on every rank. Ranks share a key-value head, or a group of heads,
+where there are fewer than ranks; the latents of latent attention are on every rank. Imports no torch: a node checks
+with it whether a model can be divided.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
-from cortex.neuron.layers.configs import (
-    AttentionConfig,
-    GatedDeltaConfig,
-    LatentAttentionConfig,
-    MLPConfig,
-    MoEConfig,
-    Shard,
-)
+from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig, MLPConfig, MoEConfig, Shard
+from cortex.neuron.layers.recurrent.configs import Band, RecurrentConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.weights.sharded import TensorSlice
 
-MixerConfig = AttentionConfig | LatentAttentionConfig | GatedDeltaConfig
+MixerConfig = AttentionConfig | LatentAttentionConfig | RecurrentConfig
 Slices = Mapping[str, TensorSlice | None]
 """Name of a tensor as the rank sees it → the part that the rank reads; None: nothing. Tensors left out are whole."""
 
 
 def sharded_mixer(mixer: MixerConfig, shard: Shard) -> MixerConfig:
     """One rank's share of a mixer. Raises UnsupportedModel."""
-    if isinstance(mixer, GatedDeltaConfig):
-        keys = _divide(mixer.key_heads, shard, f"{mixer.key_heads} key heads of the gated delta nets")
-        values = _divide(mixer.value_heads, shard, f"{mixer.value_heads} value heads of the gated delta nets")
-        return replace(mixer, key_heads=keys, value_heads=values)
+    if isinstance(mixer, RecurrentConfig):
+        return _sharded_recurrent(mixer, shard)
     heads = _divide(mixer.heads, shard, f"{mixer.heads} attention heads")
     if isinstance(mixer, LatentAttentionConfig):
         return replace(mixer, heads=heads, output_bias=mixer.output_bias and shard.is_first)
@@ -45,12 +38,17 @@ def sharded_mixer(mixer: MixerConfig, shard: Shard) -> MixerConfig:
 def sharded_feed_forward(block: MLPConfig | MoEConfig, shard: Shard) -> MLPConfig | MoEConfig:
     """One rank's share of a feed-forward block. Raises UnsupportedModel."""
     if isinstance(block, MoEConfig):
-        if block.experts < shard.size:
-            raise UnsupportedModel(f"{block.experts} experts cannot be divided among {shard.size} devices; use fewer")
-        shared_inner = _divide(block.shared_inner, shard, f"a shared expert of width {block.shared_inner}")
-        return replace(block, shared_inner=shared_inner, shard=shard)
+        return sharded_experts(block, shard)
     inner = _divide(block.inner, shard, f"an inner width of {block.inner}")
     return replace(block, inner=inner, output_bias=block.output_bias and shard.is_first)
+
+
+def sharded_experts(experts: MoEConfig, shard: Shard) -> MoEConfig:
+    """One rank's share of a mixture. Raises UnsupportedModel."""
+    if experts.experts < shard.size:
+        raise UnsupportedModel(f"{experts.experts} experts cannot be divided among {shard.size} devices; use fewer")
+    shared_inner = _divide(experts.shared_inner, shard, f"a shared expert of width {experts.shared_inner}")
+    return replace(experts, shared_inner=shared_inner, shard=shard)
 
 
 def mixer_slices(mixer: MixerConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:
@@ -60,7 +58,7 @@ def mixer_slices(mixer: MixerConfig, shard: Shard, prefix: str) -> Iterator[tupl
     elif isinstance(mixer, LatentAttentionConfig):
         yield from _latent_slices(mixer, shard, f"{prefix}.self_attn")
     else:
-        yield from _gated_delta_slices(mixer, shard, f"{prefix}.linear_attn")
+        yield from _recurrent_slices(mixer, shard, f"{prefix}.{mixer.block}")
 
 
 def feed_forward_slices(
@@ -75,6 +73,7 @@ def feed_forward_slices(
     held = shard.part(block.experts)
     experts = f"{prefix}.mlp.experts"
     yield f"{experts}.gate_up_proj", TensorSlice(rows=(held,))
+    yield f"{experts}.up_proj", TensorSlice(rows=(held,))
     yield f"{experts}.down_proj", TensorSlice(rows=(held,))
     yield f"{experts}.gate_up_proj.bias", TensorSlice(rows=(_scaled(held, 2 * block.inner),))
     for part in ("gate_proj", "up_proj", "down_proj"):
@@ -113,22 +112,31 @@ def _latent_slices(config: LatentAttentionConfig, shard: Shard, prefix: str) -> 
     yield f"{prefix}.o_proj.weight", TensorSlice(columns=_scaled(heads, config.value_dim))
 
 
-def _gated_delta_slices(config: GatedDeltaConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:
-    keys, values = shard.part(config.key_heads), shard.part(config.value_heads)
-    key_rows, value_rows = _scaled(keys, config.key_dim), _scaled(values, config.value_dim)
-    channels = (
-        key_rows,
-        _shifted(key_rows, config.key_size),
-        _shifted(value_rows, 2 * config.key_size),
-    )
-    yield f"{prefix}.in_proj_qkv.weight", TensorSlice(rows=channels)
-    yield f"{prefix}.in_proj_z.weight", TensorSlice(rows=(value_rows,))
-    yield f"{prefix}.in_proj_b.weight", TensorSlice(rows=(values,))
-    yield f"{prefix}.in_proj_a.weight", TensorSlice(rows=(values,))
-    yield f"{prefix}.conv1d.weight", TensorSlice(rows=channels)
-    yield f"{prefix}.A_log", TensorSlice(rows=(values,))
-    yield f"{prefix}.dt_bias", TensorSlice(rows=(values,))
-    yield f"{prefix}.out_proj.weight", TensorSlice(columns=value_rows)
+def _sharded_recurrent(config: RecurrentConfig, shard: Shard) -> RecurrentConfig:
+    changes: dict[str, Any] = {}
+    for field, what in config.divided.items():
+        count: int = getattr(config, field)
+        is_shared = field in config.shared and shard.size % count == 0
+        changes[field] = 1 if is_shared else _divide(count, shard, f"{count} {what}")
+    return replace(config, **changes)
+
+
+def _recurrent_slices(config: RecurrentConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:
+    for tensor in config.tensors:
+        rows, first = [], 0
+        for band in tensor.bands:
+            rows.append(_shifted(_scaled(_units(band, shard), band.size), first))
+            first += band.num_rows
+        if tensor.role == "output":
+            yield f"{prefix}.{tensor.name}", TensorSlice(columns=rows[0])
+        elif rows:
+            yield f"{prefix}.{tensor.name}", TensorSlice(rows=tuple(rows))
+
+
+def _units(band: Band, shard: Shard) -> range:
+    """The units of a rank. Ranks share one where there are fewer units than ranks."""
+    start = shard.rank * band.count // shard.size
+    return range(start, start + max(1, band.count // shard.size))
 
 
 def _gated_mlp_slices(prefix: str, inner: range) -> Iterator[tuple[str, TensorSlice]]:

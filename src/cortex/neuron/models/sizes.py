@@ -6,6 +6,7 @@ what the layers allocate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,13 +14,19 @@ from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.layers.configs import (
     KV_MIXERS,
     AttentionConfig,
-    GatedDeltaConfig,
     LatentAttentionConfig,
     MLPConfig,
     MoEConfig,
     NormConfig,
+    PerLayerInputConfig,
+    PerLayerInputsConfig,
+    halves,
 )
-from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.layers.recurrent.configs import RecurrentConfig
+from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture
+from cortex.neuron.models.pooling.config import DenseStep, NormStep, Step
+from cortex.neuron.models.transformers.architecture import TransformersArchitecture
+from cortex.neuron.weights.stored import TensorInfo
 
 _FLOAT32_BYTES = 4
 
@@ -34,6 +41,8 @@ class WeightStorage:
     """Name of a tensor → the layout in which it stays quantised; tensors left out are dense."""
     kv_item_bytes: int | None = None
     """The size of one element in the KV cache; None: `item_bytes`."""
+    tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
+    """Those of the checkpoint. Needed for models of a library, whose configs do not tell the sizes of their weights."""
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """What one dense matrix takes."""
@@ -54,8 +63,35 @@ class WeightStorage:
 
 def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     """All parameters of a model; of a divided one, those of this rank."""
+    if isinstance(architecture, TransformersArchitecture):
+        return _held_bytes(architecture, storage)
     total = sum(layer_bytes(architecture, storage))
+    if architecture.pooling is not None:
+        total += sum(_step_bytes(step, storage) for step in architecture.pooling.steps)
     return total + end_bytes(architecture, storage) if architecture.has_ends else total
+
+
+def _held_bytes(architecture: TransformersArchitecture, storage: WeightStorage) -> int:
+    """The tensors of the checkpoint that the model has memory for."""
+    packing, total = architecture.packing_of(storage.packing), 0
+    for name, info in storage.tensors.items():
+        if architecture.is_held(name):
+            layout = packing.get(name)
+            count = math.prod(info.shape)
+            total += count * storage.item_bytes if layout is None else layout.num_bytes(*info.shape)
+    return total
+
+
+def _step_bytes(step: Step, storage: WeightStorage) -> int:
+    """The parameters of a step after the pooling."""
+    match step:
+        case DenseStep():
+            biases = step.outputs * step.bias * storage.item_bytes
+            return storage.linear_bytes(step.inputs, {step.source: step.outputs}) + biases
+        case NormStep():
+            return step.size * (1 + step.bias) * storage.item_bytes
+        case _:
+            return 0
 
 
 def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
@@ -68,7 +104,10 @@ def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
         embedding = storage.packed_bytes(config.hidden, {f"{prefix}.embed_tokens": vocab})
         ends = storage.matrix_bytes(vocab, config.hidden) if embedding is None else embedding
         ends += storage.linear_bytes(config.hidden, {"lm_head": vocab})
-    return ends + _norm_bytes(architecture.ends.norm, config.hidden, storage)
+    if architecture.ends.per_layer_inputs is not None:
+        ends += _per_layer_inputs_bytes(architecture.ends.per_layer_inputs, architecture, storage)
+    ends += sum(storage.matrix_bytes(rows, config.hidden) for rows in architecture.ends.tables.values())
+    return ends + len(architecture.ends.norms) * _norm_bytes(architecture.ends.norm, config.hidden, storage)
 
 
 def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]:
@@ -81,18 +120,39 @@ def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]
             total += _attention_bytes(layer.mixer, storage, f"{name}.self_attn")
         elif isinstance(layer.mixer, LatentAttentionConfig):
             total += _latent_bytes(layer.mixer, storage, f"{name}.self_attn")
-        else:
-            total += _gated_delta_bytes(layer.mixer, storage, f"{name}.linear_attn")
+        elif layer.mixer is not None:
+            total += _recurrent_bytes(layer.mixer, storage, f"{name}.{layer.mixer.block}")
         if isinstance(layer.feed_forward, MLPConfig):
             total += _mlp_bytes(layer.feed_forward, storage, f"{name}.mlp")
-        else:
+        elif layer.feed_forward is not None:
             total += _moe_bytes(layer.feed_forward, storage, f"{name}.mlp")
-        totals.append(total)
+        if layer.experts is not None:
+            total += len(EXPERT_NORMS) * _norm_bytes(layer.norm, architecture.config.hidden, storage)
+            total += _moe_bytes(layer.experts, storage, f"{name}.mlp")
+        if layer.per_layer_input is not None:
+            total += _per_layer_input_bytes(layer.per_layer_input, storage, name)
+        totals.append(total + storage.item_bytes * layer.has_factor)
     return totals
 
 
+def _per_layer_inputs_bytes(config: PerLayerInputsConfig, architecture: Architecture, storage: WeightStorage) -> int:
+    """What makes the inputs of all layers."""
+    prefix, vocab = architecture.prefix, len(architecture.shard.part(config.vocab))
+    total = storage.linear_bytes(config.width, {f"{prefix}.embed_tokens_per_layer": vocab})
+    total += storage.linear_bytes(config.hidden, {f"{prefix}.per_layer_model_projection": config.width})
+    return total + _norm_bytes(config.norm, config.size, storage)
+
+
+def _per_layer_input_bytes(config: PerLayerInputConfig, storage: WeightStorage, prefix: str) -> int:
+    """What one layer does with its input."""
+    total = storage.linear_bytes(config.hidden, {f"{prefix}.per_layer_input_gate": config.size})
+    total += storage.linear_bytes(config.size, {f"{prefix}.per_layer_projection": config.hidden})
+    return total + _norm_bytes(config.norm, config.hidden, storage)
+
+
 def _norm_bytes(norm: NormConfig, size: int, storage: WeightStorage) -> int:
-    return 0 if norm.weightless else size * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
+    num_elements = 0 if norm.weightless else size * (1 + norm.has_bias)
+    return num_elements * (_FLOAT32_BYTES if norm.is_float32 else storage.item_bytes)
 
 
 def kv_bytes_by_window(architecture: Architecture, item_bytes: int) -> dict[int | None, int]:
@@ -110,14 +170,12 @@ def kv_bytes_per_token(architecture: Architecture, item_bytes: int) -> int:
 
 
 def state_bytes(architecture: Architecture, item_bytes: int) -> int:
-    """The recurrent state of one sequence over all layers; 0 for a model that has none.
-
-    A layer keeps the latest inputs of its convolution in the model's dtype, and its memory in float32.
-    """
-    deltas = [layer.mixer for layer in architecture.layers if isinstance(layer.mixer, GatedDeltaConfig)]
+    """The recurrent state of one sequence over all layers; 0 for a model that has none."""
+    mixers = [layer.mixer for layer in architecture.layers if isinstance(layer.mixer, RecurrentConfig)]
     return sum(
-        delta.conv_taps * delta.channels * item_bytes + delta.value_size * delta.key_dim * _FLOAT32_BYTES
-        for delta in deltas
+        math.prod(part.shape) * (_FLOAT32_BYTES if part.is_float32 else item_bytes)
+        for mixer in mixers
+        for part in mixer.state
     )
 
 
@@ -146,33 +204,45 @@ def _latent_bytes(config: LatentAttentionConfig, storage: WeightStorage, prefix:
     return total + _norm_bytes(config.norm, config.q_rank + config.latent, storage)
 
 
-def _gated_delta_bytes(config: GatedDeltaConfig, storage: WeightStorage, prefix: str) -> int:
-    inputs = config.input_rows(prefix)
-    total = storage.linear_bytes(config.hidden, inputs)
-    total += storage.linear_bytes(config.value_size, {f"{prefix}.out_proj": config.hidden})
-    total += storage.matrix_bytes(config.conv_taps, config.channels)
-    return total + 2 * config.value_heads * _FLOAT32_BYTES + config.value_dim * storage.item_bytes
+def _recurrent_bytes(config: RecurrentConfig, storage: WeightStorage, prefix: str) -> int:
+    total = storage.linear_bytes(config.hidden, config.input_rows(prefix))
+    for name, columns in config.output_columns(prefix).items():
+        total += storage.linear_bytes(columns, {name: config.hidden})
+    for tensor in config.tensors:
+        if tensor.role == "small":
+            item_bytes = _FLOAT32_BYTES if tensor.is_float32 else storage.item_bytes
+            total += tensor.num_rows * tensor.row_elements * item_bytes
+    return total
 
 
 def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
-    total = storage.linear_bytes(config.hidden, config.input_rows(prefix))
+    inputs = config.input_rows(prefix)
+    total = storage.linear_bytes(config.hidden, inputs)
     total += storage.linear_bytes(config.inner, {f"{prefix}.down_proj": config.hidden})
-    return total + (2 * config.inner * config.bias + config.hidden * config.output_bias) * storage.item_bytes
+    return total + (sum(inputs.values()) * config.bias + config.hidden * config.output_bias) * storage.item_bytes
 
 
 def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
     """The experts are one stack, in which the shared expert takes as many places as it needs."""
-    bias = config.experts * _FLOAT32_BYTES * config.has_bias
+    extra = config.experts * _FLOAT32_BYTES * (config.has_bias + config.scales_experts)
+    if config.router_norm is not None:
+        extra += _norm_bytes(config.router_norm, config.hidden, storage)
     if config.biased:
-        bias += (config.experts + len(config.held) * (2 * config.inner + config.hidden)) * storage.item_bytes
+        extra += (config.experts + len(config.held) * (2 * config.inner + config.hidden)) * storage.item_bytes
+    if config.latent:
+        extra += storage.linear_bytes(config.hidden, {f"{prefix}.fc1_latent_proj": config.latent})
+        extra += storage.linear_bytes(config.latent, {f"{prefix}.fc2_latent_proj": config.hidden})
     packed = _packed_expert_bytes(config, storage, prefix)
     if packed is not None:
-        packed += bias
+        packed += extra
         return packed + storage.matrix_bytes(config.experts, config.hidden) + _shared_bytes(config, storage, prefix)
     num_experts = len(config.held) + config.num_shared
-    total = storage.matrix_bytes(num_experts * 2 * config.inner, config.hidden)
-    total += storage.matrix_bytes(num_experts * config.hidden, config.inner)
-    return total + storage.matrix_bytes(config.num_scores, config.hidden) + bias
+    total = storage.matrix_bytes(num_experts * len(halves(config.gated)) * config.inner, config.width)
+    total += storage.matrix_bytes(num_experts * config.width, config.inner) + extra
+    if not config.num_shared:
+        total += _shared_bytes(config, storage, prefix)
+        return total + storage.matrix_bytes(config.experts, config.hidden)
+    return total + storage.matrix_bytes(config.num_scores, config.hidden)
 
 
 def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
@@ -180,8 +250,8 @@ def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int
     if not config.shared_inner:
         return 0
     name = f"{prefix}.shared_expert"
-    gate_up = {f"{name}.gate_proj": config.shared_inner, f"{name}.up_proj": config.shared_inner}
-    total = storage.linear_bytes(config.hidden, gate_up)
+    inputs = {f"{name}.{half}_proj": config.shared_inner for half in halves(config.gated)}
+    total = storage.linear_bytes(config.hidden, inputs)
     total += storage.linear_bytes(config.shared_inner, {f"{name}.down_proj": config.hidden})
     return total + storage.matrix_bytes(config.num_scores - config.experts, config.hidden)
 
@@ -189,10 +259,10 @@ def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int
 def _packed_expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int | None:
     """Routed experts that stay quantised: those whose matrices all have one layout."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
-    halves = {f"{name}.{half}_proj": config.inner for name in names for half in ("gate", "up")}
+    inputs = {f"{name}.{half}_proj": config.inner for name in names for half in halves(config.gated)}
     joint = {f"{name}.gate_up_proj": 2 * config.inner for name in names}
-    downs = {f"{name}.down_proj": config.hidden for name in names}
-    gate_up = _stack_bytes(config.hidden, joint, storage) or _stack_bytes(config.hidden, halves, storage)
+    downs = {f"{name}.down_proj": config.width for name in names}
+    gate_up = _stack_bytes(config.width, joint, storage) or _stack_bytes(config.width, inputs, storage)
     down = _stack_bytes(config.inner, downs, storage)
     return None if gate_up is None or down is None else gate_up + down
 

@@ -182,7 +182,7 @@ class Instance:
         self._callbacks.on_progress(stage, done_bytes, total_bytes)
 
     def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None:
-        if not self._has_produced and any(output.tokens for output in outputs):
+        if not self._has_produced and any(output.tokens or output.vectors for output in outputs):
             self._has_produced = True
             self._callbacks.on_produced()
         for output in outputs:
@@ -194,7 +194,7 @@ class Instance:
                 running.generation.fail(GenerationFailed(message))
             else:
                 running.generation.push(output)
-                if output.tokens:
+                if output.tokens or output.vectors:
                     self._admission.produced(running.queued, time.monotonic())
             if output.finish is not None:
                 self._release(running, finished=output.finish in ("stop", "length"))

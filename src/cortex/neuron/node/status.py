@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 import cortex
+from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import Estimate, Survey
@@ -25,6 +26,10 @@ class ServedModel:
     context_tokens: int | None
     sampling: SamplingDefaults
     """The operator's values, then those of the model's files."""
+    pooling: PoolingConfig | None = None
+    """What an embedding or rerank model does with texts; None for a model that generates text, or is not known yet."""
+    vector_width: int = 0
+    """The length of a loaded embedding model's vectors."""
 
 
 def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[str, ...]) -> Discovery:
@@ -40,6 +45,7 @@ def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[s
         max_devices_per_model=len(inventory.devices),
         can_sleep=can_sleep(sleep_mb, inventory.devices),
         harnesses=harnesses,
+        more_dialects=("ollama_chat", "ollama_generate", "llama_cpp_infill"),
     )
 
 
@@ -54,6 +60,8 @@ def served_model(model: KnownModel, controller: ModelController | None, survey: 
         state=controller.life.state if controller is not None else ModelState.COLD,
         context_tokens=context_tokens,
         sampling=model.sampling if survey is None else model.sampling.over(survey.text.generation),
+        pooling=survey.facts.pooling if survey is not None else None,
+        vector_width=instance.resident.info.vector_width if instance is not None else 0,
     )
 
 
@@ -89,6 +97,7 @@ def describe_model(
         parallel="pipeline" if model.pipeline_parallel > 1 else "tensor" if model.tensor_parallel > 1 else None,
         harness=model.harness,
         family=facts.family if facts is not None else None,
+        backend=facts.backend if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,
         requested_quant=survey.requested_quant if survey is not None else model.quant,
         source=model.source,
@@ -118,7 +127,10 @@ def describe_model(
 def _capabilities(survey: Survey | None, engine_notes: tuple[str, ...]) -> Capabilities:
     if survey is None:
         return Capabilities()
-    template = survey.text.capabilities
+    template, pooling = survey.text.capabilities, survey.facts.pooling
+    if pooling is not None:
+        embeds = pooling.task == "embed"
+        return Capabilities(chat=False, embeddings=embeds, rerank=not embeds, notes=engine_notes)
     return Capabilities(
         chat=template.chat,
         tools=template.tools,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
+
 from cortex.neuron.text import defaults, files
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
@@ -32,6 +34,7 @@ from cortex.neuron.text.output.reasoning import (
 )
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
+from cortex.neuron.text.template.fill_in import fill_in_prompt, markers
 from cortex.neuron.text.template.literal_content import LiteralContent
 from cortex.neuron.text.template.prompt import (
     NO_RULES,
@@ -109,7 +112,8 @@ class TextModel:
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        return _capabilities(self.template, self.notes)
+        found = _capabilities(self.template, self.notes)
+        return msgspec.structs.replace(found, insert=markers(self.tokenizer) is not None)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, including control tokens in it; adds no token."""
@@ -126,7 +130,10 @@ class TextModel:
         Do not call it on the event loop: 100k new tokens take a third of a second. Known turns cost almost nothing.
         """
         if request.prompt is not None:
-            return render_raw(request.prompt, self.tokenizer, rules)
+            prompt = request.prompt
+            if request.suffix is not None and isinstance(prompt, str):
+                prompt = fill_in_prompt(prompt, request.suffix, self.tokenizer)
+            return render_raw(prompt, self.tokenizer, rules)
         template = self._template_for(request)
         literal_content = None if rules.control_tokens_in_messages else self._literal_content[template is self.template]
         return render_conversation(request, template, self.tokenizer, self._reasoning_markers, literal_content, rules)

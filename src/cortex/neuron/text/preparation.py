@@ -30,6 +30,7 @@ class Prepared:
 
 def prepare(text: TextModel, request: GenerateRequest, rules: PromptRules) -> Prepared:
     """Raises a CortexError for a request that the model cannot run, or that breaks `rules`."""
+    rules = _capped(rules, request.most_context_tokens)
     fitting = [_fitting(text, single, rules) for single in request.one_per_prompt]
     request, prompts = fitting[0][0], tuple(prompt for _, prompt in fitting)
     grammar = text.grammar(request, rules)
@@ -38,6 +39,12 @@ def prepare(text: TextModel, request: GenerateRequest, rules: PromptRules) -> Pr
     # No response is longer than the context.
     prediction = tuple(text.encode(request.prediction or "")[: rules.context_tokens])
     return Prepared(prompts, grammar, response_grammar, prediction)
+
+
+def _capped(rules: PromptRules, most: int | None) -> PromptRules:
+    if most is None or (rules.context_tokens is not None and rules.context_tokens <= most):
+        return rules
+    return replace(rules, context_tokens=most)
 
 
 def _fitting(text: TextModel, request: GenerateRequest, rules: PromptRules) -> tuple[GenerateRequest, Rendered]:

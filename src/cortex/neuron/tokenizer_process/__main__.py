@@ -77,6 +77,10 @@ class TokenizerService:
                 case protocol.Encode(characters, rules):
                     check_size(characters, rules)
                     return protocol.Encoded(protocol.packed(text.encode(characters)))
+                case protocol.EncodeTexts(texts, rules):
+                    for characters in (*texts.texts, *texts.queries):
+                        check_size(characters, rules)
+                    return protocol.pack_texts(text.tokenizer.encoder.encode_texts(texts))
                 case protocol.Count(whole, rules):
                     return protocol.Counted(len(text.render(unpack(whole), rules).ids))
                 case protocol.Prepare(whole, rules):

@@ -13,8 +13,9 @@ from cortex.neuron.text.errors import TextFileMalformed, TextModelError
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules
+from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.tokenizer_process import protocol
-from cortex.neuron.tokenizer_process.protocol import Job, Reply
+from cortex.neuron.tokenizer_process.protocol import Job, PackedTexts, Reply
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.wire.errors import BodyTooLarge, LoadFailed, Recovering
 from cortex.wire.rejection import Rejected
@@ -103,6 +104,12 @@ class TokenizerClient:
         reply = await self._run_job(protocol.Encode(text, rules), is_long=is_long)
         assert isinstance(reply, protocol.Encoded)
         return protocol.unpacked(reply.ids)
+
+    async def encode_texts(self, texts: TextsToEncode, rules: PromptRules, *, is_long: bool) -> PackedTexts:
+        """The tokens of texts that are pooled."""
+        reply = await self._run_job(protocol.EncodeTexts(texts, rules), is_long=is_long)
+        assert isinstance(reply, PackedTexts)
+        return reply
 
     async def _run_job(self, job: Job, *, is_long: bool) -> Reply:
         try:

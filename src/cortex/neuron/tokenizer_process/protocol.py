@@ -13,6 +13,7 @@ from cortex.neuron.text.errors import TextFileMalformed, TextModelError, Tokeniz
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules, Rendered
+from cortex.neuron.text.tokenizer.encoder import EncodedTexts, TextsToEncode
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
 from cortex.wire import rejection
 from cortex.wire.errors import PreparationLimitExceeded
@@ -42,6 +43,13 @@ class Encode(ChannelMessage, frozen=True):
     rules: PromptRules
 
 
+class EncodeTexts(ChannelMessage, frozen=True):
+    """Asks for the tokens of texts that are pooled."""
+
+    texts: TextsToEncode
+    rules: PromptRules
+
+
 class Prepare(ChannelMessage, frozen=True):
     """Asks for the prompts and the grammar of a request."""
 
@@ -66,6 +74,13 @@ class Described(ChannelMessage, frozen=True):
 class Encoded(ChannelMessage, frozen=True):
     ids: bytes
     """Token ids as packed 32-bit integers, which decode much faster than a list."""
+
+
+class PackedTexts(ChannelMessage, frozen=True):
+    ids: bytes
+    """Of all texts, one after another."""
+    lengths: tuple[int, ...]
+    first_segments: tuple[int, ...]
 
 
 class Counted(ChannelMessage, frozen=True):
@@ -93,8 +108,8 @@ class FilesUnreadable(ChannelMessage, frozen=True):
     message: str
 
 
-Job = Describe | Encode | Prepare | Count
-Reply = Described | Encoded | Counted | PackedPrepared | FilesUnreadable | Rejected
+Job = Describe | Encode | EncodeTexts | Prepare | Count
+Reply = Described | Encoded | PackedTexts | Counted | PackedPrepared | FilesUnreadable | Rejected
 
 
 def fingerprint_of(facts: TextFacts) -> str:
@@ -104,6 +119,11 @@ def fingerprint_of(facts: TextFacts) -> str:
 
 def packed(token_ids: Sequence[int]) -> bytes:
     return array("I", token_ids).tobytes()
+
+
+def pack_texts(encoded: EncodedTexts) -> PackedTexts:
+    ids = b"".join(map(packed, encoded.ids))
+    return PackedTexts(ids, tuple(map(len, encoded.ids)), tuple(encoded.first_segments))
 
 
 def unpacked(blob: bytes) -> tuple[int, ...]:

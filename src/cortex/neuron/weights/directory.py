@@ -56,6 +56,14 @@ def read_json(directory: Path, name: str) -> Mapping[str, Any]:
 
 def parse_json_object(raw: bytes, path: Path) -> dict[str, Any]:
     """Parse `raw`, the contents of `path`, as a JSON object; raises Malformed."""
+    value = parse_json(raw, path)
+    if not isinstance(value, dict):
+        raise Malformed(f"{path} holds a JSON {type(value).__name__}, not an object; download it again")
+    return value
+
+
+def parse_json(raw: bytes, path: Path) -> Any:
+    """Parse `raw`, the contents of `path`; raises Malformed."""
     try:
         value = json.loads(raw, object_pairs_hook=_unique)
         if _SURROGATE.search(raw):
@@ -63,8 +71,6 @@ def parse_json_object(raw: bytes, path: Path) -> dict[str, Any]:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Malformed(f"{path} does not hold valid JSON ({str(error)[:80]}); download it again") from error
-    if not isinstance(value, dict):
-        raise Malformed(f"{path} holds a JSON {type(value).__name__}, not an object; download it again")
     return value
 
 

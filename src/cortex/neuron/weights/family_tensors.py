@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeGuard
 
 from cortex.neuron.weights.delta_heads import DeltaHeads, joint_gates, joint_inputs
+from cortex.neuron.weights.encoder_tensors import encoder_name, is_encoder
 from cortex.neuron.weights.errors import Malformed
 from cortex.neuron.weights.interleaved_experts import separated_experts
 from cortex.neuron.weights.stored import StoredTensor
 
 _DELTA_PARTS: Final = {"in_proj_qkvz": joint_inputs, "in_proj_ba": joint_gates}
-_JOINT: Final = re.compile(r"\.(self_attn\.qkv_proj|mlp\.gate_up_proj|linear_attn\.in_proj_(qkvz|ba))\.(weight|bias)$")
+_JOINT: Final = re.compile(
+    r"\.(self_attn\.qkv_proj|mlp\.(shared_expert\.)?gate_up_proj|linear_attn\.in_proj_(qkvz|ba))\.(weight|bias)$"
+)
 """Tensors that hold the rows of several."""
 _OWN_NAMES: Final = {
     "language_model.model.": "model.language_model.",
@@ -24,19 +27,51 @@ _OWN_NAMES: Final = {
     ".self_attn.query_layernorm.": ".self_attn.q_norm.",
     ".self_attn.key_layernorm.": ".self_attn.k_norm.",
     ".block_sparse_moe.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+    ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
+    ".block_sparse_moe.router.layer.": ".mlp.gate.",
     ".block_sparse_moe.": ".mlp.",
+    ".shared_mlp.input_linear.": ".mlp.shared_expert.gate_up_proj.",
+    ".shared_mlp.output_linear.": ".mlp.shared_expert.down_proj.",
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
     ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
     ".mlp.moe_statics.": ".mlp.gate.",
     ".mlp.gate.moe_statics.": ".mlp.gate.",
     ".mlp.router.": ".mlp.gate.",
     ".mlp.shared_experts.": ".mlp.shared_expert.",
+    ".router.proj.": ".mlp.gate.",
+    ".router.scale": ".mlp.gate.input_scale",
+    ".router.per_expert_scale": ".mlp.gate.expert_scale",
+    "model.embedding_norm.": "model.norm.",
+    ".operator_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".self_attn.q_layernorm.": ".self_attn.q_norm.",
+    ".self_attn.k_layernorm.": ".self_attn.k_norm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".feed_forward.w1.": ".mlp.gate_proj.",
+    ".feed_forward.w2.": ".mlp.down_proj.",
+    ".feed_forward.w3.": ".mlp.up_proj.",
+    ".feed_forward.expert_bias": ".mlp.gate.e_score_correction_bias",
+    ".feed_forward.": ".mlp.",
+    "backbone.embeddings.": "model.embed_tokens.",
+    "backbone.norm_f.": "model.norm.",
+    "backbone.layers.": "model.layers.",
+    **{f".mixer.{part}": f".self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj")},
+    **{
+        f".mixer.{part}": f".mamba.{part}"
+        for part in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj")
+    },
+    ".mixer.shared_experts.": ".mlp.shared_expert.",
+    ".mixer.": ".mlp.",
     ".w1.weight": ".gate_proj.weight",
     ".w2.weight": ".down_proj.weight",
     ".w3.weight": ".up_proj.weight",
 }
 """Parts of names in published checkpoints → what layers call them."""
+_BODY: Final = ("embed_tokens.", "layers.", "norm.")
 _NAMES: Final = re.compile("|".join(("^" if name[0] != "." else "") + re.escape(name) for name in _OWN_NAMES))
+_BESIDE: Final = re.compile(r"(\.layers\.\d+)\.experts\.")
+"""Experts beside a feed-forward block, which layers have in that block."""
 _BIAS_OF_CHOICE: Final = ".mlp.gate.e_score_correction_bias"
 _INTERLEAVED: Final = frozenset({"cohere2", "ernie4_5", "ernie4_5_moe", "glm4"})
 """Families that rotate pairs of adjacent dimensions; here the two halves of the rotated dimensions are pairs."""
@@ -51,7 +86,17 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
 
     Raises CheckpointError.
     """
-    tensors = {_NAMES.sub(_own_name, name): tensor for name, tensor in stored.items()}
+    model_type = str(config.get("model_type"))
+    if is_encoder(model_type) and "model.embed_tokens.weight" not in stored:
+        tensors = {encoder_name(model_type, name): tensor for name, tensor in stored.items()}
+    else:
+        # Models that were saved without their head have no prefix.
+        prefix = "model." if "embed_tokens.weight" in stored else ""
+        tensors = {
+            _arranged_name(prefix + name if name.startswith(_BODY) else name): tensor for name, tensor in stored.items()
+        }
+    if model_type == "granitemoehybrid" and not config.get("num_local_experts", 1):
+        tensors = {name.replace(".mlp.shared_expert.", ".mlp."): tensor for name, tensor in tensors.items()}
     if len(tensors) < len(stored):
         raise Malformed("the checkpoint has tensors under two names for the same; download it again")
     for name, tensor in tensors.items():
@@ -68,6 +113,10 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
         for name in [name for name in tensors if _ROTATED.search(name)]:
             tensors[name] = tensors[name].with_halves_apart(sizes.head_dim, sizes.rotated)
     return tensors
+
+
+def _arranged_name(name: str) -> str:
+    return _BESIDE.sub(r"\1.mlp.experts.", _NAMES.sub(_own_name, name))
 
 
 def _own_name(match: re.Match[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cortex.neuron.weights.errors import TensorMissing
+from cortex.neuron.weights.errors import TensorMissing, Unsupported
 from cortex.neuron.weights.safetensors.arranged import stacked_expert
 from cortex.neuron.weights.stored import StoredTensor, TensorInfo
 
@@ -23,13 +23,28 @@ class TensorSlice:
     rows: tuple[range, ...] = ()
     """Runs of rows, in order; empty: all rows."""
     columns: range | None = None
+    row_share: tuple[int, int] | None = None
+    """(rank, ranks): an even share of the rows, however many there are; `column_share` is one of the columns."""
+    column_share: tuple[int, int] | None = None
     source: str | None = None
     """The tensor's name in the checkpoint, if the rank knows it under another one."""
 
     def of(self, stored: StoredTensor) -> StoredTensor:
-        """Raises Unsupported if the columns cut the blocks of a quantised tensor."""
-        part = stored.with_rows(self.rows) if self.rows else stored
-        return part if self.columns is None else part.with_columns(self.columns)
+        """Raises Unsupported if the columns cut the blocks of a quantised tensor, or a share is not even."""
+        rows, columns = self.rows, self.columns
+        if self.row_share is not None:
+            rows = (_share(stored.shape[0], self.row_share),)
+        if self.column_share is not None:
+            columns = _share(stored.shape[1], self.column_share)
+        part = stored.with_rows(rows) if rows else stored
+        return part if columns is None else part.with_columns(columns)
+
+
+def _share(count: int, share: tuple[int, int]) -> range:
+    rank, ranks = share
+    if count % ranks:
+        raise Unsupported(f"{count} rows or columns cannot be divided among {ranks} devices")
+    return range(rank * count // ranks, (rank + 1) * count // ranks)
 
 
 class ShardedCheckpoint:

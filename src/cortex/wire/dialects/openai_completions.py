@@ -41,11 +41,12 @@ from cortex.wire.fields.tables.openai_completions import FIELDS
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
 from cortex.wire.sse import COMMENT as KEEPALIVE
+from cortex.wire.sse import CONTENT_TYPE
 
 FAMILY = Family.OPENAI
 ID_PREFIX = "cmpl-"
 
-__all__ = ["FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+__all__ = ["CONTENT_TYPE", "FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
 
 
 def parse(body: bytes) -> GenerateRequest:
@@ -59,11 +60,15 @@ def parse(body: bytes) -> GenerateRequest:
         raise fields.invalid(
             "prompt", f"{num_choices} choices in one request, at most {MAX_CHOICES}; send fewer prompts"
         )
+    suffix = fields.text("suffix") or None
+    if suffix is not None and (more_prompts or not isinstance(prompt, str) or echo):
+        raise fields.invalid("suffix", "it needs one prompt, as text, without 'echo'")
     stream_options = fields.object("stream_options")
     return GenerateRequest(
         model=fields.model(),
         prompt=prompt,
         more_prompts=tuple(more_prompts),
+        suffix=suffix,
         echo=echo,
         truncate_prompt_tokens=read_truncation(fields),
         output=read_output_format(fields, fields.object("response_format")),

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from cortex.wire.dialects import anthropic_messages, openai_chat, openai_completions, openai_responses
+from cortex.wire.dialects import (
+    anthropic_messages,
+    llama_cpp_infill,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
+from cortex.wire.dialects.ollama import chat as ollama_chat
+from cortex.wire.dialects.ollama import generate as ollama_generate
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import AnyEvent
 from cortex.wire.node.protocol import Dialect as DialectName
@@ -32,6 +40,9 @@ class Dialect(Protocol):
     def ID_PREFIX(self) -> str: ...  # noqa: N802
 
     @property
+    def CONTENT_TYPE(self) -> str: ...  # noqa: N802
+
+    @property
     def KEEPALIVE(self) -> bytes: ...  # noqa: N802
 
     @property
@@ -51,6 +62,9 @@ DIALECTS: Mapping[DialectName, Dialect] = {
     "openai_completions": openai_completions,
     "openai_responses": openai_responses,
     "anthropic_messages": anthropic_messages,
+    "ollama_chat": ollama_chat,
+    "ollama_generate": ollama_generate,
+    "llama_cpp_infill": llama_cpp_infill,
 }
 
 ROUTES: Mapping[str, DialectName] = {
@@ -58,6 +72,9 @@ ROUTES: Mapping[str, DialectName] = {
     "/v1/completions": "openai_completions",
     "/v1/responses": "openai_responses",
     "/v1/messages": "anthropic_messages",
+    "/api/chat": "ollama_chat",
+    "/api/generate": "ollama_generate",
+    "/infill": "llama_cpp_infill",
 }
 """`POST` paths that generate, and the dialect of each."""
 
@@ -67,4 +84,4 @@ def family(path: str, *, is_anthropic: bool = False) -> Family:
     which says that the request has Anthropic's version header."""
     if path.startswith("/v1/messages") or (is_anthropic and path.startswith("/v1/models")):
         return Family.ANTHROPIC
-    return Family.OPENAI
+    return Family.OLLAMA if path.startswith("/api/") else Family.OPENAI

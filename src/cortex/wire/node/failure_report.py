@@ -27,7 +27,13 @@ class _Event(msgspec.Struct, frozen=True):
     """The fields in which the dialects say that a stream failed."""
 
     type: str | None = None
-    error: _Error | None = None
+    error: _Error | str | None = None
+    code: str | int | None = None
+    """Beside an `error` that is text, as Ollama writes it."""
+
+    @property
+    def error_code(self) -> str:
+        return str(self.error.code if isinstance(self.error, _Error) else self.code)
 
 
 _decoder = msgspec.json.Decoder(_Event)
@@ -55,16 +61,16 @@ def from_stream(tail: bytes) -> str | None:
         return None
     if event.error is None and event.type not in ("error", "response.failed"):
         return None
-    return _known(str(event.error.code) if event.error is not None else "")
+    return _known(event.error_code)
 
 
 def from_body(body: bytes) -> str | None:
     """The code in the body of an error response; None where the dialect has none, or a foreign server made it up."""
     try:
-        error = _decoder.decode(body).error
+        found = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return str(error.code) if error is not None and str(error.code) in BY_CODE else None
+    return found.error_code if found.error is not None and found.error_code in BY_CODE else None
 
 
 def _line(text: bytes, start: int) -> bytes:

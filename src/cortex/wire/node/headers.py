@@ -24,6 +24,9 @@ TOKEN_LIMIT = "x-cortex-token-limit"
 """The most tokens that a request may use, its prompt and all choices together: what its key has reserved for it. Only a
 gateway sets it."""
 
+WAITED = "x-cortex-waited-ms"
+"""How long a request waited at the gateway, for dialects whose responses report durations. Only a gateway sets it."""
+
 PROMPT_TOKENS = "x-cortex-prompt-tokens"
 """The tokens of a prompt that is larger than `TOKEN_LIMIT`, in the error of the node."""
 
@@ -33,6 +36,9 @@ RECOVERS = "x-cortex-recovers"
 BUDGET = "x-cortex-budget"
 """The tokens that a request may use, its prompt included, where the budget of its key may end the response, from the
 gateway to the client."""
+
+DIMENSIONS = "x-cortex-dimensions"
+"""The length of the vectors in a response with embeddings, from a node."""
 
 NODE = "x-cortex-node"
 """The name of the node that served the request, from the gateway to the client."""

@@ -20,7 +20,15 @@ from cortex.wire.node.sampling import SamplingDefaults
 log = logging.getLogger(__name__)
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
-Dialect = Literal["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
+Dialect = Literal[
+    "openai_chat",
+    "openai_completions",
+    "openai_responses",
+    "anthropic_messages",
+    "ollama_chat",
+    "ollama_generate",
+    "llama_cpp_infill",
+]
 DeviceKind = Literal["cuda", "cpu"]
 Stage = Literal["resolve", "download", "read", "place", "warm"]
 
@@ -78,6 +86,8 @@ class Discovery(NodeValue, frozen=True):
         "openai_responses",
         "anthropic_messages",
     )
+    more_dialects: tuple[str, ...] = ()
+    """Dialects that came later. Gateways that do not know `dialects` of other names would reject the whole report."""
 
 
 class DeviceHealth(NodeValue, frozen=True):
@@ -121,6 +131,9 @@ class Capabilities(NodeValue, frozen=True):
     reasoning: bool = False
     vision: bool = False
     embeddings: bool = False
+    insert: bool = False
+    """Whether it fills in text between a prefix and a suffix."""
+    rerank: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -156,6 +169,8 @@ class ModelStatus(NodeValue, frozen=True):
     shares no device with another divided one."""
     harness: str = "torch"
     family: str | None = None
+    backend: str | None = None
+    """What runs it: `native`, or the library whose modules do. Absent: its files are not known."""
     quant: str | None = None
     """The format of most of its weights; absent: they are dense, or its files are not known."""
     requested_quant: str | None = None

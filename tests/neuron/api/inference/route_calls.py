@@ -15,15 +15,34 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100},
+    "/api/chat": {"messages": [{"role": "user", "content": "hi"}], "stream": False},
+    "/api/generate": {"prompt": "hi", "stream": False},
+    "/infill": {"input_prefix": "hi", "input_suffix": "ho"},
 }
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:
-    return {"model": "org/tiny", **BODIES[path], **fields}
+    """`fields` of sampling are options in Ollama's dialects."""
+    options = {name: fields.pop(name) for name in ("stop", "temperature") if name in fields and is_ollama(path)}
+    return {"model": "org/tiny", **BODIES[path], **({"options": options} if options else {}), **fields}
+
+
+def is_ollama(path: str) -> bool:
+    return path.startswith("/api/")
+
+
+def message_of(reply: dict[str, Any]) -> str:
+    """The message of an error in any dialect."""
+    error = reply["error"]
+    return str(error if isinstance(error, str) else error["message"])
 
 
 def text_of(reply: dict[str, Any]) -> str:
     """The text of a whole response in any dialect."""
+    if "created_at" in reply and "done" in reply:
+        return str(reply["message"]["content"] if "message" in reply else reply["response"])
+    if "stop_type" in reply:
+        return str(reply["content"])
     if "choices" in reply:
         choice = reply["choices"][0]
         return str(choice["text"] if "text" in choice else choice["message"]["content"])
@@ -34,8 +53,11 @@ def text_of(reply: dict[str, Any]) -> str:
 async def frames(api: Api, path: str, request: dict[str, Any]) -> list[Frame]:
     async with api.client.post(api.url + path, json={**request, "stream": True}) as response:
         assert response.status == 200
-        assert response.headers["content-type"].startswith("text/event-stream")
+        content_type = "application/x-ndjson" if is_ollama(path) else "text/event-stream"
+        assert response.headers["content-type"].startswith(content_type)
         assert response.headers["x-accel-buffering"] == "no"
+        if is_ollama(path):
+            return [Frame("message", line.decode()) for line in (await response.read()).splitlines()]
         return Parser().feed(await response.read())
 
 

@@ -14,13 +14,13 @@ from cortex.wire.dialects.registry import ROUTES
 from cortex.wire.node.protocol import ModelState
 
 from ..conftest import Api, ChatBody, Until
-from .route_calls import ask, body, frames, received_until
+from .route_calls import ask, body, frames, is_ollama, received_until
 
 
 @pytest.mark.parametrize("keepalive_s", [0.05])
 @pytest.mark.parametrize("path", ROUTES)
 async def test_sends_keepalives_while_there_is_no_output(api: Api, path: str, keepalive_s: float) -> None:
-    keepalive = b"event: ping" if path == "/v1/messages" else b": keepalive"
+    keepalive = b"event: ping" if path == "/v1/messages" else b" " if is_ollama(path) else b": keepalive"
     api.node.script.first_gate = asyncio.Event()
     began_s = time.monotonic()
     async with api.client.post(api.url + path, json=body(path, stream=True)) as response:

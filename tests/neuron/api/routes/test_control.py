@@ -101,7 +101,7 @@ async def test_rejects_invalid_load_requests(api: Any) -> None:
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/models", 405, "method_not_allowed"),
         ("GET", "/models/none/such", 404, "model_not_found"),
-        ("POST", "/v1/embeddings", 400, "unsupported_modality"),
+        ("POST", "/v1/embeddings", 400, "malformed_json"),
     ],
 )
 async def test_every_error_is_json(api: Any, method: str, path: str, status: int, code: str) -> None:
@@ -232,3 +232,24 @@ async def test_exposes_every_metric(api: Any, chat_body: Any) -> None:
         "# TYPE neuron_time_to_first_token_seconds histogram",
     ):
         assert expected in lines, expected
+
+
+async def test_llama_cpps_routes(api: Any) -> None:
+    _, listed = await api.get("/models")
+    assert listed["data"][0]["status"] == {"value": "loaded"}
+    assert listed["models"][0]["id"] == "org/tiny"
+    _, tokens, _ = await api.post("/tokenize", {"model": "org/tiny", "content": "hé", "with_pieces": True})
+    assert tokens["tokens"][0]["piece"] == "h"
+    ids = [token["id"] for token in tokens["tokens"]]
+    assert (await api.post("/detokenize", {"model": "org/tiny", "tokens": ids}))[1] == {"content": "hé"}
+    status, reply, _ = await api.post("/detokenize", {"model": "org/tiny", "tokens": [10**6]})
+    assert (status, reply["error"]["param"]) == (400, "tokens")
+    messages = [{"role": "user", "content": "hi"}]
+    _, applied, _ = await api.post("/apply-template", {"model": "org/tiny", "messages": messages})
+    assert applied["prompt"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    _, props = await api.get("/props?model=org/tiny")
+    assert props["default_generation_settings"]["n_ctx"] == 2000
+    assert "<|im_start|>" in props["chat_template"]
+    assert (await api.get("/props"))[1]["role"] == "router"
+    assert (await api.post("/models/unload", {"model": "org/tiny"}, **{"content-type": "application/json"}))[0] == 200
+    assert (await api.get("/models"))[1]["data"][0]["status"] == {"value": "unloaded"}

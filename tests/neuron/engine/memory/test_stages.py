@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -79,6 +80,9 @@ def test_no_other_division_has_a_larger_cache_or_a_less_full_device(seed: int) -
         LayerSizes(pick.randint(10, 100), pick.choice((0, 1, 3)), pick.choice((0, 5)))
         for _ in range(pick.randint(2, 8))
     ]
+    if seed % 2:  # the last layers read the pages of one before them
+        source = pick.randrange(len(layers) - 1)
+        layers[source + 1 :] = [replace(layer, page_bytes=0, source=source) for layer in layers[source + 1 :]]
     num_stages = pick.randint(1, min(4, len(layers)))
     first_bytes = pick.choice((0, 50, 150))
     capacities = [pick.randint(50, 900) for _ in range(num_stages)]
@@ -94,7 +98,8 @@ def test_no_other_division_has_a_larger_cache_or_a_less_full_device(seed: int) -
         return [
             division
             for division in all_divisions(len(layers), num_stages)
-            if all(a <= b for a, b in zip(used(division, cache), capacities, strict=True))
+            if all(layers[index].source in (None, *stage) for stage in division for index in stage)
+            and all(a <= b for a, b in zip(used(division, cache), capacities, strict=True))
         ]
 
     plans = divide_layers(layers, first_bytes, capacities, least, most)
@@ -157,6 +162,17 @@ def test_stages_of_a_model_fit_with_penalties_on_the_first() -> None:
     assert all(plan.num_bytes <= capacity for plan, capacity in zip(plans, capacities, strict=True))
     assert divided((700_000, 1_200_000)) is not None
     assert divided((200_000, 1_200_000)) is None  # no room for embedding, head and a layer
+
+
+def test_layers_that_read_the_pages_of_others_are_in_their_stage() -> None:
+    """Of 8 layers the last 4 read the pages of the third and the fourth."""
+    types = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full") * 2]
+    own: dict[str, Any] = {"layer_types": types, "sliding_window": 64, "num_kv_shared_layers": 4, "global_head_dim": 32}
+    capacities = (10_000_000, 2_000_000)
+    for changes, expected in ((own, 2), (own | {"num_kv_shared_layers": 0}, 7)):
+        plans = divided(capacities, model_type="gemma4_unified_text", tie_word_embeddings=True, **changes)
+        assert plans is not None
+        assert len(plans[0].layers) == expected
 
 
 def test_tied_embedding_and_quantised_weights_leave_more_layers_to_the_first_stage() -> None:

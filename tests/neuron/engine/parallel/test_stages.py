@@ -60,8 +60,29 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", EXPERTS | SHARED | DELTA),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "global_head_dim": 24,
+            "sliding_window": 20,
+            "num_kv_shared_layers": 1,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "sliding", "full", "full")],
+        },
+    ),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", EXPERTS | SHARED | DELTA),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {
+            **{"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"]},
+            **{"mamba_num_heads": 3, "mamba_head_dim": 8, "ssm_state_size": 12, "n_groups": 1, "n_routed_experts": 5},
+            **{"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "head_dim": 16},
+        },
+    ),
 }
 DIVISIONS: dict[str, list[tuple[int, ...]]] = {
     "llama": [(3, 2), (2, 1, 2)],
@@ -70,8 +91,10 @@ DIVISIONS: dict[str, list[tuple[int, ...]]] = {
     "qwen3_moe": [(2, 1, 2)],
     "glm4_moe_lite": [(1, 4)],
     "qwen3_next": [(3, 2), (1, 4), (2, 1, 2)],
+    "gemma4": [(1, 4), (2, 1, 2)],
     "qwen3_5": [(1, 4)],
     "qwen3_5_moe": [(2, 1, 2)],
+    "nemotron_h": [(1, 1, 3)],
 }
 """Layers of each stage. In (1, 4), the first stage of hybrid models has no attention; in (2, 1, 2), the second one has
 no recurrent layer, or no window."""

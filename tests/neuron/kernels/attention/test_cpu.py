@@ -42,7 +42,7 @@ def test_attention_of_one_row_on_a_cpu_matches_the_reference(
     q_scale, k_scale = (torch.randn(dim) if normed else None for _ in range(2))
     angles = torch.randn(length, rotated // 2)
     rope = torch.cat((angles.cos(), angles.sin()), dim=1)
-    rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window)
+    rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, None, normed, dim // 2 if normed else 0)
     kept, expected_kept = pages.clone(), pages.float()
     out = one_row_attention(q, k, v, rules, batch, *kept)
     expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *expected_kept)
@@ -97,7 +97,8 @@ def test_attention_of_decode_rows_in_c_matches_the_reference(
     angles = torch.randn(max(lengths), rotated // 2)
     rope = torch.cat((angles.cos(), angles.sin()), dim=1)
     sinks = torch.randn(heads) if kv_heads > 1 else None
-    rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, sinks)
+    half = dim // 2 if normed else 0
+    rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, sinks, normed, half)
     kept, expected_kept = pages.clone(), pages.float()
     out = native.native_attention(q, k, v, rules, batch, *kept)
     expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *expected_kept)

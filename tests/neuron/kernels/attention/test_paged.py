@@ -47,7 +47,13 @@ def make_batch(decode_lengths: list[int], prefills: list[tuple[int, int]], devic
     return batch, len(lengths) * max_pages + 1
 
 
-GEOMETRIES = [(4, 2, 128, 128, True), (3, 1, 64, 64, False), (2, 2, 80, 16, True), (2, 1, 256, 64, True)]
+GEOMETRIES = [
+    (4, 2, 128, 128, True, False),
+    (3, 1, 64, 64, False, False),
+    (2, 2, 80, 16, True, True),
+    (2, 1, 256, 64, True, False),
+    (8, 1, 512, 128, True, True),
+]
 ROWS: list[tuple[list[int], list[tuple[int, int]]]] = [
     ([1], []),
     ([5, 200, 65], []),
@@ -57,7 +63,18 @@ ROWS: list[tuple[list[int], list[tuple[int, int]]]] = [
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotated", "normed", "window", "has_sinks", "decode_lengths", "prefills"),
+    (
+        "heads",
+        "kv_heads",
+        "dim",
+        "rotated",
+        "normed",
+        "norms_values",
+        "window",
+        "has_sinks",
+        "decode_lengths",
+        "prefills",
+    ),
     [
         # Every geometry and all rows, each with and without a window, and with and without sinks.
         (*geometry, None if (number + row) % 2 else 50, number % 2 == 1, *ROWS[row])
@@ -72,6 +89,7 @@ def test_attention_and_stored_kv_match_the_reference(
     dim: int,
     rotated: int,
     normed: bool,
+    norms_values: bool,
     window: int | None,
     has_sinks: bool,
     decode_lengths: list[int],
@@ -91,7 +109,8 @@ def test_attention_and_stored_kv_match_the_reference(
 
     def run(function: Callable[..., torch.Tensor], kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         q_scale, k_scale = (None if scale is None else scale.to(kind) for scale in scales)
-        rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, sinks)
+        half = dim // 2 if norms_values else 0  # some pairs in the middle of a head do not turn
+        rules = AttentionRules(dim**-0.5, rope, q_scale, k_scale, 1e-6, window, sinks, norms_values, half)
         q, k, v = projected.to(kind).split([heads, kv_heads, kv_heads], dim=1)
         kept = pages.to(kind, copy=True)
         return function(q, k, v, rules, batch, *kept), kept
@@ -100,6 +119,24 @@ def test_attention_and_stored_kv_match_the_reference(
     expected, expected_kept = run(attention_reference, torch.float32)
     assert_close(out, expected)
     assert_close(kept, expected_kept)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_capped_scores_match_the_reference(
+    window: int | None, device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+) -> None:
+    """The cap is far below the scores, so that one that is forgotten would show."""
+    batch, num_pages = make_batch([3, 70], [(0, 9), (33, 40)], device)
+    q, k, v = torch.randn(len(batch.positions), 8, 32, device=device, dtype=dtype).split([4, 2, 2], dim=1)
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, 2, 32, device=device, dtype=dtype)
+    rules = AttentionRules(1.0, torch.tensor((1.0, 0.0), device=device).repeat(400, 1), window=window, softcap=1.5)
+
+    def run(function: Callable[..., torch.Tensor], kind: torch.dtype, rules: AttentionRules) -> torch.Tensor:
+        return function(q.to(kind), k.to(kind), v.to(kind), rules, batch, *pages.to(kind, copy=True))
+
+    expected = run(attention_reference, torch.float32, rules)
+    assert_close(run(attention, dtype, rules), expected)
+    assert (run(attention_reference, torch.float32, replace(rules, softcap=None)) - expected).abs().max() > 0.1
 
 
 def test_a_sink_takes_its_share_of_the_softmax() -> None:

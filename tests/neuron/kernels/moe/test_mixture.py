@@ -8,7 +8,7 @@ from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.mixture import mixture_grouped, mixture_of_rows, mixture_reference
+from cortex.neuron.kernels.moe.mixture import mixture, mixture_grouped, mixture_of_rows, mixture_reference
 from cortex.neuron.kernels.moe.routing import choose_reference
 
 EPS = 1e-6
@@ -140,6 +140,27 @@ def test_small_and_large_batches_match_the_reference(
     hidden = rows_with_clear_routing(tokens, norm, experts)
     reference = mixture_reference(hidden.float(), norm.float(), EPS, exact(experts))
     assert_close(run(hidden, norm, EPS, experts), reference)
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_experts_without_gates_match_the_definition(
+    tokens: int, device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+) -> None:
+    """The shared expert too, in small and in large batches."""
+    gated = random_experts((24, 16, 6, 1), device, dtype, top_k=3, renormalise=True)
+    up = DenseMatrix(gated.gate_up.values().unflatten(0, (7, 2, 16))[:, 1].flatten(0, 1).contiguous())
+    experts = dataclasses.replace(gated, gate_up=up, gated=False)
+    norm = torch.randn(24, device=device, dtype=dtype)
+    hidden = rows_with_clear_routing(tokens, norm, experts)
+    x = torch.nn.functional.rms_norm(hidden.float(), (24,), norm.float(), EPS)
+    choice = choose_reference(x @ experts.router.float().t(), experts)
+    matrices = [stack.float() for stack in stacks(experts)]
+    inner = torch.einsum("th,eih->tei", x, matrices[0]).relu().square()
+    every = torch.einsum("tei,ehi->teh", inner, matrices[1])
+    chosen = every.gather(1, choice.experts.long()[..., None].expand(-1, -1, 24))
+    expected = hidden.float() + (chosen * choice.weights[..., None]).sum(1)
+    assert_close(mixture(hidden, norm, EPS, experts), expected)
+    assert_close(mixture_reference(hidden.float(), norm.float(), EPS, exact(experts)), expected)
 
 
 def held(experts: Experts, first: int, count: int) -> Experts:

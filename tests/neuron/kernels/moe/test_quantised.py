@@ -48,14 +48,17 @@ def random_matrix(layout: DeviceLayout, outputs: int, inputs: int) -> ExpertMatr
     return matrix
 
 
-def random_experts(gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner: int) -> Experts:
+def random_experts(
+    gate_up: DeviceLayout, down: DeviceLayout, hidden: int, inner: int, *, gated: bool = True
+) -> Experts:
     experts = 4
     return Experts(
         torch.randn(experts, hidden, device=DEVICE).to(KIND),
-        random_matrix(gate_up, experts * 2 * inner, hidden),
+        random_matrix(gate_up, experts * (1 + gated) * inner, hidden),
         random_matrix(down, experts * hidden, inner),
         top_k=2,
         renormalise=True,
+        gated=gated,
     )
 
 
@@ -95,6 +98,20 @@ def test_mixture_agrees_with_dense_experts(
         expected = mixture_reference(x, norm_weight, EPS, dense(experts))
         tolerance = 0.15 if is_rounded and function is mixture_grouped else 0.03
         torch.testing.assert_close(function(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=tolerance)
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", [layouts.Q4, FLOAT8_ROWS])
+def test_experts_without_gates_agree_with_dense_ones(layout: DeviceLayout) -> None:
+    torch.manual_seed(0)
+    experts = random_experts(layout, layout, 128, 128, gated=False)
+    norm_weight = torch.rand(128, device=DEVICE).to(KIND) + 0.5
+    is_rounded = isinstance(experts.gate_up, Float8Matrix) and has_float8_products(DEVICE)
+    for rows in (1, 9):
+        x = torch.randn(rows, 128, device=DEVICE).to(KIND)
+        expected = mixture_reference(x, norm_weight, EPS, dense(experts))
+        tolerance = 0.15 if is_rounded and rows > 1 else 0.05
+        torch.testing.assert_close(mixture(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=tolerance)
 
 
 @needs_kernels

@@ -74,6 +74,24 @@ def test_bias_moves_the_choice_and_not_the_weights() -> None:
         torch.testing.assert_close(choice.weights, 2 * logits[:, chosen : chosen + 1].sigmoid())
 
 
+def test_factors_of_experts_and_a_norm_of_the_router_match_the_reference(
+    device: torch.device, assert_close: AssertClose
+) -> None:
+    plain = make_experts(20, 4, 3, True, device)
+    scales = torch.rand(20, device=device)
+    experts = replace(plain, scales=scales, router_norm=torch.randn(48, device=device))
+    hidden, norm = torch.randn(3, 48, device=device), torch.rand(48, device=device) * 0.3
+    choice, reference = (choose(hidden, norm, 1e-6, experts) for choose in (choose_rows, choose_rows_reference))
+    assert torch.equal(choice.experts, reference.experts)
+    assert_close(choice.weights, reference.weights)
+    logits = torch.randn(21, len(experts.router), device=device)
+    assert_close(list_pairs(logits, experts).weights, list_pairs_reference(logits, experts).weights)
+    unscaled, scaled = choose_reference(logits, plain), choose_reference(logits, experts)
+    routed = unscaled.experts[:, :4]
+    assert_close(scaled.weights[:, :4], unscaled.weights[:, :4] * scales[routed])
+    assert torch.equal(scaled.weights[:, 4:], unscaled.weights[:, 4:])
+
+
 @pytest.mark.parametrize(("routed", "top_k", "shared"), COUNTS)
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_small_batch_choice_matches_the_reference(

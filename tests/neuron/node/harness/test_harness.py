@@ -42,6 +42,9 @@ class EchoFacts:
     context_tokens = 512
     num_layers = 1
     num_ranks = 1
+    pooling = None
+    backend = "echo"
+    has_stages = False
     digest = ""
 
 

@@ -30,10 +30,13 @@ CONFIG = {  # 13.8 GiB in bfloat16, of which embedding and head take 2.3
     "max_position_embeddings": 8192,
 }
 FACTS = ModelFacts(Path("/m"), read_architecture(CONFIG))
+CARD = Device(index=0, kind="cuda", name="card", total_bytes=24 * GIB)
 FORECAST = Forecast(NeuronConfig(limits=Limits(max_num_seqs=8, min_free_vram_mb=0)))
 
 
-def chosen(free_gib: list[float], total_gib: list[float] | None = None, **options: Any) -> ChosenDevices:
+def chosen(
+    free_gib: list[float], total_gib: list[float] | None = None, facts: ModelFacts = FACTS, **options: Any
+) -> ChosenDevices:
     totals = total_gib or free_gib
     devices = [
         Device(index=index, kind="cuda", name=f"card {index}", total_bytes=int(total * GIB))
@@ -45,7 +48,7 @@ def chosen(free_gib: list[float], total_gib: list[float] | None = None, **option
     }
     settings: dict[str, Any] = {"pipeline_parallel": 2, **options}
     model = KnownModel(id="m", source="/m", **settings)
-    return DeviceChoice(model, FACTS, devices, readings, FORECAST).choose()
+    return DeviceChoice(model, facts, devices, readings, FORECAST).choose()
 
 
 def layers(found: ChosenDevices) -> list[int]:
@@ -114,6 +117,13 @@ def test_ceilings_of_devices_decide_like_their_free_memory() -> None:
     assert layers(found)[0] > layers(found)[1]
     assert found.stages[1].memory_bytes is not None
     assert found.stages[1].memory_bytes <= 9 * GIB
+
+
+def test_rejects_stages_of_a_model_that_a_library_runs() -> None:
+    facts = ModelFacts(Path("/m"), read_architecture(CONFIG | {"model_type": "gpt_neox"}))
+    with pytest.raises(LoadFailed, match="m cannot be divided by layers, because the transformers library runs it"):
+        chosen([24, 24], facts=facts)
+    assert FORECAST.empty_stages(KnownModel(id="m", source="/m", pipeline_parallel=2), facts, [CARD] * 2) is None
 
 
 def test_rejects_more_stages_than_layers_by_name() -> None:

@@ -128,11 +128,11 @@ async def test_failed_load_reports_the_reason_leaves_nothing_and_can_be_repeated
 
 
 async def test_preflight_rejects_before_any_worker_is_started(tmp_path: Path) -> None:
-    config = models(tmp_path, gpt={"config": {"model_type": "gpt2"}}, m={}) | {"model_roots": [str(tmp_path)]}
+    config = models(tmp_path, gpt={"config": {"model_type": "gptj"}}, m={}) | {"model_roots": [str(tmp_path)]}
     (tmp_path / "empty").mkdir()
     async with running_node(tmp_path, config) as node:
         for rejected, reason in (
-            (LoadRequest(model_id="gpt"), "model_type 'gpt2'"),
+            (LoadRequest(model_id="gpt"), "GPTJForCausalLM of the installed transformers"),
             (
                 LoadRequest(model_id="m", quant="fp8"),
                 "not quantised as fp8 at load on this node.*; choose q8 or q4, or omit",

@@ -154,7 +154,26 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "quant", "reason"),
     [
-        ({"model_type": "mamba9000"}, None, "model_type 'mamba9000' is not supported; supported are"),
+        ({"model_type": "mamba9000"}, None, "has no causal language model of model_type 'mamba9000'"),
+        (
+            {"model_type": "m9", "auto_map": {"AutoModel": "m.M"}},
+            None,
+            "the code of its repository is never run",
+        ),
+        (
+            {"model_type": "falcon"},
+            None,
+            "FalconForCausalLM of the installed transformers .* does not support other att",
+        ),
+        ({"model_type": "mamba2"}, None, "Mamba2ForCausalLM of the installed transformers .* keeps a recurrent state"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, None, "bart is an encoder-decoder model"),
+        (
+            {"model_type": "llama4_text", "layer_types": ["chunked_attention"] * 2},
+            None,
+            "type chunked_attention are not",
+        ),
+        ({"model_type": "phi", "rope_scaling": {"type": "dynamic"}}, None, "rope scaling 'dynamic' is not supported"),
+        ({"model_type": 5}, None, "model_type 5 is not supported: is it a model's config"),
         ({"quantization_config": {"quant_method": "hqq"}}, None, r"the weights are quantised \(hqq\)"),
         ({"num_attention_heads": 0}, None, "0 for 'num_attention_heads'"),
         ({"max_position_embeddings": "many"}, None, "'many' for 'max_position_embeddings'"),

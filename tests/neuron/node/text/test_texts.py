@@ -13,6 +13,8 @@ from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
+from cortex.neuron.text.tokenizer.encoder import TextsToEncode
+from cortex.neuron.tokenizer_process.protocol import PackedTexts, packed
 from cortex.wire.errors import LoadFailed, Overloaded, PreparationLimitExceeded, Recovering
 from cortex.wire.packed_request import PackedRequest, pack
 from cortex.wire.requests import GenerateRequest, OutputFormat
@@ -64,6 +66,12 @@ class Source:
 
     async def encode(self, text: str, rules: PromptRules, *, is_long: bool) -> tuple[int, ...]:
         raise NotImplementedError
+
+    async def encode_texts(self, texts: TextsToEncode, rules: PromptRules, *, is_long: bool) -> PackedTexts:
+        """One token for each character."""
+        self.calls.append(f"encode {len(texts.texts)}")
+        ids = b"".join(packed([ord(character) for character in text]) for text in texts.texts)
+        return PackedTexts(ids, tuple(map(len, texts.texts)), ())
 
 
 @pytest.fixture

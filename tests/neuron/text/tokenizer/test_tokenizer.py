@@ -134,6 +134,35 @@ def test_prefix_space_is_omitted_if_the_file_says_so(sentencepiece: dict[str, An
     assert tokenizer.decode(tokenizer.encode("fox")) == "fox"
 
 
+def test_gemma4_gguf_vocabulary_encodes_like_its_published_form(sentencepiece: dict[str, Any]) -> None:
+    """Merges in place of scores, no space before a text, and more tokens that end a response than the file names."""
+    tokens = [*sentencepiece["tokenizer.ggml.tokens"], "<turn|>", "<|tool_response>"]
+    known = set(tokens)
+    merges = [
+        (token[:cut], token[cut:])
+        for token in tokens[259:-2]
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+    ids = {token: number for number, token in enumerate(tokens)}
+    published = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    published.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer = from_gguf(
+        {
+            **{key: value for key, value in sentencepiece.items() if not key.endswith("scores")},
+            "tokenizer.ggml.model": "gemma4",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [*sentencepiece["tokenizer.ggml.token_type"], 3, 4],
+            "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+            "tokenizer.ggml.add_space_prefix": False,
+        }
+    )
+    for text in (*CORPUS, "the lazy dog", "  two  spaces\n\nand lines", "😀"):
+        assert tokenizer.encode(text) == published.encode(text).ids, text
+    assert tokenizer.encode("fox<turn|>")[-1] == ids["<turn|>"]
+    assert set(tokenizer.eos_ids) == {2, ids["<turn|>"], ids["<|tool_response>"]}
+
+
 def test_begin_and_end_tokens_are_added_to_documents_only_if_the_file_asks(gguf_metadata: dict[str, Any]) -> None:
     plain = from_gguf(gguf_metadata)
     assert plain.encode_document("hi") == plain.encode("hi")
@@ -148,7 +177,7 @@ def test_begin_and_end_tokens_are_added_to_documents_only_if_the_file_asks(gguf_
     ("change", "error", "word"),
     [
         ({"tokenizer.ggml.pre": "brand-new"}, TokenizerUnsupported, "brand-new"),
-        ({"tokenizer.ggml.model": "bert"}, TokenizerUnsupported, "bert"),
+        ({"tokenizer.ggml.model": "rwkv"}, TokenizerUnsupported, "rwkv"),
         ({"tokenizer.ggml.tokens": []}, TokenizerMissing, "vocabulary"),
         ({"tokenizer.ggml.merges": ["nopair"]}, TextFileMalformed, "nopair"),
     ],
@@ -205,9 +234,9 @@ def test_rejects_missing_damaged_and_foreign_files_by_name(backend: Tokenizer, t
     (tmp_path / "tokenizer.json").write_text('{"model": 1')
     with pytest.raises(TextFileMalformed, match=r"tokenizer\.json"):
         load(tmp_path)
-    word_piece = Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
-    word_piece.decoder = decoders.WordPiece()
-    word_piece.save(str(tmp_path / "tokenizer.json"))
+    word_level = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    word_level.decoder = decoders.BPEDecoder()
+    word_level.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerUnsupported):
         load(tmp_path)
     write_model(tmp_path, backend, "chatml")

@@ -84,12 +84,15 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 
 class _ErrorEnvelope(msgspec.Struct, frozen=True):
-    error: _ErrorBody
+    error: _ErrorBody | str
+    """Text in Ollama's dialect, whose code is beside it."""
+    code: str | int | None = None
 
 
 def _error_in(body: bytes) -> _ErrorBody | None:
     try:
-        return msgspec.json.decode(body, type=_ErrorEnvelope).error
+        found = msgspec.json.decode(body, type=_ErrorEnvelope)
+        return _ErrorBody(found.error, found.code) if isinstance(found.error, str) else found.error
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 

@@ -97,7 +97,7 @@ class Poller:
     async def _read_foreign(self) -> tuple[Discovery, Health]:
         """A foreign server counts as a node without devices whose models are always ready."""
         models = await self._client.foreign_models()
-        capable = Capabilities(tools=True, embeddings=True)
+        capable = Capabilities(tools=True, embeddings=True, rerank=True)
         statuses = tuple(
             ModelStatus(id=model.id, state=ModelState.READY, context_tokens=model.context_tokens, capabilities=capable)
             for model in models

@@ -68,6 +68,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     duration_s: float = 0.0
     num_attempts: int = 0
     usage: Usage | None = None
+    dimensions: int | None = None
+    """The length of the vectors of a response with embeddings."""
     capture: Capture | None = None
 
     @property

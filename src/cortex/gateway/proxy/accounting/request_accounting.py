@@ -55,6 +55,8 @@ class RequestAccounting:
     error_message: str | None = None
     """For operators: it may name nodes and files."""
     capture: Capture | None = None
+    dimensions: int | None = None
+    """The length of the vectors in the response."""
     waited_s: float = 0.0
     """Time in queues."""
     load_s: float = 0.0
@@ -81,6 +83,11 @@ class RequestAccounting:
         self.load_s += lease.load_s
 
     @property
+    def held_s(self) -> float:
+        """From the request's last byte to its latest attempt."""
+        return self.sent_at - self.started_at
+
+    @property
     def attempt_id(self) -> bytes:
         """The latest attempt, as its node knows it."""
         return b"%b-%x" % (_GATEWAY_ID, self.attempt_number)
@@ -103,7 +110,7 @@ class RequestAccounting:
         has_response = self.first_data_at is not None and self.status < 400 and self.route.uses_tokens
         usage = reported if has_response else None
         estimate = self._estimate(num_response_bytes) if has_response and usage is None else None
-        if disconnected and usage is None and lease is not None and lease.has_lifecycle and self.route.generates:
+        if disconnected and usage is None and lease is not None and lease.has_lifecycle and self.route.runs_model:
             services.disconnected_usage.fetch(
                 services.nodes.get(node), self.attempt_id.decode(), estimate, partial(self._settle, lease, outcome, now)
             )
@@ -170,6 +177,7 @@ class RequestAccounting:
                 duration_s=ended_at - self.started_at,
                 num_attempts=self.num_attempts,
                 usage=usage,
+                dimensions=self.dimensions,
                 error_code=self._failure(),
                 error_message=self.error_message,
                 reason=reason,

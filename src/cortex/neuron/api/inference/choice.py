@@ -52,9 +52,11 @@ class ChoiceContext:
 class Stopwatch:
     """When a response began, and how long each part of it took."""
 
-    __slots__ = ("_arrived_s", "_first_s", "_submitted_s")
+    __slots__ = ("_arrived_s", "_first_s", "_gateway_s", "_submitted_s")
 
-    def __init__(self, arrived_s: float, submitted_s: float) -> None:
+    def __init__(self, arrived_s: float, submitted_s: float, gateway_s: float = 0.0) -> None:
+        """`gateway_s`: how long a gateway held the request back."""
+        self._gateway_s = gateway_s
         self._arrived_s = arrived_s
         self._submitted_s = submitted_s
         self._first_s: float | None = None
@@ -68,7 +70,10 @@ class Stopwatch:
         now_s = time.monotonic()
         first_s = now_s if self._first_s is None else self._first_s
         return Timing(
-            queue_s=self._submitted_s - self._arrived_s, prefill_s=first_s - self._submitted_s, decode_s=now_s - first_s
+            gateway_s=self._gateway_s,
+            queue_s=self._submitted_s - self._arrived_s,
+            prefill_s=first_s - self._submitted_s,
+            decode_s=now_s - first_s,
         )
 
 

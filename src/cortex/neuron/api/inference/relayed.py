@@ -14,6 +14,7 @@ from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.inference.choice import Stopwatch
 from cortex.neuron.api.inference.engine_requests import within_limit
 from cortex.neuron.api.inference.session import Deliver, Phase, ready
 from cortex.neuron.engine.request import EngineRequest, StepOutput
@@ -21,9 +22,8 @@ from cortex.neuron.node.harness.upstream import Upstream
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamInterrupted, UpstreamUnavailable
-from cortex.wire.events import AnyEvent, Finish, ReasoningDelta, TextDelta, Timing, ToolCallDelta, Usage
+from cortex.wire.events import AnyEvent, Finish, ReasoningDelta, TextDelta, ToolCallDelta, Usage
 from cortex.wire.fields.raw_fields import replace_fields
-from cortex.wire.node.protocol import Dialect as DialectName
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
@@ -48,29 +48,30 @@ class RelayedSession:
         drain_gate: DrainGate,
         packed: PackedRequest,
         upstream: Upstream,
-        dialect: DialectName,
-        received: bytes,
+        chat: bytes | None,
         *,
         id: str,
         principal: str,
         token_limit: int | None = None,
+        gateway_s: float = 0.0,
     ) -> None:
-        """`received`: the body as the client sent it. `token_limit`: as `Session` has it; the prompt counts as one
-        token per byte, because that is the most that it can have."""
+        """`chat`: the body of a chat request as the client sent it; None: the request is translated. `token_limit` and
+        `gateway_s`: as `Session` has them; the prompt counts as one token per byte, because that is the most that it
+        can have."""
         self.phase: Phase = "load"
         """The current phase; after the end, the last one."""
         self._backend = backend
         self._drain_gate = drain_gate
         self._packed = packed
         self._upstream = upstream
-        self._dialect = dialect
-        self._received = received
+        self._chat = chat
         self._id = id
         self._principal = principal
         self._token_limit = token_limit
         self._call: UpstreamCall | None = None
         self._num_deltas = 0
-        self._began_s = 0.0
+        self._gateway_s = gateway_s
+        self._stopwatch: Stopwatch
         self._finishes: list[Finish] = []
 
     @property
@@ -105,16 +106,16 @@ class RelayedSession:
 
         def receive_events(events: list[AnyEvent]) -> None:
             if self.phase == "prefill":
-                self.phase, self._began_s = "decode", time.monotonic()
+                self.phase = "decode"
+                self._stopwatch.note_output()
                 self._upstream.produced(self._id)
-            times = (arrived_s, submitted_s, self._began_s)
-            deliver([self._observed(event, *times) for event in events])
+            deliver([self._observed(event) for event in events])
 
         generation = self._backend.generate(model, EngineRequest(self._id, (), 1, principal=self._principal))
         try:
             generation.follow(receive, fail)
             await has_slot
-            submitted_s = time.monotonic()
+            self._stopwatch = Stopwatch(arrived_s, time.monotonic(), self._gateway_s)
             response.deliver = receive_events
             self._call = self._upstream.send(_PATH, _JSON, body, response)
             try:
@@ -140,13 +141,11 @@ class RelayedSession:
         if self._call is not None:
             self._call.resume()
 
-    def _observed(self, event: AnyEvent, arrived_s: float, submitted_s: float, began_s: float) -> AnyEvent:
+    def _observed(self, event: AnyEvent) -> AnyEvent:
         if isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta):
             self._num_deltas += 1
         if isinstance(event, Finish):
-            queue_s, prefill_s = submitted_s - arrived_s, began_s - submitted_s
-            timing = Timing(queue_s=queue_s, prefill_s=prefill_s, decode_s=time.monotonic() - began_s)
-            event = msgspec.structs.replace(event, timing=timing)
+            event = msgspec.structs.replace(event, timing=self._stopwatch.timing())
             self._finishes.append(event)
         return event
 
@@ -156,21 +155,22 @@ class RelayedSession:
         head = self._packed.head
         fields, without = self._upstream.fields, self._upstream.stripped_fields
         if self._token_limit is not None:
-            limited = within_limit(head, len(self._received), self._token_limit)
+            num_bytes = len(self._packed.whole if self._chat is None else self._chat)
+            limited = within_limit(head, num_bytes, self._token_limit)
             fields = {"max_tokens": limited.sampling.max_tokens, **fields}
             without = (*without, *_OTHER_LIMITS)
-        if self._dialect == "openai_completions":
+        if head.prompt is not None:
             raise InvalidValue(
                 f"{head.model} is run by the server of the harness {self._upstream.harness}, which takes conversations "
-                "only; send them to /v1/chat/completions, /v1/responses or /v1/messages",
+                "only; send them to /v1/chat/completions, /v1/responses, /v1/messages or /api/chat",
                 param="prompt",
             )
-        if self._dialect != "openai_chat":
+        if self._chat is None:
             request: GenerateRequest = unpack(self._packed.whole)
             return replace_fields(openai_chat.build(request), fields, without=without)
         if head.stream:
             fields = {"stream_options": {"include_usage": True}, **fields}
-        return replace_fields(self._received, fields, without=without)
+        return replace_fields(self._chat, fields, without=without)
 
 
 class _Response:

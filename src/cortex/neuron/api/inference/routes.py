@@ -7,13 +7,16 @@ import time
 import uuid
 from dataclasses import dataclass
 
+from cortex.http.request import Request
 from cortex.http.server.server import Response
 from cortex.http.ticker import Ticker
 from cortex.neuron.api import bodies, responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.inference.departures import Departures
 from cortex.neuron.api.inference.relayed import RelayedSession
 from cortex.neuron.api.inference.session import Session
+from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
 from cortex.neuron.api.log_context import stream_failure
@@ -22,9 +25,11 @@ from cortex.neuron.api.routing import ApiCall, Handler
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
+from cortex.wire import sse
 from cortex.wire.dialects import openai_responses
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.dialects.registry import DIALECTS, EventEncoder
+from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.node import headers as our_headers
@@ -52,6 +57,7 @@ class Inference:
     strip_billing_header: bool
     tracer: Tracer
     parser: BodyParser
+    departures: Departures
 
     def handler(self, name: DialectName) -> Handler:
         """The handler of one dialect's route."""
@@ -59,19 +65,50 @@ class Inference:
         async def handle(call: ApiCall) -> Response | None:
             http = call.request
             with self.drain_gate.enter(), self.metrics.watch(name) as watch, traced(self.tracer, http, watch):
-                check_content_type(http.text(b"content-type"))
+                if DIALECTS[name].FAMILY is not Family.OLLAMA:  # its clients do not declare their bodies
+                    check_content_type(http.text(b"content-type"))
                 strip_billing = bodies.strips_billing(http, self.strip_billing_header)
                 packed = await self.parser.parse(name, http.body, bodies.client_of(http), strip_billing=strip_billing)
-                self.backend.served(packed.head.model)  # raises ModelNotFound
+                served = self.backend.served(packed.head.model)  # raises ModelNotFound
                 watch.model = packed.head.model
+                check_task(self.backend, packed.head.model, served, "chat")
                 try:
-                    return await self._respond(call, name, packed, watch)
+                    with self.departures.request(packed.head, is_of_gateway=bool(bodies.principal_of(http))):
+                        return await self._respond(call, name, packed, watch)
                 except asyncio.CancelledError:
                     if attempt_id := http.text(_ATTEMPT_ID):
                         self.usage_records.add(attempt_id, watch.usage())
                     raise
 
         return handle
+
+    def _session(
+        self, http: Request, packed: PackedRequest, name: DialectName, *, id: str, created: int, principal: str
+    ) -> Session | RelayedSession:
+        request, token_limit, gateway_s = packed.head, bodies.token_limit_of(http), bodies.gateway_s_of(http)
+        upstream = None if request.loads_only else self.backend.upstream(request.model)
+        if upstream is not None:
+            return RelayedSession(
+                self.backend,
+                self.drain_gate,
+                packed,
+                upstream,
+                http.body if name == "openai_chat" else None,
+                id=id,
+                principal=principal,
+                token_limit=token_limit,
+                gateway_s=gateway_s,
+            )
+        return Session(
+            self.backend,
+            self.drain_gate,
+            packed,
+            id=id,
+            created=created,
+            principal=principal,
+            token_limit=token_limit,
+            gateway_s=gateway_s,
+        )
 
     async def _respond(
         self, call: ApiCall, name: DialectName, packed: PackedRequest, watch: RequestWatch
@@ -82,14 +119,7 @@ class Inference:
             id, request = stored.id, stored.described(request)
         created = int(time.time())
         principal = bodies.principal_of(http)
-        token_limit = bodies.token_limit_of(http)
-        parts = (self.backend, self.drain_gate, packed)
-        session: Session | RelayedSession
-        if (upstream := self.backend.upstream(request.model)) is None:
-            session = Session(*parts, id=id, created=created, principal=principal, token_limit=token_limit)
-        else:
-            given = (upstream, name, http.body)
-            session = RelayedSession(*parts, *given, id=id, principal=principal, token_limit=token_limit)
+        session = self._session(http, packed, name, id=id, created=created, principal=principal)
         watch.phase = lambda: session.phase
         watch.usage = lambda: session.usage
         headers = [(name.encode(), value.encode()) for name, value in our_headers.notes(request).items()]
@@ -108,10 +138,17 @@ class Inference:
 
         encoder: EventEncoder = dialect.Encoder(request, id=id, created=created, model=request.model)
         if principal:
-            encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.num_choices)
+            has_lines = dialect.CONTENT_TYPE != sse.CONTENT_TYPE
+            encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.num_choices, has_lines=has_lines)
         keepalive, keepalive_s = dialect.KEEPALIVE, self.keepalive_s
         stream = EventStream(
-            call.exchange, self.ticker, keepalive=keepalive, keepalive_s=keepalive_s, headers=headers, source=session
+            call.exchange,
+            self.ticker,
+            keepalive=keepalive,
+            keepalive_s=keepalive_s,
+            headers=headers,
+            content_type=dialect.CONTENT_TYPE,
+            source=session,
         )
 
         def send(batch: list[AnyEvent]) -> None:

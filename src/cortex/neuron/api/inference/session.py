@@ -12,12 +12,15 @@ from cortex.neuron.api.backend import Backend, GenerationStream
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Choice, ChoiceContext, Stopwatch
 from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, scores_prompt, within_limit
+from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.api.inference.thought_budget import generate_within_budget
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.status import ServedModel
-from cortex.wire.events import AnyEvent, Usage
+from cortex.wire.events import AnyEvent, Finish, Start, Timing, Usage
+from cortex.wire.fields.body import LARGEST_COUNT
 from cortex.wire.node.protocol import LoadRequest, ModelState
 from cortex.wire.packed_request import PackedRequest
+from cortex.wire.prompt_overflow import prompt_too_long
 from cortex.wire.response import summed
 
 Phase = Literal["load", "render", "prefill", "decode"]
@@ -38,8 +41,10 @@ class Session:
         created: int,
         principal: str,
         token_limit: int | None = None,
+        gateway_s: float = 0.0,
     ) -> None:
-        """`token_limit`: the most tokens of prompts and choices together."""
+        """`token_limit`: the most tokens of prompts and choices together. `gateway_s`: how long a gateway held the
+        request back."""
         self.phase: Phase = "load"
         """The current phase; after the end, the last one."""
         self._backend = backend
@@ -49,6 +54,7 @@ class Session:
         self._created = created
         self._principal = principal
         self._token_limit = token_limit
+        self._gateway_s = gateway_s
         self._choices: list[Choice] = []
         self._generations: list[GenerationStream] = []
         self._stopwatch: Stopwatch
@@ -65,13 +71,25 @@ class Session:
         start or continue, and what `deliver` raises."""
         arrived_s = time.monotonic()
         request = self._packed.head
-        served = await self._drain_gate.wait_for(ready(self._backend, request.model))
+        if not request.unloads_only:
+            served = await self._drain_gate.wait_for(ready(self._backend, request.model))
+        if request.loads_only:
+            deliver(
+                [
+                    Start(id=self._id, model=request.model, created=self._created),
+                    Finish(reason="stop", usage=Usage(), timing=Timing(gateway_s=self._gateway_s)),
+                ]
+            )
+            return
+        check_task(self._backend, request.model, served, "chat")
         self.phase = "render"
         text = await self._drain_gate.wait_for(self._backend.texts.text(request.model))
         preparing = self._backend.texts.prepare(self._packed, principal=self._principal)
         prepared = await self._drain_gate.wait_for(preparing)
         num_prompt_tokens = sum(len(rendered.ids) for rendered in prepared.prompts)
         check_num_scores(request, num_prompt_tokens)
+        if (cap := request.most_context_tokens) is not None and num_prompt_tokens >= cap:
+            raise prompt_too_long(num_prompt_tokens, cap)
         if self._token_limit is not None:
             request = within_limit(request, num_prompt_tokens, self._token_limit)
         self.phase = "prefill"
@@ -83,7 +101,9 @@ class Session:
                 id=self._id,
                 first_index=len(jobs),
                 prompt=rendered.ids,
-                context_tokens=served.context_tokens or len(rendered.ids) + 1,
+                context_tokens=min(
+                    served.context_tokens or len(rendered.ids) + 1, request.most_context_tokens or LARGEST_COUNT
+                ),
                 defaults=served.sampling.over(text.generation),
                 eos_ids=text.eos_ids,
                 turn_ends=rendered.turn_ends,
@@ -99,7 +119,7 @@ class Session:
         if request.sampling.max_tokens == 0 and not scores_prompt(request):
             deliver([event for choice in choices for event in choice.echo()])
             return
-        self._stopwatch = Stopwatch(arrived_s, submitted_s=time.monotonic())
+        self._stopwatch = Stopwatch(arrived_s, submitted_s=time.monotonic(), gateway_s=self._gateway_s)
         ended = self._ended = asyncio.get_running_loop().create_future()
         try:
             for choice, job in zip(choices, jobs, strict=True):

@@ -24,8 +24,12 @@ class MeteredEncoder:
     `usage` is read when the last choice has finished, or when the stream fails.
     """
 
-    def __init__(self, encoder: EventEncoder, usage: Callable[[], Usage], *, num_choices: int) -> None:
+    def __init__(
+        self, encoder: EventEncoder, usage: Callable[[], Usage], *, num_choices: int, has_lines: bool = False
+    ) -> None:
+        """`has_lines`: the events are lines, so that a report must not end as one."""
         self._encoder = encoder
+        self._has_lines = has_lines
         self._usage = usage
         self._num_unfinished = num_choices
 
@@ -34,11 +38,15 @@ class MeteredEncoder:
         match event:
             case Finish():
                 self._num_unfinished -= 1
-                return data if self._num_unfinished else data + usage_report.comment(self._usage())
+                return data if self._num_unfinished else data + self._report()
             case Failure(code=code):
-                return data + failure_report.comment(code) + usage_report.comment(self._usage())
+                return data + failure_report.comment(code) + self._report()
             case _:
                 return data
+
+    def _report(self) -> bytes:
+        report = usage_report.comment(self._usage())
+        return report.rstrip(b"\n") if self._has_lines else report
 
 
 class UsageRecords:

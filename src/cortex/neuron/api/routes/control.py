@@ -18,7 +18,8 @@ from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.peers import SHARES_PATH, accepted
 from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.api.stream import EventStream
-from cortex.wire import sse
+from cortex.wire import llama_cpp, sse
+from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
 from cortex.wire.node.protocol import (
     Endpoint,
@@ -66,7 +67,9 @@ class Control:
             Route("GET", "/models/(?P<id>.+)", self.model),
         ]
 
-    async def about(self, _: ApiCall) -> Response:
+    async def about(self, call: ApiCall) -> Response:
+        if is_for_ollama(call.request.text(b"host")):
+            return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), RUNNING.encode())
         return responses.json(
             {
                 "name": "neuron",
@@ -93,7 +96,10 @@ class Control:
         return responses.json({"name": "neuron", **build_information(), **engine})
 
     async def models(self, _: ApiCall) -> Response:
-        return responses.json(ModelList(models=self.backend.models()))
+        """For gateways, and as llama.cpp lists models."""
+        found = self.backend.models()
+        listed = llama_cpp.model_list(llama_cpp.entry(status.id, (status.state,), 0) for status in found)
+        return responses.json(msgspec.to_builtins(ModelList(models=found)) | listed)
 
     async def model(self, call: ApiCall) -> Response:
         return responses.json(self.backend.model(call.values["id"]))
@@ -107,7 +113,7 @@ class Control:
 
     async def load(self, call: ApiCall) -> Response:
         """Responds when the model is ready. With `?wait=false`, responds at once: 202 while the model loads."""
-        load_request = _decode(call.request.body, LoadRequest)
+        load_request = _decode(_with_model_id(call.request.body), LoadRequest)
         wait = _flag(call, "wait", default=True)
         with self.drain_gate.enter():
             status = await self.drain_gate.wait_for(self.backend.load(load_request, wait=wait))
@@ -120,7 +126,7 @@ class Control:
         await self.backend.host_share(accepted(call))
 
     async def unload(self, call: ApiCall) -> Response:
-        unload_request = _decode(call.request.body, UnloadRequest)
+        unload_request = _decode(_with_model_id(call.request.body), UnloadRequest)
         return responses.json(await self.backend.unload(unload_request))
 
     async def pull(self, call: ApiCall) -> Response:
@@ -173,6 +179,17 @@ def _flag(call: ApiCall, name: str, *, default: bool) -> bool:
     if value not in ("true", "false", "1", "0"):
         raise InvalidValue(f"Invalid value for '{name}': use true or false.", param=name)
     return value in ("true", "1")
+
+
+def _with_model_id(body: bytes) -> bytes:
+    """`model_id` for the `model` of llama.cpp's clients."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body
+    if not isinstance(fields, dict) or "model_id" in fields or "model" not in fields:
+        return body
+    return msgspec.json.encode({"model_id": fields.pop("model"), **fields})
 
 
 def _decode(body: bytes, kind: type[T]) -> T:

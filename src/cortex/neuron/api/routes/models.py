@@ -11,7 +11,6 @@ from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.routing import ApiCall, Route
-from cortex.wire.errors import UnsupportedModality
 from cortex.wire.model_list import model_list
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
@@ -26,7 +25,6 @@ class ModelRoutes:
         return [
             Route("GET", "/v1/models", self.list),
             Route("GET", "/v1/models/(?P<id>.+)", self.entry),
-            Route("POST", "/v1/embeddings", self.embeddings),
         ]
 
     async def list(self, call: ApiCall) -> Response:
@@ -34,9 +32,6 @@ class ModelRoutes:
 
     async def entry(self, call: ApiCall) -> Response:
         return responses.json(self._body(self.backend.model(call.values["id"])))
-
-    async def embeddings(self, _: ApiCall) -> Response:
-        raise UnsupportedModality("No model on this node supports embeddings; use a node whose models do.")
 
     def _body(self, status: ModelStatus) -> dict[str, Any]:
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cortex.http.server.server import Response
@@ -9,8 +10,16 @@ from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import client_of, principal_of, strips_billing
 from cortex.neuron.api.routing import ApiCall, Route
+from cortex.parsing.cost import is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
+from cortex.wire import llama_cpp
+from cortex.wire.errors import BodyTooLarge
+from cortex.wire.fields import body as wire_body
 from cortex.wire.packed_request import PackedRequest
+
+MAX_DETOKENIZED = 1 << 16
+"""Token ids that are turned into text at once, on the loop's thread."""
+MAX_DETOKENIZED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +31,9 @@ class Tokens:
     def routes(self) -> list[Route]:
         return [
             Route("POST", "/tokenize", self.tokenize),
+            Route("POST", "/detokenize", self.detokenize),
+            Route("POST", "/apply-template", self.apply_template),
+            Route("GET", "/props", self.props),
             Route("POST", "/v1/messages/count_tokens", self.count),
             Route("POST", "/v1/responses/input_tokens", self.count_responses),
         ]
@@ -42,7 +54,8 @@ class Tokens:
         return responses.json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def tokenize(self, call: ApiCall) -> Response:
-        """`prompt` (or `text`) as it is, or `messages` through the model's template."""
+        """`prompt` (`text`, or `content` as llama.cpp names it) as it is, or `messages` through the model's
+        template. `with_pieces`: each token with its text, for a body that is not large."""
         request = call.request
         parsed = await self.parser.parse_tokenize(request.body, client_of(request))
         principal = principal_of(request)
@@ -54,4 +67,33 @@ class Tokens:
             model = parsed.model
             ids = await self.backend.texts.encode(model, parsed.text, principal=principal)
         served = self.backend.served(model)
-        return responses.json({"count": len(ids), "max_model_len": served.context_tokens, "tokens": ids})
+        tokens: Sequence[object] = ids
+        if not is_parsed_elsewhere(request.body) and wire_body.parse(request.body).flag("with_pieces"):
+            text = await self.backend.texts.text(model)
+            tokens = [{"id": id, "piece": text.decode([id])} for id in ids]
+        return responses.json({"count": len(ids), "max_model_len": served.context_tokens, "tokens": tokens})
+
+    async def detokenize(self, call: ApiCall) -> Response:
+        """The text of token ids, as a continuation. Control tokens are spelled out."""
+        if len(call.request.body) > MAX_DETOKENIZED_BYTES:
+            raise BodyTooLarge(f"The body has over {MAX_DETOKENIZED_BYTES} bytes; send fewer tokens at once.")
+        fields = wire_body.parse(call.request.body)
+        text = await self.backend.texts.text(fields.model())
+        ids = fields.integers("tokens", low=0, high=text.vocab_size - 1, most=MAX_DETOKENIZED)
+        return responses.json({"content": text.decode(ids)})
+
+    async def apply_template(self, call: ApiCall) -> Response:
+        """The prompt that the model would get for a conversation, as text."""
+        request = call.request
+        parsed = await self.parser.parse("openai_chat", request.body, client_of(request))
+        principal = principal_of(request)
+        prepared = await self.backend.texts.prepare(parsed, principal=principal, in_context=False)
+        return responses.json({"prompt": prepared.prompts[0].text})
+
+    async def props(self, call: ApiCall) -> Response:
+        name = call.query("model")
+        if not name:
+            return responses.json(llama_cpp.router_props())
+        status = self.backend.model(name)
+        text = await self.backend.texts.text(name)
+        return responses.json(llama_cpp.props(status, template=text.template.source))

@@ -114,10 +114,11 @@ step raises."""
 class CudaCapture:
     """Captures graphs that share one memory pool, because no two of them run at once."""
 
-    def __init__(self, *, is_divided: bool = False) -> None:
-        """`is_divided`: the step has messages between ranks. NCCL decides whether they can be captured."""
+    def __init__(self, *, may_fail: bool = False) -> None:
+        """`may_fail`: the step may have operations that cannot be captured: messages between ranks, about which NCCL
+        decides, or those of another library's modules."""
         self._pool: Any = None
-        self._rejections = (RuntimeError, GroupBroken) if is_divided else (torch.OutOfMemoryError,)
+        self._rejections = (RuntimeError, GroupBroken) if may_fail else (torch.OutOfMemoryError,)
 
     def __call__(self, step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
         side = torch.cuda.Stream()

@@ -24,9 +24,9 @@ class PromptPlans:
         if cudnn.is_faster_on(device) and dtype != torch.float32:
             for attention in model.attentions:
                 config = attention.config
-                if isinstance(config, AttentionConfig) and config.window is None:
+                if isinstance(config, AttentionConfig) and config.window is None and config.softcap is None:
                     geometry = Geometry(device, dtype, config.heads, config.kv_heads, config.head_dim)
-                    geometries[geometry] = attention.rules.scale
+                    geometries[geometry] = config.scale
         lengths = list(cudnn.planned_lengths(step_tokens))
         self._missing = deque((geometry, scale, length) for geometry, scale in geometries.items() for length in lengths)
 

@@ -42,14 +42,15 @@ from cortex.neuron.models.decoder import Decoder
 
 def default_capture(model: Decoder, *, is_batch_invariant: bool) -> Capture | None:
     """How the single-token steps of a model are captured. Those of a stage are not: its messages are sent between its
-    layers and its draw. Nor are divided or batch-invariant steps on a CPU, whose messages and single rows are no
-    operations in C."""
+    layers and its draw. Nor are divided or batch-invariant steps on a CPU, or those of another library's modules: their
+    messages, single rows and modules are no operations in C."""
     architecture = model.architecture
     if architecture.stage is not None:
         return None
+    is_native = architecture.backend == "native"
     if model.parameters.device.type == "cuda":
-        return CudaCapture(is_divided=architecture.is_divided)
-    return None if architecture.is_divided or is_batch_invariant else native_capture
+        return CudaCapture(may_fail=architecture.is_divided or not is_native)
+    return native_capture if is_native and not architecture.is_divided and not is_batch_invariant else None
 
 
 class Runner:

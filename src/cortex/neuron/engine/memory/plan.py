@@ -39,18 +39,22 @@ class ModelSizes:
     slot_bytes: int
     """One recurrent state over all layers; 0 for a model that has none."""
     vocab: int
+    """0 for a model that draws no tokens."""
     context_tokens: int
     """The longest sequence that is asked for, at most the model's own limit."""
 
     @classmethod
     def of(cls, architecture: Architecture, storage: WeightStorage, context_tokens: int | None = None) -> ModelSizes:
         config = architecture.config
-        token_bytes = kv_bytes_by_window(architecture, storage.kv_item_bytes or storage.item_bytes)
+        if architecture.pooling is not None:  # texts are computed in one pass: nothing is kept of them
+            token_bytes: dict[Window, int] = {None: 0}
+        else:
+            token_bytes = kv_bytes_by_window(architecture, storage.kv_item_bytes or storage.item_bytes)
         return cls(
             weight_bytes=weight_bytes(architecture, storage),
             group_bytes={window: PAGE_TOKENS * num_bytes for window, num_bytes in token_bytes.items()},
             slot_bytes=state_bytes(architecture, storage.item_bytes),
-            vocab=config.vocab,
+            vocab=config.vocab if architecture.pooling is None else 0,
             context_tokens=min(context_tokens or config.context_tokens, config.context_tokens),
         )
 
@@ -181,7 +185,7 @@ class MemoryPlan:
 
 def penalty_bytes(max_rows: int, vocab: int, context_tokens: int) -> int:
     """What the penalties of `max_rows` rows take once a request uses them; a load leaves room for them."""
-    return max_rows * (vocab + context_tokens) * _COUNT_BYTES
+    return max_rows * (vocab + context_tokens) * _COUNT_BYTES if vocab else 0
 
 
 def plan_memory(sizes: ModelSizes, have_bytes: int, *, max_rows: int, device_kind: str) -> MemoryPlan:

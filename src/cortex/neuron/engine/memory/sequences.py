@@ -11,11 +11,9 @@ from torch import Tensor
 
 from cortex.neuron.engine.kv_pages import Window
 from cortex.neuron.engine.memory.plan import StateSlots
-from cortex.neuron.kernels.delta.rules import DeltaState
-from cortex.neuron.layers.attention import Attention, LayerCache
+from cortex.neuron.layers.attention import CachedAttention, LayerCache
 from cortex.neuron.layers.configs import LatentAttentionConfig
-from cortex.neuron.layers.gated_delta import GatedDelta
-from cortex.neuron.layers.latent_attention import LatentAttention
+from cortex.neuron.layers.recurrent.layer import RecurrentLayer
 from cortex.neuron.models.decoder import Decoder
 
 
@@ -50,8 +48,8 @@ class SequenceMemory:
         model = self._model
         kv = KVCache(model.attentions, self.num_pages, self.page_tokens, self._kv_dtype, self._device)
         self.num_bytes = kv.num_bytes
-        if model.gated_deltas:
-            self.states = StateMemory(model.gated_deltas, self.slots.num_slots, self._dtype, self._device)
+        if model.recurrent_layers:
+            self.states = StateMemory(model.recurrent_layers, self.slots.num_slots, self._dtype, self._device)
             self.num_bytes += self.states.num_bytes
 
     def release(self) -> None:
@@ -59,8 +57,25 @@ class SequenceMemory:
         self.states = None
         for attention in self._model.attentions:
             vars(attention).pop("cache", None)
-        for layer in self._model.gated_deltas:
+        for layer in self._model.recurrent_layers:
             vars(layer).pop("state", None)
+
+
+class NoSequences(SequenceMemory):
+    """Of a model that computes whole texts and keeps nothing of them."""
+
+    def __init__(self, slots: StateSlots) -> None:
+        self.num_pages = {}
+        self.page_tokens = 0
+        self.slots = slots
+        self.num_bytes = 0
+        self.states = None
+
+    def allocate(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
 
 
 class KVCache:
@@ -68,7 +83,7 @@ class KVCache:
 
     def __init__(
         self,
-        attentions: Sequence[Attention | LatentAttention],
+        attentions: Sequence[CachedAttention],
         num_pages: Mapping[Window, int],
         page_tokens: int,
         dtype: torch.dtype,
@@ -79,6 +94,8 @@ class KVCache:
         groups = list(num_pages)
         for attention in attentions:
             config = attention.config
+            if not config.owns_kv:
+                continue
             shape = (num_pages[config.window], page_tokens, config.kv_heads, config.head_dim)
             keys = _zeros(shape, dtype, device)
             # The values of latent attention are a part of its keys.
@@ -93,21 +110,31 @@ class StateMemory:
     The first slots belong to the rows, the next one to the padding rows of captured graphs, the rest to checkpoints.
     """
 
-    def __init__(self, layers: Sequence[GatedDelta], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        rules = layers[0].rules
-        # Not cleared: a row that starts at position 0 does not read the earlier content of its slot.
-        self._recent = torch.empty((num_slots, len(layers), *rules.conv_weight.shape), dtype=dtype, device=device)
-        shape = (num_slots, len(layers), rules.value_heads, rules.key_dim, rules.value_dim)
-        self._memory = torch.empty(shape, dtype=torch.float32, device=device)
-        self.num_bytes = self._recent.nbytes + self._memory.nbytes
-        for index, layer in enumerate(layers):
-            layer.state = DeltaState(self._recent[:, index], self._memory[:, index])
+    def __init__(
+        self, layers: Sequence[RecurrentLayer], num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        parts = [(layer, index, part) for layer in layers for index, part in enumerate(layer.config.state)]
+        self._tensors: list[Tensor] = []
+        """The states in each of the dtypes, [slots, elements]: all of a slot in one dtype is copied at once."""
+        views: dict[RecurrentLayer, dict[int, Tensor]] = {layer: {} for layer in layers}
+        for is_float32 in (False, True):
+            chosen = [each for each in parts if each[2].is_float32 == is_float32]
+            sizes = [math.prod(part.shape) for _, _, part in chosen]
+            # Not cleared: a row that starts at position 0 does not read the earlier content of its slot.
+            shape = (num_slots, sum(sizes))
+            memory = torch.empty(shape, dtype=torch.float32 if is_float32 else dtype, device=device)
+            self._tensors.append(memory)
+            for (layer, index, part), view in zip(chosen, memory.split(sizes, dim=1), strict=True):
+                views[layer][index] = view.unflatten(1, part.shape)
+        self.num_bytes = sum(memory.nbytes for memory in self._tensors)
+        for layer, state in views.items():
+            layer.state = tuple(state[index] for index in range(len(state)))
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies slots, (source, destination) each, in the order of the device's work."""
         for source, destination in copies:
-            self._recent[destination].copy_(self._recent[source])
-            self._memory[destination].copy_(self._memory[source])
+            for memory in self._tensors:
+                memory[destination].copy_(memory[source])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

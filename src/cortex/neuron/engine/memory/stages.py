@@ -7,7 +7,7 @@ for all: the division is the one with the most pages in the tightest stage. Pure
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -34,6 +34,8 @@ class LayerSizes:
     """The size of one recurrent state."""
     window: Window = None
     """Which KV group its pages belong to."""
+    source: int | None = None
+    """The earlier layer whose pages it reads, which is in the same stage; None: it reads its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +79,19 @@ def divide_layers(
 
     `first_bytes`: what the first stage takes besides its layers. The cache is as large as the tightest stage allows,
     from `least` up to `most`. Among the divisions with that cache, the one is chosen whose fullest device is least
-    full. None if even `least` does not fit, or if there are fewer layers than devices.
+    full. None if even `least` does not fit, or if there are fewer layers than devices, counting layers that read each
+    other's pages as one.
     """
+    inner = frozenset(
+        stop
+        for index, layer in enumerate(layers)
+        if layer.source is not None
+        for stop in range(layer.source + 1, index + 1)
+    )
 
     def filled(cache: CacheSize, share: int) -> tuple[range, ...] | None:
         costs = [cache.bytes_of(layer) for layer in layers]
-        return _fill(costs, first_bytes, [capacity * share // _STEPS for capacity in capacities])
+        return _fill(costs, first_bytes, [capacity * share // _STEPS for capacity in capacities], inner)
 
     if filled(least, _STEPS) is None:
         return None
@@ -110,8 +119,10 @@ def divide_model(
 ) -> tuple[StagePlan, ...] | None:
     """`divide_layers` for a model. `limit_bytes`: the most that all stages together should take.
 
-    Memory for penalties is counted on the first stage, which draws the tokens.
+    Memory for penalties is counted on the first stage, which draws the tokens. None also if it has no stages.
     """
+    if not architecture.has_stages:
+        return None
     sizes = ModelSizes.of(architecture, storage, context_tokens)
     penalties = penalty_bytes(max_rows + 1, sizes.vocab, sizes.context_tokens)
     have_bytes = sum(capacities) - penalties
@@ -135,13 +146,16 @@ def layer_sizes(architecture: Architecture, storage: WeightStorage) -> list[Laye
         page_bytes = PAGE_TOKENS * kv_bytes_per_token(layer, kv_item_bytes)
         mixer = architecture.layers[index].mixer
         window = mixer.window if isinstance(mixer, AttentionConfig) else None
-        found.append(LayerSizes(weight_bytes, page_bytes, state_bytes(layer, storage.item_bytes), window))
+        source = mixer.source if isinstance(mixer, AttentionConfig) else None
+        found.append(LayerSizes(weight_bytes, page_bytes, state_bytes(layer, storage.item_bytes), window, source))
     return found
 
 
-def _fill(costs: Sequence[int], first_bytes: int, capacities: Sequence[int]) -> tuple[range, ...] | None:
+def _fill(
+    costs: Sequence[int], first_bytes: int, capacities: Sequence[int], inner: Collection[int] = ()
+) -> tuple[range, ...] | None:
     """Any division in which every device has room for its layers, of which it has at least one; None if there is
-    none."""
+    none. No stage begins with one of the layers `inner`."""
     totals = [0, *accumulate(costs)]
     starts: list[int] = [0]
     """Where the next stage can begin, in order."""
@@ -153,8 +167,7 @@ def _fill(costs: Sequence[int], first_bytes: int, capacities: Sequence[int]) -> 
         latest = 0
         for start in starts:
             farthest = bisect_right(totals, totals[start] + free_bytes) - 1
-            for stop in range(max(start, latest) + 1, farthest + 1):
-                ends[stop] = start
+            ends |= {stop: start for stop in range(max(start, latest) + 1, farthest + 1) if stop not in inner}
             latest = max(latest, farthest)
         begins.append(ends)
         starts = list(ends)

@@ -265,7 +265,7 @@ def can_capture(group: TorchGroup, device: torch.device) -> bool:
     """Whether a sum of this group can be part of a CUDA graph. All ranks try at once."""
     values = torch.zeros(4, device=device)
     try:
-        CudaCapture(is_divided=True)(lambda: (group.all_reduce(values), values, values))
+        CudaCapture(may_fail=True)(lambda: (group.all_reduce(values), values, values))
     except NotCaptured:
         return False
     return True

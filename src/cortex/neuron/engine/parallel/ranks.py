@@ -15,8 +15,10 @@ from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup, poller
 from cortex.neuron.engine.parallel.stages import FirstStageRunner, LaterStageRunner
 from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner, RankLink, StepLink
+from cortex.neuron.engine.pooling.engine import PoolingEngine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec
 from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.models.pooling.model import PooledModel
 
 
 def load_engine(
@@ -31,7 +33,9 @@ def load_engine(
     Raises LoadError or LoadCancelled, and then leaves nothing on the device.
     """
     if spec.rank is None:
-        return Engine.load(spec, device, progress, cancelled)
+        loaded = load_model(spec, torch.device(device), progress, cancelled)
+        kind = PoolingEngine if isinstance(loaded.body, PooledModel) else Engine
+        return kind.start(loaded, spec, progress)
     return _load_rank(spec, spec.rank, torch.device(device), progress, cancelled, link)
 
 

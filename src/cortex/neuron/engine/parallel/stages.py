@@ -29,9 +29,10 @@ class FirstStageRunner(LeadingRunner):
     """Set by the engine before the first step."""
 
     def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
-        hidden = super()._hidden(plan, inputs)
-        self.group.send(hidden, 1)
+        sent = super()._hidden(plan, inputs)
+        self.group.send(sent, 1)
         index = self._upload(returned_tokens(plan, inputs))
+        hidden = sent[:, : self.model.config.hidden].contiguous()
         returned = self.group.receive(hidden.new_empty(len(index), hidden.shape[1]), self.group.shard.size - 1)
         return hidden.index_copy_(0, index, returned)
 
@@ -53,7 +54,7 @@ class LaterStageRunner(FollowingRunner):
         del draws, mask, scores
         shard, parameters = self.group.shard, self.model.parameters
         batch = self._batch(plan, inputs)
-        shape = (len(batch.tokens), self.model.config.hidden)
+        shape = (len(batch.tokens), self.model.stage_width)
         empty = torch.empty(shape, dtype=parameters.dtype, device=parameters.device)
         hidden = self.model.through_layers(self.group.receive(empty, shard.rank - 1), batch)
         if shard.rank == shard.size - 1:

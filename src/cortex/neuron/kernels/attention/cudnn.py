@@ -92,6 +92,7 @@ def takes(q: Tensor, kv_heads: int, rules: AttentionRules, batch: Batch) -> bool
     return (
         rules.window is None
         and rules.sinks is None
+        and rules.softcap is None
         and all(
             row.start == 0 and row.count >= SHORTEST and (geometry, planned_length(row.count)) in plans.ready
             for row in batch.prefills

@@ -30,8 +30,10 @@ from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 TILE = 64
 PROGRAMS_PER_PROCESSOR = 3
 """This many programs saturate the memory bandwidth; more splits only add work."""
-COMBINED = 16
-"""Splits that are combined at once."""
+COMBINED, COMBINED_VALUES = 16, 1 << 14
+"""Splits that are combined at once, at most, and their values, which are in registers."""
+WIDE, WIDE_WARPS = 512, 8
+"""From this head size on, fewer warps have too few registers."""
 MAX_SPLITS = 64
 MAX_CELLS = 1 << 16
 """Largest rows × kv heads of one launch."""
@@ -84,6 +86,7 @@ def decode_attention(
         sums,
         _counters(q.device),
         rules.scale * LOG2_E,
+        (rules.softcap or 0.0) * LOG2_E,
         rules.eps,
         q.stride(0),
         q.stride(1),
@@ -97,17 +100,20 @@ def decode_attention(
         GROUP=group,
         GROUP_BLOCK=group_block,
         GROUP_PAD=group_pad,
-        COMBINED=COMBINED,
+        COMBINED=max(1, min(COMBINED, COMBINED_VALUES // (group_pad * dim_block))),
         DIM=dim,
         DIM_BLOCK=dim_block,
-        HALF=rules.rope.shape[1] // 2,
+        HALF=rules.half,
+        PAIRS=rules.rope.shape[1] // 2,
         NORM=rules.q_scale is not None,
+        NORM_VALUES=rules.norms_values,
         SINKS=rules.sinks is not None,
+        CAPPED=rules.softcap is not None,
         PAGE=page_tokens,
         TILE=tile,
         SHARES=batch.shares_rows,
         HOLD=splits > 1 or dim_block <= 128,  # the first tile is loaded early; long loops of large heads need registers
-        num_warps=max(1, tile // 32),
+        num_warps=max(1, tile // 32) if dim_block < WIDE else WIDE_WARPS,
         num_stages=3,
         **launch_options(q.device),
     )
@@ -164,9 +170,17 @@ def _tile(
 
 
 @jit
-def _absorb(query, keys, values, valid, scale, highest, total, mixed):
+def capped(scores, cap):
+    """cap · tanh(scores / cap), without overflow."""
+    return cap - 2 * cap / (tl.exp2(scores * (2 * _LOG2_E / cap)) + 1)
+
+
+@jit
+def _absorb(query, keys, values, valid, scale, cap, highest, total, mixed, CAPPED: tl.constexpr):
     """Adds a tile to the online softmax of each head. At least one of its positions is valid."""
     scores = tl.dot(query, tl.trans(keys)) * scale  # [group, tile], in powers of two
+    if CAPPED:
+        scores = capped(scores, cap)
     scores = tl.where(valid[None, :], scores, -float("inf"))
     higher = tl.maximum(highest, tl.max(scores, 1))
     shrink = tl.exp2(highest - higher)
@@ -196,6 +210,7 @@ def _decode_kernel(
     sums,
     counters,
     scale,
+    cap,
     eps,
     q_token_stride,
     q_head_stride,
@@ -213,8 +228,11 @@ def _decode_kernel(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     SHARES: tl.constexpr,
@@ -245,9 +263,9 @@ def _decode_kernel(
             start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
             q.dtype.element_ty,
         )  # fmt: skip
-    rope_row = rope + newest * 2 * HALF
-    q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
-    k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
+    rope_row = rope + newest * 2 * PAIRS
+    q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
+    k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
     slot = tl.load(slots + index)
     if OVERLAP and not SHARES:
         gdc_wait()
@@ -264,6 +282,9 @@ def _decode_kernel(
     exact = rotated_heads(source, only, DIM, 1, k_factors, eps, DIM, DIM_BLOCK, HALF, NORM)
     new_key = exact.to(key_pages.dtype.element_ty)  # [1, dim]
     new_value = tl.load(v + index * v_token_stride + kv_head * DIM + dim, mask=dim_inside, other=0.0)
+    if NORM_VALUES:
+        exact = new_value.to(tl.float32)
+        new_value = (exact * tl.rsqrt(tl.sum(exact * exact, 0) / DIM + eps)).to(v.dtype.element_ty)
     new_value = new_value.to(value_pages.dtype.element_ty)  # what later steps will read
 
     highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
@@ -276,20 +297,22 @@ def _decode_kernel(
     begin = start
     if HOLD:
         if start < end:
-            highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
+            highest, total, mixed = _absorb(query, keys, values, valid, scale, cap, highest, total, mixed, CAPPED)
         begin = start + TILE
     for tile in range(begin, end, TILE):
         keys, values, valid = _tile(
             tile, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
             q.dtype.element_ty,
         )  # fmt: skip
-        highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
+        highest, total, mixed = _absorb(query, keys, values, valid, scale, cap, highest, total, mixed, CAPPED)
 
     if split == active - 1:
         where = (slot * KV_HEADS + kv_head) * DIM + dim
         tl.store(key_pages + where[None, :], new_key, mask=dim_inside[None, :])
         tl.store(value_pages + where, new_value, mask=dim_inside)
         score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), 1) * scale
+        if CAPPED:
+            score = capped(score, cap)
         higher = tl.maximum(highest, score)
         shrink = tl.exp2(highest - higher)
         weight = tl.exp2(score - higher)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.attention.rotate import normed_values
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.native.operations import DecodeAttention, compute, operation
@@ -23,6 +24,7 @@ def native_attention(
     norms = rules.q_scale, rules.k_scale
     is_norm_half = all(norm is not None and norm.dtype == torch.bfloat16 for norm in norms)
     q_norm, k_norm = (norm if norm is None or is_norm_half else norm.float() for norm in norms)
+    v = normed_values(v, rules)
     out = torch.empty(rows, heads, dim, dtype=q.dtype)
     made = operation(
         DecodeAttention,
@@ -48,6 +50,7 @@ def native_attention(
         kv_heads=kv_heads,
         dim=dim,
         rotated_dims=rules.rope.shape[1],
+        pair_distance=rules.half,
         page_tokens=page_tokens,
         table_columns=batch.page_table.shape[1],
         window=rules.window or 0,

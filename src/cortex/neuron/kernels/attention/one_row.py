@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.attention.rotate import Rotation
+from cortex.neuron.kernels.attention.rotate import Rotation, normed_values
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.norm import rms_norm
@@ -43,7 +43,7 @@ class OneRow:
         size = kv_heads * dim
         positions = torch.arange(begin, begin if is_run else length)
         return cls(
-            rotation=(rotation := Rotation.at(batch.positions, rules.rope, dtype)),
+            rotation=(rotation := Rotation.at(batch.positions, rules.rope, dtype, rules.half)),
             matrix=rotation.matrix(dim) if dtype == torch.float32 else None,
             slot=int(batch.slots[0]) * size,
             first=(listed[0] * page_tokens + begin % page_tokens) * size if is_run else None,
@@ -83,7 +83,7 @@ def one_row_attention(
     if rules.q_scale is not None and rules.k_scale is not None:
         q, k = rms_norm(q, rules.q_scale, rules.eps), rms_norm(k, rules.k_scale, rules.eps)
     row.rotated(k, out=row.own(key_pages))
-    row.own(value_pages).copy_(v[0])
+    row.own(value_pages).copy_(normed_values(v, rules)[0])
     grouped = row.rotated(q).view(1, shape[2], -1, dim)  # query heads are grouped by the kv head they share
     out = F.scaled_dot_product_attention(grouped, row.visible(key_pages), row.visible(value_pages), scale=rules.scale)
     return out.view(1, heads, dim)

@@ -23,11 +23,11 @@ def attention(
 ) -> Tensor:
     """q: [tokens, heads, dim], k and v: [tokens, kv heads, dim] (strided, each head dense) → [tokens, heads, dim].
 
-    Norms and rotates q and k, stores k and v in the pages ([pages, page tokens, kv heads, dim]), and lets each token
-    attend to the positions of its row up to itself.
+    Norms q, k and v as the rules say, rotates q and k, stores k and v in the pages ([pages, page tokens, kv heads,
+    dim]), and lets each token attend to the positions of its row up to itself.
     """
     if not has_kernels(q):
-        if q.shape[0] != batch.num_decodes or key_pages.dtype != q.dtype:
+        if q.shape[0] != batch.num_decodes or key_pages.dtype != q.dtype or rules.softcap is not None:
             return attention_reference(q, k, v, rules, batch, key_pages, value_pages)
         if q.dtype in DTYPES and native_library_or_none() is not None:
             return native_attention(q, k, v, rules, batch, key_pages, value_pages)
@@ -68,7 +68,7 @@ def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor
 ) -> Tensor:
     rotation = batch.once(
-        ("rotation", id(rules.rope), q.dtype), lambda: Rotation.at(batch.positions, rules.rope, q.dtype)
+        ("rotation", id(rules.rope), q.dtype), lambda: Rotation.at(batch.positions, rules.rope, q.dtype, rules.half)
     )
     q = rotate_and_store_by(rotation, q, k, v, rules, batch.slots, key_pages, value_pages)
     return attend_reference(q, rules, batch, key_pages, value_pages)
@@ -125,10 +125,18 @@ def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, v
     k = _gather(key_pages, seen.table, q.dtype)
     v = k if value_pages is key_pages else _gather(value_pages, seen.table, q.dtype)
     grouped, mask = q.view(rows, k.shape[1], -1, dim), seen.mask
+    if rules.softcap is not None:
+        return _capped(grouped, k, v, mask, rules.scale, rules.softcap).reshape(rows, heads, dim)
     if rules.sinks is not None:
         grouped, k, v, mask = _with_sinks(grouped, k, v, mask, rules.sinks.view(k.shape[1], -1, 1), rules.scale)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=rules.scale)
     return out[..., :dim].reshape(rows, heads, dim)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """q: [..., heads, queries, dim], k and v: [..., heads, positions, dim] → [..., heads, queries, dim]"""
+    scores = torch.tanh(q @ k.mT * (scale / softcap)).float() * softcap
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
 def _prefill(
@@ -145,13 +153,16 @@ def _prefill(
     if value_pages is not key_pages:
         v = _gather(value_pages, table, q.dtype).narrow(-2, 0, length - begin)[None]
     mask = None
-    if row.start or rules.window is not None or rules.sinks is not None:
+    if row.start or rules.window is not None or rules.sinks is not None or rules.softcap is not None:
         query = torch.arange(row.start, length, device=q.device)[:, None]
         position = torch.arange(begin, length, device=q.device)
         mask = position <= query
         if rules.window is not None:
             mask &= position > query - rules.window
     by_head = q.transpose(0, 1)[None]
+    if rules.softcap is not None and mask is not None:
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+        return _capped(by_head, k, v, mask, rules.scale, rules.softcap)[0].transpose(0, 1)
     if rules.sinks is not None and mask is not None:
         by_head, k, v, mask = _with_sinks(by_head, k, v, mask, rules.sinks.view(-1, 1, 1), rules.scale)
     out = F.scaled_dot_product_attention(

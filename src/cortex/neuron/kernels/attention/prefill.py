@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cortex.neuron.kernels.attention.decode import LOG2_E
+from cortex.neuron.kernels.attention.decode import LOG2_E, WIDE, WIDE_WARPS, capped
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch
 from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
@@ -42,6 +42,7 @@ def prefill_attention(
         rules.sinks,
         out,
         rules.scale * LOG2_E,
+        (rules.softcap or 0.0) * LOG2_E,
         batch.page_table.stride(0),
         rules.window or 0,
         HEADS=heads,
@@ -54,6 +55,7 @@ def prefill_attention(
         PARTS=parts,
         WINDOWED=rules.window is not None,
         SINKS=rules.sinks is not None,
+        CAPPED=rules.softcap is not None,
         MASKED=batch.batch_invariant or rules.window is not None,
         num_warps=warps,
         num_stages=2,
@@ -66,7 +68,7 @@ def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> t
     for queries, keys, warps in TILES:
         in_heads = (queries + 2 * shared.copies * keys) * dim_block
         if shared.holds((in_heads + queries * keys) * element_bytes):
-            return queries, keys, warps
+            return queries, keys, WIDE_WARPS if dim_block >= WIDE else warps
     return TILES[-1]
 
 
@@ -84,6 +86,7 @@ def _prefill_kernel(
     sinks,
     out,
     scale,
+    cap,
     table_stride,
     window,
     HEADS: tl.constexpr,
@@ -96,6 +99,7 @@ def _prefill_kernel(
     PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -139,11 +143,11 @@ def _prefill_kernel(
     unmasked = begin if MASKED else (oldest + 1) // KEY_TILE * KEY_TILE
     highest, total, mixed = _attend(
         query, highest, total, mixed, position, begin, unmasked, end, oldest, window, table_row, key_pages, value_pages,
-        kv_head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, False,
+        kv_head, scale, cap, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, CAPPED, False,
     )  # fmt: skip
     highest, total, mixed = _attend(
         query, highest, total, mixed, position, unmasked, end, end, oldest, window, table_row, key_pages, value_pages,
-        kv_head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, True,
+        kv_head, scale, cap, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, CAPPED, True,
     )  # fmt: skip
     tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -165,12 +169,14 @@ def _attend(
     value_pages,
     kv_head,
     scale,
+    cap,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds the positions from `begin` to `stop` to the online softmax. oldest: the position of the first query"""
@@ -191,17 +197,21 @@ def _attend(
         else:
             keys = tl.load(key_pages + where, mask=(dim < DIM)[None, :], other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys))
+        factor = scale
+        if CAPPED:
+            scores = capped(scores * scale, cap)
+            factor = 1.0
         if MASKED:
             visible = key_position[None, :] <= position[:, None]
             if WINDOWED:
                 visible = visible & (key_position[None, :] > position[:, None] - window)
             scores = tl.where(visible, scores, -float("inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1) * scale)
+        higher = tl.maximum(highest, tl.max(scores, 1) * factor)
         base = higher
         if WINDOWED:
             base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing of this tile is in the window
         shrink = tl.exp2(highest - base)
-        weights = tl.exp2(scores * scale - base[:, None])
+        weights = tl.exp2(scores * factor - base[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if DIM == DIM_BLOCK:
             values = tl.load(value_pages + where).to(query.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.attention.rules import AttentionRules
@@ -55,9 +56,11 @@ def rotate_and_store(
         KV_HEADS=k.shape[1],
         DIM=dim,
         DIM_BLOCK=triton.next_power_of_2(dim),
-        HALF=rules.rope.shape[1] // 2,
+        HALF=rules.half,
+        PAIRS=rules.rope.shape[1] // 2,
         AT_ONCE=HEADS_AT_ONCE,
         NORM=rules.q_scale is not None,
+        NORM_VALUES=rules.norms_values,
         num_warps=4,
         **launch_options(q.device),
     )
@@ -74,8 +77,11 @@ class Rotation:
     """[tokens, 1, rotated dims]: negated in the first half, where the second half is subtracted"""
 
     @classmethod
-    def at(cls, positions: Tensor, rope: Tensor, dtype: torch.dtype) -> Rotation:
+    def at(cls, positions: Tensor, rope: Tensor, dtype: torch.dtype, half: int = 0) -> Rotation:
+        """`half`: see `AttentionRules`; pairs that the table does not have do not turn."""
         cosine, sine = rope[positions].to(dtype)[:, None].chunk(2, dim=-1)
+        if (missing := half - cosine.shape[-1]) > 0:
+            cosine, sine = F.pad(cosine, (0, missing), value=1.0), F.pad(sine, (0, missing))
         return cls(torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -105,8 +111,13 @@ def rotate_and_store_by(
         q = rms_norm_reference(q, rules.q_scale, rules.eps)
         k = rms_norm_reference(k, rules.k_scale, rules.eps)
     store(key_pages, slots, rotation(k))
-    store(value_pages, slots, v)
+    store(value_pages, slots, normed_values(v, rules))
     return rotation(q)
+
+
+def normed_values(v: Tensor, rules: AttentionRules) -> Tensor:
+    """v: [tokens, kv heads, dim], normalised if the rules say so"""
+    return rms_norm_reference(v, v.new_ones(()), rules.eps) if rules.norms_values else v
 
 
 def store(pages: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -119,14 +130,20 @@ def store(pages: Tensor, slots: Tensor, values: Tensor) -> None:
 
 @jit
 def rotation_factors(
-    scales, rope_row, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
+    scales,
+    rope_row,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """What elements of a head and their partners are multiplied by to scale and rotate them: two of [dim] float32."""
     dim = tl.arange(0, DIM_BLOCK)
-    is_rotated = dim < 2 * HALF
     pair = tl.where(dim < HALF, dim, dim - HALF)
+    is_rotated = (dim < 2 * HALF) & (pair < PAIRS)
     own = tl.load(rope_row + pair, mask=is_rotated, other=1.0)
-    sine = tl.load(rope_row + HALF + pair, mask=is_rotated, other=0.0)
+    sine = tl.load(rope_row + PAIRS + pair, mask=is_rotated, other=0.0)
     partner = tl.where(dim < HALF, -sine, sine)
     if NORM:
         own *= tl.load(scales + dim, mask=dim < DIM, other=0.0).to(tl.float32)
@@ -189,8 +206,10 @@ def _rotate_kernel(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per token."""
@@ -199,10 +218,10 @@ def _rotate_kernel(
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, DIM_BLOCK)
-    rope_row = rope + tl.load(positions + token) * 2 * HALF
+    rope_row = rope + tl.load(positions + token) * 2 * PAIRS
     slot = tl.load(slots + token) * KV_HEADS * DIM
-    q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
-    k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, NORM)
+    q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
+    k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
     for first in tl.static_range(0, HEADS, AT_ONCE):
         head = first + tl.arange(0, AT_ONCE)
         inside = (head < HEADS)[:, None] & (dim < DIM)[None, :]
@@ -219,4 +238,8 @@ def _rotate_kernel(
         y = y.to(out.dtype.element_ty)  # rounded as the queries are, then to what the pages hold
         tl.store(key_pages + where, y.to(key_pages.dtype.element_ty), mask=inside)
         value = tl.load(v + token * v_token_stride + head[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+        if NORM_VALUES:
+            exact = value.to(tl.float32)
+            exact *= tl.rsqrt(tl.sum(exact * exact, 1) / DIM + eps)[:, None]
+            value = exact.to(out.dtype.element_ty)
         tl.store(value_pages + where, value.to(value_pages.dtype.element_ty), mask=inside)

@@ -1,1 +1,1 @@
-"""The gated delta net: one-token steps, prefill in chunks, its convolution and norm."""
+"""The gated delta net: one-token steps, prefill in chunks, its norm."""

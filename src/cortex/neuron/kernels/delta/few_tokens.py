@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.kernels.delta.causal_conv import CHANNEL_BLOCK
 from cortex.neuron.kernels.delta.norm import gated_norm
 from cortex.neuron.kernels.delta.rules import L2_EPS, DeltaRules, DeltaState
 from cortex.neuron.kernels.delta.step import log_decay_of
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.kernels.recurrent.causal_conv import CHANNEL_BLOCK
 
 COLUMNS = 32
 

@@ -8,16 +8,15 @@ the key of the token, and reads M with its query:
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.kernels.delta.causal_conv import conv_chunk_reference, conv_rows_reference
 from cortex.neuron.kernels.delta.rules import CHUNK, L2_EPS, DeltaRules, DeltaState
 from cortex.neuron.kernels.jit import has_kernels
+from cortex.neuron.kernels.recurrent.causal_conv import conv_chunk_reference, conv_rows_reference
+from cortex.neuron.kernels.recurrent.rows import advance_rows, one_by_one
 
 
 def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:
@@ -29,47 +28,22 @@ def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delta
     from cortex.neuron.kernels.delta.step import delta_step
 
     out = torch.empty((len(projected), rules.value_size), dtype=projected.dtype, device=projected.device)
-    if batch.batch_invariant:
-        for turn, tokens in batch.once("turns", lambda: _turns(batch)):
-            if tokens is None:
-                delta_step(projected, rules, turn, state, out)
-            else:
-                part = torch.empty((len(tokens), rules.value_size), dtype=out.dtype, device=out.device)
-                delta_step(projected[tokens], rules, turn, state, part)
-                out[tokens] = part
-        return out
-    decodes = batch.num_decodes
-    if batch.shares_rows:
+    if batch.shares_rows and not batch.batch_invariant:
         delta_few_tokens(projected, rules, batch, state, out)
         return out
-    if decodes:
+
+    def step(projected: Tensor, batch: Batch, out: Tensor) -> None:
         delta_step(projected, rules, batch, state, out)
-    if batch.prefills:
-        delta_chunks(projected[decodes:], rules, batch, state, out[decodes:])
-    return out
 
+    def chunks(projected: Tensor, batch: Batch, out: Tensor) -> None:
+        delta_chunks(projected, rules, batch, state, out)
 
-def _turns(batch: Batch) -> list[tuple[Batch, Tensor | None]]:
-    """The first token of every row as a batch of decode rows, then the second, and so on, each with the indices of its
-    tokens. None: all tokens of the step, in order."""
-    if len(batch.rows) == len(batch.tokens):
-        return [(replace(batch, num_decodes=len(batch.rows)), None)]
-    turns: list[tuple[Batch, Tensor | None]] = []
-    for number in range(max(row.count for row in batch.prefills)):
-        here = [(index, row.offset + number) for index, row in enumerate(batch.prefills) if row.count > number]
-        rows, tokens = torch.tensor(here, device=batch.rows.device).unbind(1)
-        turn = replace(batch, num_decodes=len(here), rows=batch.rows[rows], positions=batch.positions[tokens])
-        turns.append((turn, tokens))
-    return turns
+    return advance_rows(projected, batch, out, step, chunks)
 
 
 def gated_delta_reference(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:
-    if batch.shares_rows:  # one token after the other
-        turns = [
-            replace(batch, num_decodes=1, rows=row[None], positions=position[None], shares_rows=False)
-            for row, position in zip(batch.rows, batch.positions, strict=True)
-        ]
-        tokens = zip(projected.split(1), turns, strict=True)
+    if batch.shares_rows:
+        tokens = zip(projected.split(1), one_by_one(batch), strict=True)
         return torch.cat([gated_delta_reference(token, rules, turn, state) for token, turn in tokens])
     heads = rules.value_heads
     x, gate, write, decay_input = projected.split([rules.channels, rules.value_size, heads, heads], dim=-1)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.kernels.delta.causal_conv import convolved
 from cortex.neuron.kernels.delta.rules import L2_EPS, DeltaRules, DeltaState
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
+from cortex.neuron.kernels.recurrent.causal_conv import convolved
 
 
 def delta_step(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState, out: Tensor) -> None:

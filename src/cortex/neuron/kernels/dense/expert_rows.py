@@ -25,13 +25,13 @@ def expand_rows(
     gate_up: Tensor,
     choice: ExpertChoice,
     norm: Prologue,
-    activation: str,
+    activation: str | None,
     out: Tensor,
     bias: Tensor | None = None,
 ) -> None:
-    """activation(norm(x) Gᵀ) · norm(x) Uᵀ by each row's experts.
+    """activation(norm(x) Gᵀ) · norm(x) Uᵀ by each row's experts; norm(x) Uᵀ of experts without a gate.
 
-    hidden: [rows, hidden]; gate_up: [experts · 2 · inner, hidden]; out: [pairs, inner]
+    hidden: [rows, hidden]; gate_up: [experts · (gate and up or up) · inner, hidden]; out: [pairs, inner]
     """
     (num_pairs, inner), size = out.shape, hidden.shape[1]
     block_out = 2
@@ -143,7 +143,8 @@ def _expand_kernel(
     expert = tl.load(chosen + pair).to(tl.int64)
     output = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     output_inside = output < INNER
-    line = gate_up + expert * (2 * INNER * HIDDEN) + output[:, None] * HIDDEN
+    MATRICES: tl.constexpr = 2 if ACTIVATION else 1
+    line = gate_up + expert * (MATRICES * INNER * HIDDEN) + output[:, None] * HIDDEN
     total = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     squares = tl.zeros((BLOCK_IN,), tl.float32)
@@ -151,19 +152,22 @@ def _expand_kernel(
         column = start + tl.arange(0, BLOCK_IN)
         inside = output_inside[:, None] & (column < HIDDEN)[None, :]
         tile = tl.load(line + column[None, :], mask=inside, other=0.0)
-        tile_up = tl.load(line + INNER * HIDDEN + column[None, :], mask=inside, other=0.0)
         value = tl.load(x + pair // SLOTS * HIDDEN + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
         squares += value * value
         value *= tl.load(norm_weight + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
         total += tile.to(tl.float32) * value[None, :]
-        total_up += tile_up.to(tl.float32) * value[None, :]
+        if ACTIVATION:
+            tile_up = tl.load(line + INNER * HIDDEN + column[None, :], mask=inside, other=0.0)
+            total_up += tile_up.to(tl.float32) * value[None, :]
     scale = tl.rsqrt(tl.sum(squares, 0) / HIDDEN + eps)
-    gate, up = tl.sum(total, 1) * scale, tl.sum(total_up, 1) * scale
+    y, up = tl.sum(total, 1) * scale, tl.sum(total_up, 1) * scale
     if BIAS:
-        own = bias + expert * (2 * INNER) + output
-        gate += tl.load(own, mask=output_inside, other=0.0).to(tl.float32)
-        up += tl.load(own + INNER, mask=output_inside, other=0.0).to(tl.float32)
-    y = activated(gate, up, ACTIVATION)
+        own = bias + expert * (MATRICES * INNER) + output
+        y += tl.load(own, mask=output_inside, other=0.0).to(tl.float32)
+        if ACTIVATION:
+            up += tl.load(own + INNER, mask=output_inside, other=0.0).to(tl.float32)
+    if ACTIVATION:
+        y = activated(y, up, ACTIVATION)
     tl.store(out + pair * INNER + output, y.to(out.dtype.element_ty), mask=output_inside)
 
 

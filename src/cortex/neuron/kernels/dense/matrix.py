@@ -69,7 +69,13 @@ class DenseMatrix(ExpertMatrix):
         return y if residual is None else y.add_(residual)
 
     def expand_rows(
-        self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        choice: ExpertChoice,
+        norm: Prologue,
+        activation: str | None,
+        out: Tensor,
+        bias: Tensor | None = None,
     ) -> None:
         expand_rows(x, self.weight, choice, norm, activation, out, bias)
 

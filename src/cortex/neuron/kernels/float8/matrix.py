@@ -71,9 +71,16 @@ class Float8Matrix(ExpertMatrix):
         return out
 
     def expand_rows(
-        self, x: Tensor, choice: ExpertChoice, norm: Prologue, activation: str, out: Tensor, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        choice: ExpertChoice,
+        norm: Prologue,
+        activation: str | None,
+        out: Tensor,
+        bias: Tensor | None = None,
     ) -> None:
-        pairs = ExpertPairs(choice.experts, None, choice.experts.shape[1])
+        weights = torch.ones_like(choice.weights) if activation is None else None
+        pairs = ExpertPairs(choice.experts, weights, choice.experts.shape[1])
         one_row_float8_product(x, self.codes, out, norm, Epilogue(bias, activation=activation), pairs)
 
     def contract_rows(

@@ -203,9 +203,9 @@ def _combine_kernel(
     cell = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, LATENT_BLOCK)
-    sum = tl.load(sums + split * ROWS_HEADS + cell, mask=split < active, other=-float("inf"))
-    highest = tl.max(sum, 0)
-    weights = tl.sum(tl.exp2(sum - highest), 0)
+    all_sums = tl.load(sums + split * ROWS_HEADS + cell, mask=split < active, other=-float("inf"))
+    highest = tl.max(all_sums, 0)
+    weights = tl.sum(tl.exp2(all_sums - highest), 0)
     total = tl.zeros((LATENT_BLOCK,), tl.float32)
     for first in range(0, active, COMBINED):
         some = first + tl.arange(0, COMBINED)

@@ -33,6 +33,8 @@ class Experts:
     """The first routed expert that is held."""
     activation: str = "silu"
     """One of `ACTIVATIONS`."""
+    gated: bool = True
+    """Otherwise `gate_up` has only the rows of up, and an expert is down(relu(up)²)."""
     rule: RouterRule = DEFAULT_RULE
     bias: Tensor | None = None
     """[routed] float32: added to the weights for the choice of experts, not to the weights of the chosen ones"""
@@ -41,6 +43,10 @@ class Experts:
     gate_up_bias: Tensor | None = None
     """Of each row of `gate_up`; `down_bias` of each row of `down`."""
     down_bias: Tensor | None = None
+    router_norm: Tensor | None = None
+    """[hidden]: the weight of the norm before the router; None: that of the norm before the experts"""
+    scales: Tensor | None = None
+    """[routed] float32: factors of the weights of the chosen experts"""
 
     @property
     def num_experts(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,24 +12,31 @@ from cortex.neuron.kernels.activations import activate_reference
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.matrix import ExpertMatrix, Prologue
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.routing import choose_reference, choose_rows, held_choice, held_lists, list_pairs
+from cortex.neuron.kernels.moe.routing import choose_rows, choose_rows_reference, held_choice, held_lists, list_pairs
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.products.grouped import combine, expert_load
+from cortex.neuron.kernels.relu_squared import relu_squared_, relu_squared_reference_
 
 SMALL_BATCH_ROWS = 8
 """Up to this many rows most of the selected experts differ, and one GEMV per pair reads few bytes twice."""
 
 
 def mixture(
-    hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts, residual: Tensor | None = None
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    experts: Experts,
+    residual: Tensor | None = None,
+    inputs: Tensor | None = None,
 ) -> Tensor:
     """hidden: [tokens, hidden] → residual + Σ weight · expert(norm(hidden)) over those of each token's experts that are
-    held. `residual` is by default `hidden` itself."""
+    held. `residual` is by default `hidden` itself. `inputs`: what the experts take in place of norm(hidden), [tokens,
+    width]; then a residual of that width is needed."""
     if not has_kernels(hidden):
-        return mixture_reference(hidden, norm_weight, eps, experts, residual)
-    if len(hidden) <= SMALL_BATCH_ROWS:
+        return mixture_reference(hidden, norm_weight, eps, experts, residual, inputs)
+    if len(hidden) <= SMALL_BATCH_ROWS and inputs is None:
         return mixture_of_rows(hidden, norm_weight, eps, experts, residual)
-    return mixture_grouped(hidden, norm_weight, eps, experts, residual)
+    return mixture_grouped(hidden, norm_weight, eps, experts, residual, inputs)
 
 
 def mixture_of_rows(
@@ -37,54 +46,72 @@ def mixture_of_rows(
     residual = hidden if residual is None else residual
     choice = held_choice(choose_rows(hidden, norm_weight, eps, experts), experts)
     inner = torch.empty(len(hidden) * experts.slots, experts.inner, dtype=hidden.dtype, device=hidden.device)
-    norm = Prologue(norm_weight, eps)
-    experts.gate_up.expand_rows(hidden, choice, norm, experts.activation, inner, experts.gate_up_bias)
+    activation, norm = experts.activation if experts.gated else None, Prologue(norm_weight, eps)
+    experts.gate_up.expand_rows(hidden, choice, norm, activation, inner, experts.gate_up_bias)
+    if not experts.gated:
+        relu_squared_(inner)
     return experts.down.contract_rows(inner, choice, residual, experts.down_bias)
 
 
 def mixture_grouped(
-    hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts, residual: Tensor | None = None
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    experts: Experts,
+    residual: Tensor | None = None,
+    inputs: Tensor | None = None,
 ) -> Tensor:
     """The pairs of each expert together."""
-    tokens, size = hidden.shape
+    tokens = len(hidden)
     num_pairs, load = tokens * experts.slots, expert_load(tokens * experts.top_k, experts.num_routed)
     x = rms_norm(hidden, norm_weight, eps)
-    lists = held_lists(list_pairs(F.linear(x, experts.router, experts.router_bias), experts), experts)
+    scored = x if experts.router_norm is None else rms_norm(hidden, experts.router_norm, eps)
+    lists = held_lists(list_pairs(F.linear(scored, experts.router, experts.router_bias), experts), experts)
+    x = x if inputs is None else inputs
     inner = torch.empty(num_pairs, experts.inner, dtype=x.dtype, device=x.device)
     experts.gate_up.grouped(
         x,
-        lists,
+        lists if experts.gated else replace(lists, weights=torch.ones_like(lists.weights)),
         inner,
         pairs_per_row=experts.slots,
-        activation=experts.activation,
+        activation=experts.activation if experts.gated else None,
         load=load,
         bias=experts.gate_up_bias,
     )
+    if not experts.gated:
+        relu_squared_(inner)
     # pairs of experts that are not held are not written
     allocate = torch.empty if experts.num_held == experts.num_routed else torch.zeros
-    parts = allocate(num_pairs, size, dtype=x.dtype, device=x.device)
+    parts = allocate(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
     experts.down.grouped(inner, lists, parts, pairs_per_row=1, activation=None, load=load, bias=experts.down_bias)
     return combine(parts, hidden if residual is None else residual)
 
 
 def mixture_reference(
-    hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts, residual: Tensor | None = None
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    experts: Experts,
+    residual: Tensor | None = None,
+    inputs: Tensor | None = None,
 ) -> Tensor:
     """Sorts pairs by expert, so that each expert runs once on contiguous memory."""
     x = rms_norm_reference(hidden, norm_weight, eps)
-    choice = held_choice(choose_reference(F.linear(x, experts.router, experts.router_bias), experts), experts)
+    choice = held_choice(choose_rows_reference(hidden, norm_weight, eps, experts), experts)
     by_expert, order = choice.experts.flatten().sort(stable=True)
+    x = x if inputs is None else inputs
     gathered = x.index_select(0, order // experts.slots)  # [pairs, hidden]
     parts = torch.empty_like(gathered)
     used, counts = by_expert.unique_consecutive(return_counts=True)
     start = 0
     for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
         span = slice(start, start + count)
-        gate_up = _weights(experts.gate_up, expert, 2 * experts.inner, x.dtype)
-        gate_up_bias = _biases(experts.gate_up_bias, expert, 2 * experts.inner)
-        inner = activate_reference(F.linear(gathered[span], gate_up, gate_up_bias), experts.activation)
-        torch.mm(inner, _weights(experts.down, expert, hidden.shape[1], x.dtype).t(), out=parts[span])
-        if (down_bias := _biases(experts.down_bias, expert, hidden.shape[1])) is not None:
+        rows = (1 + experts.gated) * experts.inner
+        gate_up = _weights(experts.gate_up, expert, rows, x.dtype)
+        inner = F.linear(gathered[span], gate_up, _biases(experts.gate_up_bias, expert, rows))
+        inner = activate_reference(inner, experts.activation) if experts.gated else relu_squared_reference_(inner)
+        torch.mm(inner, _weights(experts.down, expert, x.shape[1], x.dtype).t(), out=parts[span])
+        if (down_bias := _biases(experts.down_bias, expert, x.shape[1])) is not None:
             parts[span] += down_bias
         start += count
     by_pair = parts.index_select(0, order.argsort()).view(*choice.weights.shape, -1)  # [tokens, slots, hidden]

@@ -36,6 +36,8 @@ def choose_reference(logits: Tensor, experts: Experts) -> ExpertChoice:
     if experts.renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
     weights = weights * rule.scale
+    if experts.scales is not None:
+        weights = weights * experts.scales[chosen]
     if experts.num_shared:
         shared = torch.arange(experts.num_routed, experts.num_experts, device=logits.device)
         gate = logits[:, experts.num_routed :].float().sigmoid() if rule.gates_shared else weights.new_ones(1, 1)
@@ -60,10 +62,11 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Expert
     weights = torch.empty((rows, experts.slots), dtype=torch.float32, device=hidden.device)
     _choose_rows_kernel[(triton.cdiv(len(experts.router), ROUTER_BLOCK), rows)](
         hidden,
-        norm_weight,
+        norm_weight if experts.router_norm is None else experts.router_norm,
         experts.router,
         experts.router_bias,
         experts.bias,
+        experts.scales,
         scores,
         chosen,
         weights,
@@ -82,7 +85,7 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Expert
 
 
 def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
-    x = rms_norm_reference(hidden, norm_weight, eps)
+    x = rms_norm_reference(hidden, norm_weight if experts.router_norm is None else experts.router_norm, eps)
     return choose_reference(F.linear(x, experts.router, experts.router_bias), experts)
 
 
@@ -97,6 +100,7 @@ def list_pairs(logits: Tensor, experts: Experts) -> PairLists:
     _list_pairs_kernel[(tokens,)](
         logits,
         experts.bias,
+        experts.scales,
         weights,
         counts,
         members,
@@ -151,6 +155,7 @@ def _choice_constants(experts: Experts) -> dict[str, float]:
         "RENORMALISE": experts.renormalise,
         "SIGMOID": experts.rule.scoring == "sigmoid",
         "BIASED": experts.bias is not None,
+        "SCALED": experts.scales is not None,
         "SCALE": experts.rule.scale,
         "GATED": experts.rule.gates_shared,
         "GROUPS": experts.rule.groups,
@@ -196,6 +201,7 @@ def _kept(
 def _choose(
     scores,
     bias,
+    scales,
     ROUTED: tl.constexpr,
     ROUTED_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -204,6 +210,7 @@ def _choose(
     RENORMALISE: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     SCALE: tl.constexpr,
     GATED: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -240,6 +247,8 @@ def _choose(
     if RENORMALISE:
         total = tl.sum(weight, 0)
     weight *= SCALE / total
+    if SCALED:
+        weight *= tl.load(scales + chosen, mask=slot < TOP_K, other=0.0)
     if SLOTS > TOP_K:
         gate = tl.sigmoid(tl.load(scores + ROUTED, cache_modifier=".cg").to(tl.float32)) if GATED else 1.0
         chosen = tl.where(slot >= TOP_K, ROUTED + slot - TOP_K, chosen)
@@ -254,6 +263,7 @@ def _choose_rows_kernel(
     router,
     router_bias,
     bias,
+    scales,
     scores,
     chosen,
     weights,
@@ -272,6 +282,7 @@ def _choose_rows_kernel(
     RENORMALISE: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     SCALE: tl.constexpr,
     GATED: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -305,6 +316,7 @@ def _choose_rows_kernel(
     expert, weight = _choose(
         scores + row * SCORES,
         bias,
+        scales,
         ROUTED,
         ROUTED_BLOCK,
         TOP_K,
@@ -313,6 +325,7 @@ def _choose_rows_kernel(
         RENORMALISE,
         SIGMOID,
         BIASED,
+        SCALED,
         SCALE,
         GATED,
         GROUPS,
@@ -327,6 +340,7 @@ def _choose_rows_kernel(
 def _list_pairs_kernel(
     logits,
     bias,
+    scales,
     weights,
     counts,
     members,
@@ -340,6 +354,7 @@ def _list_pairs_kernel(
     RENORMALISE: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     SCALE: tl.constexpr,
     GATED: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -354,6 +369,7 @@ def _list_pairs_kernel(
     expert, weight = _choose(
         logits + token.to(tl.int64) * SCORES,
         bias,
+        scales,
         ROUTED,
         ROUTED_BLOCK,
         TOP_K,
@@ -362,6 +378,7 @@ def _list_pairs_kernel(
         RENORMALISE,
         SIGMOID,
         BIASED,
+        SCALED,
         SCALE,
         GATED,
         GROUPS,

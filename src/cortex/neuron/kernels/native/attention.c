@@ -15,9 +15,9 @@ static void rotated(
         widen(norm, 0, a->dim, a->is_norm_half, room);
         for (int64_t i = 0; i < a->dim; i++) out[i] *= factor * room[i];
     }
-    const int64_t half = a->rotated_dims / 2;
-    const float *cosines = a->rope + a->positions[row] * a->rotated_dims, *sines = cosines + half;
-    for (int64_t i = 0; i < half; i++) {
+    const int64_t pairs = a->rotated_dims / 2, half = a->pair_distance;
+    const float *cosines = a->rope + a->positions[row] * a->rotated_dims, *sines = cosines + pairs;
+    for (int64_t i = 0; i < pairs; i++) {
         float one = out[i], other = out[half + i];
         out[i] = one * cosines[i] - other * sines[i];
         out[half + i] = other * cosines[i] + one * sines[i];

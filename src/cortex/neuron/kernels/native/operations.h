@@ -56,7 +56,7 @@ typedef struct {
     const float *sinks, *rope;
     const int64_t *positions, *slots, *table_rows;
     const int32_t *page_table;
-    int64_t heads, kv_heads, dim, rotated_dims, page_tokens, table_columns, window;
+    int64_t heads, kv_heads, dim, rotated_dims, pair_distance, page_tokens, table_columns, window;
     int64_t q_stride, q_head_stride, k_stride, v_stride;
 } Attention;
 

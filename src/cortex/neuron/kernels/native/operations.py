@@ -55,8 +55,8 @@ class DecodeAttention(Operation):
         *((name, ctypes.c_float) for name in ("scale", "eps")),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "q_norm", "k_norm", "key_pages", "value_pages", "out")),
         *((name, ctypes.c_void_p) for name in ("sinks", "rope", "positions", "slots", "table_rows", "page_table")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "rotated_dims", "page_tokens")),
-        *((name, ctypes.c_int64) for name in ("table_columns", "window")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "rotated_dims", "pair_distance")),
+        *((name, ctypes.c_int64) for name in ("page_tokens", "table_columns", "window")),
         *((name, ctypes.c_int64) for name in ("q_stride", "q_head_stride", "k_stride", "v_stride")),
     )
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from cortex.neuron.layers.configs import AttentionConfig, NormConfig, QKNormConfig, RopeConfig
 from cortex.neuron.models.architecture import BlockNorms, EndsConfig
 from cortex.neuron.models.config import count_in, number_in, read_layer_rope
+from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama
 from cortex.neuron.models.text_part import TextPart
 
@@ -34,7 +35,6 @@ class Gemma3(Llama):
     }
     implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "attn_logit_softcapping": (None,),
-        "use_bidirectional_attention": (False, None),
     }
 
     @property
@@ -48,7 +48,8 @@ class Gemma3(Llama):
 
     def attention(self, index: int) -> AttentionConfig:
         scale = number_in(self.raw, "query_pre_attn_scalar", 256.0) ** -0.5
-        return replace(super().attention(index), scale=scale, qk_norm=QKNormConfig(self.norm))
+        is_causal = not self._is_bidirectional
+        return replace(super().attention(index), scale=scale, qk_norm=QKNormConfig(self.norm), is_causal=is_causal)
 
     def rope(self, index: int) -> RopeConfig | None:
         layer_type = self._type(index)
@@ -58,7 +59,22 @@ class Gemma3(Llama):
         return read_layer_rope(self.raw, self.config.head_dim, layer_type, theta)
 
     def window(self, index: int) -> int | None:
-        return count_in(self.raw, "sliding_window") if self._type(index) == "sliding_attention" else None
+        if self._type(index) != "sliding_attention":
+            return None
+        window = count_in(self.raw, "sliding_window")
+        return window // 2 + 1 if self._is_bidirectional else window
+
+    @property
+    def _is_bidirectional(self) -> bool:
+        """Whether tokens attend to later ones, as in EmbeddingGemma. Raises UnsupportedModel for a model that generates
+        text."""
+        is_bidirectional = bool(self.raw.get("use_bidirectional_attention"))
+        if is_bidirectional and self.pooling is None:
+            raise UnsupportedModel(
+                "use_bidirectional_attention is True: the model attends to later tokens, so it generates no text, and "
+                "it has no modules.json for embeddings"
+            )
+        return is_bidirectional
 
     def _type(self, index: int) -> str:
         return self.attention_type(index, count_in(self.raw, "sliding_window_pattern"))

@@ -1,1 +1,1 @@
-"""The families with experts or with recurrent layers."""
+"""The families with experts."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import StageSpec
+from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.wire.node.protocol import Device
 
@@ -40,6 +41,18 @@ class FileFacts(Protocol):
 
     @property
     def num_layers(self) -> int: ...
+
+    @property
+    def backend(self) -> str:
+        """What runs the model: `native`, or the name of a library."""
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether it can be divided by layers."""
+
+    @property
+    def pooling(self) -> PoolingConfig | None:
+        """What the model does with texts instead of continuing them; None: it generates text."""
 
     @property
     def num_ranks(self) -> int:

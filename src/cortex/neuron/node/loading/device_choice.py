@@ -107,6 +107,11 @@ class DeviceChoice:
     def _check_stages(self) -> None:
         """Raises LoadFailed for a model that cannot be divided so, however much memory is free."""
         model, num_layers = self.model, self.facts.num_layers
+        if not self.facts.has_stages:
+            raise LoadFailed(
+                f"{model.id} cannot be divided by layers, because the {self.facts.backend} library runs it; "
+                "use tensor_parallel instead of pipeline_parallel, or one device"
+            )
         if model.pipeline_parallel > num_layers:
             raise LoadFailed(
                 f"{model.id} has {num_layers} layers, too few for pipeline_parallel = {model.pipeline_parallel}; "

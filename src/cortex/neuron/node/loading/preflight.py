@@ -22,9 +22,10 @@ from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
-from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.models.pooling.config import PoolingConfig
+from cortex.neuron.models.registry import open_model
 from cortex.neuron.models.sizes import WeightStorage
-from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
+from cortex.neuron.weights.checkpoint import Checkpoint
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.selection import gguf_of
 from cortex.neuron.weights.sharded import ShardedCheckpoint
@@ -70,6 +71,18 @@ class ModelFacts:
         return self.architecture.config.num_layers
 
     @property
+    def backend(self) -> str:
+        return self.architecture.backend
+
+    @property
+    def has_stages(self) -> bool:
+        return self.architecture.has_stages
+
+    @property
+    def pooling(self) -> PoolingConfig | None:
+        return self.architecture.pooling
+
+    @property
     def digest(self) -> str:
         """Equal for the same model on different nodes: its configuration and how its tensors are stored."""
         formats = sorted((name, info.dtype) for name, info in self.tensors.items() if info.dtype not in _DENSE_FORMATS)
@@ -80,7 +93,7 @@ class ModelFacts:
         """How the weights are kept on a device."""
         if device not in self._layouts:
             self._layouts[device] = choose_layouts(device, self.tensors, self.recipe)
-        return WeightStorage(ITEM_BYTES[device.dtype], self._layouts[device], kv_item_bytes)
+        return WeightStorage(ITEM_BYTES[device.dtype], self._layouts[device], kv_item_bytes, self.tensors)
 
 
 def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelFacts:
@@ -92,11 +105,12 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
     """
     name = name or path.name
     try:
-        checkpoint: Checkpoint = open_checkpoint(path)
+        checkpoint, architecture = open_model(path)
     except CheckpointError as error:
         raise LoadFailed(str(error)) from error
+    except UnsupportedModel as error:
+        raise LoadFailed(f"{name} cannot be loaded: {error}") from error
     try:
-        architecture = read_architecture(checkpoint.config)
         if num_ranks > 1:
             last = Shard(num_ranks - 1, num_ranks)  # what cannot be divided evenly is larger there
             whole, architecture = architecture, architecture.sharded(last)

@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from cortex.neuron.config import TextLimits
+from cortex.neuron.engine.request import PooledTexts
 from cortex.neuron.node.text.work import TextSource, TextWork
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules
+from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.wire.packed_request import PackedRequest
 
 _REST_AFTER_S = 60.0
@@ -61,6 +63,11 @@ class Texts:
         """The tokens of a text, including control tokens in it."""
         work = await self._opened(model_id, await self._path_of(model_id))
         return await work.encode(text, principal)
+
+    async def encode_texts(self, model_id: str, texts: TextsToEncode, *, principal: str) -> PooledTexts:
+        """The tokens of texts that are pooled."""
+        work = await self._opened(model_id, await self._path_of(model_id))
+        return await work.encode_texts(texts, principal)
 
     def num_jobs(self, model_id: str) -> int:
         """Requests of the model that are being prepared, or wait for that."""

@@ -11,15 +11,19 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
 from cortex.neuron.config import TextLimits
+from cortex.neuron.engine.request import PooledTexts
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
+from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.tokenizer_process.client import UNREADABLE
+from cortex.neuron.tokenizer_process.protocol import PackedTexts
 from cortex.wire.errors import LoadFailed, Overloaded, PreparationLimitExceeded
 from cortex.wire.fields.constraints import is_constrained
 from cortex.wire.packed_request import PackedRequest
@@ -27,6 +31,8 @@ from cortex.wire.words import duration, os_error_in_words
 
 _LONG_BYTES = 1 << 20
 """A request with more text is long: it takes a tenth of a second and more, if its turns are new."""
+_PART_CHARACTERS = 1 << 15
+"""Texts to pool with fewer characters are tokenised by one process."""
 _LONG_CONSTRAINED_BYTES = 1 << 15
 """A request with a grammar is long from here on: a large one may take seconds to compile."""
 
@@ -55,6 +61,7 @@ class TextSource(Protocol):
     async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> Prepared: ...
     async def count(self, request: bytes, rules: PromptRules, *, is_long: bool) -> int: ...
     async def encode(self, text: str, rules: PromptRules, *, is_long: bool) -> tuple[int, ...]: ...
+    async def encode_texts(self, texts: TextsToEncode, rules: PromptRules, *, is_long: bool) -> PackedTexts: ...
 
 
 class TextWork:
@@ -134,6 +141,27 @@ class TextWork:
         async with self._slot(principal, is_long=is_long):
             return await self._source.encode(text, self._limited(NO_RULES), is_long=is_long)
 
+    async def encode_texts(self, texts: TextsToEncode, principal: str) -> PooledTexts:
+        """The tokens of texts that are pooled. Many texts are divided among the worker processes."""
+        parts = _divided(texts, self._limits.num_workers)
+        is_long = sum(map(len, texts.texts)) > _LONG_BYTES
+
+        async def encode(part: TextsToEncode) -> PackedTexts:
+            async with self._slot(principal, is_long=is_long):
+                return await self._source.encode_texts(part, self._limited(NO_RULES), is_long=is_long)
+
+        tasks = [asyncio.create_task(encode(part)) for part in parts]
+        try:
+            encoded = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return PooledTexts(
+            b"".join(each.ids for each in encoded),
+            tuple(length for each in encoded for length in each.lengths),
+            tuple(first for each in encoded for first in each.first_segments),
+        )
+
     def _limited(self, rules: PromptRules) -> PromptRules:
         return replace(
             rules,
@@ -180,3 +208,21 @@ class TextWork:
             f"try again in {duration(retry_after_s)}",
             retry_after_s=retry_after_s,
         )
+
+
+def _divided(texts: TextsToEncode, num_parts: int) -> list[TextsToEncode]:
+    """Parts of about the same length, in order; few texts are one part."""
+    total = sum(map(len, texts.texts)) + sum(map(len, texts.queries))
+    part_characters = max(_PART_CHARACTERS, -(-total // num_parts))
+    bounds, filled = [0], 0
+    for index, text in enumerate(texts.texts):
+        filled += len(text) + (len(texts.queries[index]) if texts.queries else 0)
+        if filled >= part_characters:
+            bounds.append(index + 1)
+            filled = 0
+    if bounds[-1] < len(texts.texts):
+        bounds.append(len(texts.texts))
+    return [
+        replace(texts, texts=texts.texts[first:end], queries=texts.queries[first:end])
+        for first, end in pairwise(bounds)
+    ]

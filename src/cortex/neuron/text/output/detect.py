@@ -92,7 +92,7 @@ _SPELLS_NAME: Final = re.compile(r"""\\?["']name\\?["']\s*:""")
 _SPELLS_PARAMETERS: Final = re.compile(r"""\\?["']parameters\\?["']\s*:""")
 
 
-_MARKERS: Final = (
+MARKERS: Final = (
     (("<|channel|>", "<|message|>"), ToolSyntax.HARMONY),
     (("<atem:function_calls>",), ToolSyntax.MUSE_XML),
     (("<minimax:tool_call>",), ToolSyntax.MINIMAX_XML),
@@ -118,7 +118,7 @@ _MARKERS: Final = (
 def tool_syntax(template: ChatTemplate) -> ToolSyntax:
     if not template.takes_tools:
         return ToolSyntax.HERMES_JSON
-    for markers, syntax in _MARKERS:
+    for markers, syntax in MARKERS:
         if all(map(template.mentions, markers)):
             return syntax
     if _SPELLS_NAME.search(template.source) and _SPELLS_PARAMETERS.search(template.source):

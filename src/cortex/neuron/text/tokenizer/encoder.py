@@ -22,6 +22,25 @@ class Segmented:
         return self.cut_tokens[found - 1] if found else 0
 
 
+@dataclass(frozen=True, slots=True)
+class TextsToEncode:
+    """Documents, or pairs of a query and a document."""
+
+    texts: tuple[str, ...]
+    queries: tuple[str, ...] = ()
+    """One for each text; empty: the texts are no pairs."""
+    max_tokens: int | None = None
+    """Longer texts are cut off; of a pair, the longer part. None: nothing is cut off."""
+    from_left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTexts:
+    ids: Sequence[Sequence[int]]
+    first_segments: Sequence[int] = ()
+    """For pairs: the tokens of the first segment, 0 if the tokenizer makes no difference between the two."""
+
+
 class TextEncoder(Protocol):
     """Safe to share between threads. It may wait for another process: do not call it on the event loop."""
 
@@ -30,6 +49,9 @@ class TextEncoder(Protocol):
 
     def encode_document(self, text: str) -> list[int]:
         """Ids of a document, with the begin and end tokens that the model was trained with."""
+
+    def encode_texts(self, texts: TextsToEncode) -> EncodedTexts:
+        """Ids of several documents or pairs. Not from several threads at once."""
 
     def encode_segmented(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
         """Like `encode`, with the positions of cuts around whole tokens; known parts of a long text cost little. At the
@@ -46,6 +68,9 @@ class NoEncoder:
 
     def encode_document(self, text: str) -> list[int]:
         return self.encode(text)
+
+    def encode_texts(self, texts: TextsToEncode) -> EncodedTexts:
+        return EncodedTexts([self.encode("".join(texts.texts))])
 
     def encode_segmented(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
         del literal_at

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.tokenizer import pretokenizers
@@ -24,6 +24,9 @@ _NAMED: Final = {
     "mask_token": "mask_token_id",
 }
 _END_IDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+_SENTENCEPIECE: Final = frozenset({"llama", "gemma4"})
+_END_TOKENS: Final = {"gemma4": ("<eos>", "<turn|>", "<|tool_response>")}
+"""Kind of a tokenizer → tokens that end a generation, which its files do not name."""
 
 
 class TokenType(IntEnum):
@@ -43,15 +46,19 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata, tokens)
-    elif kind == "llama":
+    elif kind in _SENTENCEPIECE:
         tokenizer = _sentencepiece(metadata, tokens)
+    elif kind == "bert":
+        return _wordpiece(metadata, tokens)
+    elif kind == "t5":
+        return _unigram(metadata, tokens)
     else:
         raise TokenizerUnsupported(
-            f"the GGUF file has a tokenizer of kind {kind!r}, supported are 'gpt2' and 'llama'; "
-            "serve the model from safetensors"
+            f"the GGUF file has a tokenizer of kind {kind!r}, supported are 'gpt2', 'llama', 'gemma4', 'bert' and "
+            "'t5'; serve the model from safetensors"
         )
     _add_whole_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or ())
-    _add_begin_and_end(tokenizer, metadata, tokens, sentencepiece=kind == "llama")
+    _add_begin_and_end(tokenizer, metadata, tokens, sentencepiece=kind in _SENTENCEPIECE)
     return tokenizer
 
 
@@ -64,7 +71,10 @@ def named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids that end a generation, according to the file."""
-    found = (metadata.get(f"tokenizer.ggml.{key}") for key in _END_IDS)
+    found = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_IDS]
+    unnamed = _END_TOKENS.get(str(metadata.get("tokenizer.ggml.model")), ())
+    tokens = metadata.get("tokenizer.ggml.tokens") or ()
+    found += [i for i, token in enumerate(tokens) if token in unnamed] if unnamed else []
     return tuple(dict.fromkeys(i for i in found if isinstance(i, int)))
 
 
@@ -100,6 +110,61 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokeni
         replacement=SPACE, prepend_scheme="first" if prefixed else "never", split=False
     )
     tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _wordpiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    """Converters write a space before words, and leave out the mark of continuations."""
+    names = named_tokens(metadata)
+    words = [
+        token
+        if token.startswith("[") and token.endswith("]")
+        else token[1:]
+        if token.startswith(SPACE)
+        else f"##{token}"
+        for token in tokens
+    ]
+    begin = names.get("cls_token") or names.get("bos_token", "")
+    end = names.get("sep_token") or names.get("eos_token", "")
+    if begin not in words or end not in words:
+        raise TextFileMalformed("the GGUF vocabulary names no tokens for the ends of a text; download a complete file")
+    tokenizer = Tokenizer(models.WordPiece(_ids(words), unk_token=names.get("unk_token", "[UNK]")))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = [AddedToken(token, special=True) for token in words if token.startswith("[") and token.endswith("]")]
+    tokenizer.add_special_tokens([token for token in special if not token.content.startswith("[unused")])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}",
+        pair=f"{begin} $A {end} $B:1 {end}:1",
+        special_tokens=[(begin, words.index(begin)), (end, words.index(end))],
+    )
+    return tokenizer
+
+
+def _unigram(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    """The SentencePiece of XLM-RoBERTa: pieces with scores, of which the most likely sequence counts."""
+    names, scores = named_tokens(metadata), metadata.get("tokenizer.ggml.scores")
+    begin, end = names.get("bos_token"), names.get("eos_token")
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    if not scores or len(scores) != len(tokens) or begin is None or end is None or not isinstance(unknown, int):
+        raise TextFileMalformed("the GGUF vocabulary lacks scores or special tokens; download a complete file")
+    tokenizer = Tokenizer(models.Unigram(list(zip(tokens, scores, strict=True)), unknown))
+    steps: list[normalizers.Normalizer] = []
+    if charsmap := metadata.get("tokenizer.ggml.precompiled_charsmap"):
+        steps.append(normalizers.Precompiled(bytes(byte & 0xFF for byte in charsmap)))
+    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", True):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "always" if prefixed else "never")
+    tokenizer.decoder = decoders.Metaspace(SPACE, "always" if prefixed else "never")
+    _add_whole_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or ())
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}",
+        pair=f"{begin} $A {end} {end} $B {end}",
+        special_tokens=[(begin, tokens.index(begin)), (end, tokens.index(end))],
+    )
     return tokenizer
 
 
@@ -151,6 +216,8 @@ def _add_begin_and_end(
     named = named_tokens(metadata)
     begin = named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", sentencepiece) else None
     end = named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    if metadata.get("tokenizer.ggml.add_sep_token", False):  # encoders with a byte-level vocabulary
+        begin, end = named.get("cls_token") or begin, named.get("sep_token") or end
     around = [(token, tokens.index(token)) for token in (begin, end) if token is not None]
     if around:
         single = " ".join(part for part in (begin and f"{begin}:0", "$A:0", end and f"{end}:0") if part)

@@ -23,6 +23,7 @@ from tokenizers.pre_tokenizers import PreTokenizer
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.files import gguf_file, read_json
 from cortex.neuron.text.tokenizer import gguf_vocabulary
+from cortex.neuron.text.tokenizer.encoder import EncodedTexts, TextsToEncode
 from cortex.neuron.text.tokenizer.vocabulary import Vocabulary, WholeToken, joined
 from cortex.neuron.weights.gguf.metadata import read_metadata
 
@@ -88,6 +89,22 @@ class LibraryTokenizer:
     def encode_document(self, text: str) -> list[int]:
         """Ids of a document, with the begin and end tokens that the model was trained with."""
         return self._ids(text, add_special_tokens=True)
+
+    def encode_texts(self, texts: TextsToEncode) -> EncodedTexts:
+        """The tokens of documents, or of pairs of a query and a document, as the model was trained with them."""
+        inputs: list[str] | list[tuple[str, str]] = list(texts.texts)
+        if texts.queries:
+            inputs = list(zip(texts.queries, texts.texts, strict=True))
+        if texts.max_tokens is not None:
+            least = self.backend.num_special_tokens_to_add(bool(texts.queries)) + 1
+            direction = "left" if texts.from_left else "right"
+            self.backend.enable_truncation(max(texts.max_tokens, least), direction=direction)
+        try:
+            found = self.backend.encode_batch(inputs, add_special_tokens=True)
+        finally:
+            self.backend.no_truncation()
+        segments = [each.type_ids.index(1) if 1 in each.type_ids else 0 for each in found] if texts.queries else []
+        return EncodedTexts([each.ids for each in found], segments)
 
     def encoding(self, text: str) -> Encoding:
         """Like `encode`, with each token's position in `text`."""
@@ -165,7 +182,7 @@ def _from_directory(path: Path) -> LibraryTokenizer:
     backend.no_padding()
     if _decoder_kind(backend) is None:
         raise TokenizerUnsupported(
-            f"{source} is neither byte-level nor SentencePiece, the two supported kinds; use another model"
+            f"{source} is neither byte-level nor SentencePiece nor WordPiece, the supported kinds; use another model"
         )
     config = read_json(path / "tokenizer_config.json")
     _add_missing(backend, config)
@@ -209,6 +226,8 @@ def _decoder_kind(backend: Backend) -> str | None:
     kinds = {described.get("type"), *(part.get("type") for part in described.get("decoders", ()))}
     if "ByteLevel" in kinds:
         return "ByteLevel"
+    if "WordPiece" in kinds:
+        return "WordPiece"
     return "SentencePiece" if kinds & {"Metaspace", "ByteFallback", "Replace"} else None
 
 

@@ -10,7 +10,7 @@ from cortex.neuron.text import defaults
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.files import gguf_file, has_vision, read_json
 from cortex.neuron.text.template import template_source
-from cortex.neuron.text.tokenizer.encoder import Segmented
+from cortex.neuron.text.tokenizer.encoder import EncodedTexts, Segmented, TextsToEncode
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.neuron.text.tokenizer.segments import SegmentEncoder
 from cortex.neuron.weights.gguf.metadata import read_metadata
@@ -28,6 +28,9 @@ class LocalEncoder:
 
     def encode_document(self, text: str) -> list[int]:
         return self._tokenizer.encode_document(text)
+
+    def encode_texts(self, texts: TextsToEncode) -> EncodedTexts:
+        return self._tokenizer.encode_texts(texts)
 
     def encode_segmented(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
         return self._segments.encode(text, literal_at)

@@ -67,6 +67,7 @@ BY_NAME: Final[dict[str, Pretokenizer]] = {
     "default": _GPT2_PRETOKENIZER,
     "gpt-2": _GPT2_PRETOKENIZER,
     "gpt2": _GPT2_PRETOKENIZER,
+    "modern-bert": _GPT2_PRETOKENIZER,
     "smollm": _DIGITS_PRETOKENIZER,
     "starcoder": _DIGITS_PRETOKENIZER,
     "refact": _DIGITS_PRETOKENIZER,

@@ -15,6 +15,7 @@ from cortex.neuron.weights.gguf.config import INTERLEAVED, PLAIN_LAST_NORM, PLUS
 from cortex.neuron.weights.gguf.delta import delta_tensors
 from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor, HeaderBudget, parse_header
 from cortex.neuron.weights.gguf.names import ROPE_TABLES, expert_names, hub_name, is_expert_stack, layer_part
+from cortex.neuron.weights.gguf.recurrent import recurrent_tensor
 from cortex.neuron.weights.gguf.types import READABLE
 from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.stored import Adjustment, StoredTensor, TensorInfo
@@ -97,6 +98,8 @@ class GGUFCheckpoint:
                 self._skip(layer, tensor)
                 return
             found = delta_tensors(part, stored, heads) if heads is not None else None
+            if (recurrent := recurrent_tensor(self._architecture, part, stored)) is not None:
+                found = dict([recurrent])
             if found is not None:
                 for name, made in found.items():
                     self._add(f"model.layers.{layer}.{name}", made)
@@ -108,7 +111,7 @@ class GGUFCheckpoint:
         is_plain = self._architecture in PLAIN_LAST_NORM and name == "model.norm.weight"
         if self._architecture in PLUS_ONE_NORMS and name.endswith("norm.weight") and not is_plain:
             stored = replace(stored, adjustment=Adjustment.PLUS_ONE)
-        if name.endswith(".shared_expert_gate.weight") and len(stored.shape) == 1:
+        if name.endswith((".shared_expert_gate.weight", "cls.output.weight")) and len(stored.shape) == 1:
             stored = replace(stored, shape=(1, *stored.shape))
         self._add(name, replace(stored, interleaved_rows=self._interleaved_rows(name, tensor)))
 

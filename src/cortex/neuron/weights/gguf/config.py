@@ -7,28 +7,37 @@ from typing import Any, Final
 
 from cortex.neuron.weights.delta_heads import DeltaHeads
 from cortex.neuron.weights.errors import Malformed, Unsupported
+from cortex.neuron.weights.gguf.encoders import ENCODERS, encoder_config, gguf_pooling
 from cortex.neuron.weights.gguf.family_options import OPTIONS
 from cortex.neuron.weights.gguf.keys import Keys
 from cortex.neuron.weights.gguf.metadata import GGUFFile
 from cortex.neuron.weights.gguf.rope import rope_scaling
+from cortex.neuron.weights.pooling_files import with_pooling
 
-_FAMILIES: Final = {
+ARCHITECTURES: Final = {
     "cohere2": ("cohere2", "Cohere2ForCausalLM"),
     "deepseek2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
     "ernie4_5-moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
+    "gemma-embedding": ("gemma3_text", "Gemma3TextModel"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
+    "granitehybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
     "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     "laguna": ("laguna", "LagunaForCausalLM"),
+    "lfm2": ("lfm2", "Lfm2ForCausalLM"),
+    "lfm2moe": ("lfm2_moe", "Lfm2MoeForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
     "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "mistral3": ("mistral", "MistralForCausalLM"),
     "muse-glimmer": ("muse_glimmer_text", "MuseGlimmerForConditionalGeneration"),
+    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
+    "nemotron_h_moe": ("nemotron_h", "NemotronHForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
@@ -40,21 +49,25 @@ _FAMILIES: Final = {
     "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
 }
-INTERLEAVED: Final = frozenset({"granite", "llama", "mistral3", "muse-glimmer", "smollm3"})
+INTERLEAVED: Final = frozenset({"granite", "granitehybrid", "llama", "mistral3", "muse-glimmer", "smollm3"})
 """Architectures whose converters interleave the rotary halves of queries and keys."""
 _MIXTURES: Final = frozenset(
     {"deepseek2", "ernie4_5-moe", "glm4moe", "gpt-oss", "laguna", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"}
 )
 _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""
+_RECURRENT: Final = frozenset({"granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
+"""Architectures with other recurrent layers: what differs from layer to layer is in their options."""
 _PARTIAL: Final = frozenset({"deepseek2", "glm4", "glm4moe", "laguna", "minimax-m2", "phi3"}) | _HYBRIDS
 """Architectures that rotate a part of each head."""
 _HEADS_BY_LAYER: Final = frozenset({"laguna"})
 """Architectures whose layers may have different numbers of heads."""
-PLUS_ONE_NORMS: Final = frozenset({"gemma3", "muse-glimmer"}) | _HYBRIDS
+PLUS_ONE_NORMS: Final = frozenset({"gemma-embedding", "gemma3", "muse-glimmer"}) | _HYBRIDS
 """Architectures whose converters add one to the weights of norms."""
 PLAIN_LAST_NORM: Final = frozenset({"muse-glimmer"})
 """Of these, those that keep that of the last norm."""
+_BY_LAYER: Final = frozenset({"gemma4"})
+"""Architectures whose layers differ in their sizes, and whose options say how; here they have those of the first."""
 _TILED: Final = frozenset({"qwen35", "qwen35moe"})
 """Architectures whose value heads converters put into another order."""
 
@@ -66,16 +79,18 @@ _MAX_HEADS: Final = 1 << 12
 def config_of(file: GGUFFile) -> dict[str, Any]:
     """The config of the model in the hub's format. Raises CheckpointError if it is incomplete or not supported."""
     architecture = file.metadata.get("general.architecture")
-    if architecture not in _FAMILIES:
-        raise Unsupported(
-            f"{file.path} has the architecture {str(architecture)[:80]!r}; supported in GGUF: {', '.join(_FAMILIES)}"
-        )
-    model_type, class_name = _FAMILIES[architecture]
+    if architecture not in ARCHITECTURES and architecture not in ENCODERS:
+        known = ", ".join([*ARCHITECTURES, *ENCODERS])
+        raise Unsupported(f"{file.path} has the architecture {str(architecture)[:80]!r}; supported in GGUF: {known}")
     keys = Keys(file, architecture)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise Malformed(f"{file.path} has no token_embd.weight; is the model complete?")
+    pooling = gguf_pooling(file, architecture, keys.count("embedding_length"))
+    if architecture in ENCODERS:
+        return with_pooling(encoder_config(file, architecture, keys), pooling)
 
+    model_type, class_name = ARCHITECTURES[architecture]
     hidden_size = keys.count("embedding_length")
     num_layers = _num_layers(file, keys)
     num_heads = (
@@ -90,9 +105,11 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         raise Unsupported(f"{file.path} rotates {rotary_dim} of {head_dim} dimensions, which is not supported in GGUF")
     rope_theta = keys.number("rope.freq_base", 10000.0)
     is_mixture = architecture in _MIXTURES
-    if not is_mixture and file.metadata.get(f"{architecture}.expert_count"):
+    varies = architecture in _BY_LAYER or architecture in _RECURRENT
+    if not is_mixture and not varies and file.metadata.get(f"{architecture}.expert_count"):
         raise Unsupported(f"{file.path} is a {architecture} mixture of experts, which is not supported in GGUF")
 
+    num_layers = _num_layers(file, keys)
     config: dict[str, Any] = {
         "model_type": model_type,
         "architectures": [class_name],
@@ -100,7 +117,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
+        "num_key_value_heads": _num_kv_heads(keys, architecture, num_layers, num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": keys.count("context_length"),
@@ -114,15 +131,15 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     }
     if is_mixture:
         config |= _mixture(keys)
-    else:
-        config["intermediate_size"] = keys.count("feed_forward_length")
+    elif architecture not in _RECURRENT or architecture == "lfm2":
+        config["intermediate_size"] = _of_first_layer(keys, architecture, "feed_forward_length")
     if architecture in _PARTIAL:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if is_hybrid:
         config |= _gated_delta(keys)
     if architecture in OPTIONS:
         config |= OPTIONS[architecture](keys, config)
-    return config
+    return with_pooling(config, pooling)
 
 
 def delta_heads(config: Mapping[str, Any]) -> DeltaHeads | None:
@@ -134,7 +151,7 @@ def delta_heads(config: Mapping[str, Any]) -> DeltaHeads | None:
         config["linear_num_value_heads"],
         config["linear_key_head_dim"],
         config["linear_value_head_dim"],
-        is_tiled=config["model_type"] in [_FAMILIES[architecture][0] for architecture in _TILED],
+        is_tiled=config["model_type"] in [ARCHITECTURES[architecture][0] for architecture in _TILED],
     )
 
 
@@ -145,6 +162,16 @@ def _num_layers(file: GGUFFile, keys: Keys) -> int:
     if extra >= num_layers:
         raise Malformed(f"{file.path} has {num_layers} layers, {extra} of them for prediction; convert the model again")
     return num_layers - extra
+
+
+def _num_kv_heads(keys: Keys, architecture: str, num_layers: int, num_heads: int) -> int:
+    if architecture in _RECURRENT:
+        return keys.count_of_layers("attention.head_count_kv", num_layers, num_heads)
+    return _of_first_layer(keys, architecture, "attention.head_count_kv", num_heads)
+
+
+def _of_first_layer(keys: Keys, architecture: str, name: str, default: int | None = None) -> int:
+    return keys.counts(name, 1, default)[0] if architecture in _BY_LAYER else keys.count(name, default)
 
 
 def _mixture(keys: Keys) -> dict[str, Any]:

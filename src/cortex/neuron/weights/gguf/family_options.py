@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from cortex.neuron.weights.gguf.keys import FLOAT32_DIGITS, Keys
+from cortex.neuron.weights.gguf.recurrent_options import granitehybrid, lfm2, lfm2moe, nemotron_h
 
 _GEMMA3_27B_LAYERS: Final = 62
 """The one Gemma 3 whose attention scale does not follow from the width of its heads, and files do not name it."""
+_MAX_EXPERTS: Final = 1 << 12
+"""Far above every published model; bounds the work for a damaged file."""
 SOFTMAX, SIGMOID = 1, 2
 """Values of `expert_gating_func`."""
 
@@ -83,14 +86,67 @@ def _exaone4(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
 def _gemma3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     is_27b = config["num_hidden_layers"] == _GEMMA3_27B_LAYERS
     width = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
-    cap = keys.number("final_logit_softcapping") if keys.has("final_logit_softcapping") else None
     return {
         **keys.windows(config["num_hidden_layers"], 6),
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": width,
-        "final_logit_softcapping": cap,
+        "final_logit_softcapping": _optional_number(keys, "final_logit_softcapping"),
         "rope_parameters": _by_type(config, keys.number("rope.freq_base_swa", 10_000.0)),
     }
+
+
+def _gemma_embedding(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_gemma3(keys, config), "use_bidirectional_attention": True}
+
+
+def _gemma4(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What files say about heads is about layers without a window, and under names of their own about the others."""
+    num_layers, inner = config["num_hidden_layers"], config["intermediate_size"]
+    windows = keys.windows(num_layers, 6)
+    full = [layer for layer, kind in enumerate(windows["layer_types"]) if kind == "full_attention"]
+    kv_heads = keys.counts("attention.head_count_kv", num_layers, config["num_attention_heads"])
+    num_readers = (
+        keys.count("attention.shared_kv_layers", limit=num_layers - 1) if keys.has("attention.shared_kv_layers") else 0
+    )
+    inners, widths = keys.counts("feed_forward_length", num_layers), [inner] * num_layers
+    is_wide = inners[-1] == 2 * inner
+    if is_wide:
+        widths[num_layers - num_readers :] = [2 * inner] * num_readers
+    if inners != widths:
+        raise keys.unsupported("feed_forward_length", "only the layers without KV of their own may be twice as wide")
+    head_dim = keys.count("attention.key_length_swa", config["head_dim"])
+    if keys.count("rope.dimension_count_swa", head_dim) != head_dim:
+        raise keys.unsupported("rope.dimension_count_swa", f"only all {head_dim} dimensions of a head are supported")
+    options = {
+        **windows,
+        "head_dim": head_dim,
+        "per_layer_config": {
+            str(layer): {
+                "head_dim": config["head_dim"] if layer in full else head_dim,
+                "num_key_value_heads": kv_heads[layer],
+            }
+            for layer in range(num_layers)
+        },
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": _optional_number(keys, "final_logit_softcapping"),
+        "attention_k_eq_v": bool(full) and not keys.has_tensor(f"blk.{full[0]}.attn_v.weight"),
+        "num_kv_shared_layers": num_readers,
+        "use_double_wide_mlp": is_wide,
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": _by_type(config, keys.number("rope.freq_base_swa", 10_000.0)),
+        "rope_scaling": None,
+    }
+    if keys.has("embedding_length_per_layer_input"):
+        options["hidden_size_per_layer_input"] = keys.count("embedding_length_per_layer_input")
+        options["vocab_size_per_layer_input"] = config["vocab_size"]
+    if keys.has("expert_count"):
+        options |= {
+            "enable_moe_block": True,
+            "num_experts": keys.count("expert_count", limit=_MAX_EXPERTS),
+            "top_k_experts": keys.count("expert_used_count"),
+            "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        }
+    return options
 
 
 def _glm4moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,6 +250,10 @@ def _seed_oss(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_out_bias": keys.has_tensor("blk.0.attn_output.bias")}
 
 
+def _optional_number(keys: Keys, name: str) -> float | None:
+    return keys.number(name) if keys.has(name) else None
+
+
 def _num_dense(keys: Keys) -> int:
     return keys.count("leading_dense_block_count") if keys.has("leading_dense_block_count") else 0
 
@@ -217,14 +277,21 @@ OPTIONS: Final[Mapping[str, Callable[[Keys, Mapping[str, Any]], dict[str, Any]]]
     "deepseek2": _deepseek2,
     "ernie4_5-moe": _ernie4_5_moe,
     "exaone4": _exaone4,
+    "gemma-embedding": _gemma_embedding,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "glm4moe": _glm4moe,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
+    "granitehybrid": granitehybrid,
     "laguna": _laguna,
+    "lfm2": lfm2,
+    "lfm2moe": lfm2moe,
     "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,
     "muse-glimmer": _muse_glimmer,
+    "nemotron_h": nemotron_h,
+    "nemotron_h_moe": nemotron_h,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "seed_oss": _seed_oss,

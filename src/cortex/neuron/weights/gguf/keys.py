@@ -35,13 +35,32 @@ class Keys:
             raise self._wrong(name, value)
         return value
 
-    def counts(self, name: str, num_layers: int) -> list[int]:
-        """A count of each layer, or one of all."""
-        value = self._get(name, None)
+    def layer_counts(self, name: str, num_layers: int, default: int | None = None) -> list[int]:
+        """A count for each layer, also zero: a list in the file, or one number for all."""
+        value = self._get(name, default)
         counts = value if isinstance(value, list) else [value] * num_layers
-        if len(counts) < num_layers or not all(type(count) is int and 0 < count < 1 << 31 for count in counts):
+        if len(counts) < num_layers or not all(type(count) is int and 0 <= count < 1 << 31 for count in counts):
             raise self._wrong(name, value)
         return counts[:num_layers]
+
+    def count_of_layers(self, name: str, num_layers: int, default: int) -> int:
+        """The count of those layers that have one, which is the same for all of them; `default` if no layer has."""
+        counts = set(self.layer_counts(name, num_layers, default)) - {0}
+        if len(counts) > 1:
+            raise Unsupported(
+                f"{self._file.path}: {self._architecture}.{name} differs from layer to layer, which is not supported"
+            )
+        return counts.pop() if counts else default
+
+    def counts(self, name: str, num_layers: int, default: int | None = None) -> list[int]:
+        """One for each layer, of files that list them or have one for all."""
+        value = self._get(name, default)
+        if not isinstance(value, list):
+            return [self.count(name, default)] * num_layers
+        is_count = [isinstance(each, int) and not isinstance(each, bool) and 0 < each < 1 << 31 for each in value]
+        if len(value) < num_layers or not all(is_count):
+            raise self._wrong(name, value)
+        return value[:num_layers]
 
     def num_rows(self, tensor: str) -> int:
         """Of a tensor, 0 if the file does not have it."""

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from typing import Final
 
 from cortex.neuron.weights.errors import Unsupported
+from cortex.neuron.weights.gguf.encoders import ENCODERS, encoder_tensor
 
 _WHOLE_MODEL: Final = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 _PER_LAYER: Final = {
     "attn_norm": "input_layernorm",
@@ -61,7 +65,18 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "ernie4_5-moe": _SHARED,
     "exaone4": _AFTER_BLOCKS,
+    "gemma-embedding": {**_AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"},
     "gemma3": {**_AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"},
+    "gemma4": {
+        **_AFTER_BLOCKS,
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+    },
     "glm4": {
         **_FUSED,
         "ffn_norm": "post_attention_layernorm",
@@ -69,6 +84,14 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "post_ffw_norm": "post_mlp_layernorm",
     },
     "laguna": {**_SHARED, "attn_gate": "self_attn.g_proj"},
+    "granitehybrid": _SHARED,
+    "nemotron_h": {"attn_norm": "norm"},
+    "nemotron_h_moe": {
+        **_SHARED,
+        "attn_norm": "norm",
+        "ffn_latent_down": "mlp.fc1_latent_proj",
+        "ffn_latent_up": "mlp.fc2_latent_proj",
+    },
     "muse-glimmer": {
         **_AFTER_BLOCKS,
         "ffn_norm": "pre_feedforward_layernorm",
@@ -84,7 +107,18 @@ _OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
 }
 """Architecture → tensors of a layer that have another meaning than in Llama, or that Llama lacks."""
-_LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+_LAST_NORM_IS_CALLED_FIRST: Final = frozenset({"lfm2", "lfm2moe"})
+"""Architectures whose files call the last norm that of the embedding."""
+_OF_POOLING: Final = frozenset({"dense_2.weight", "dense_3.weight", "cls.output.weight", "cls.output.bias"})
+_WHOLE_NAMES: Final = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_inp.scale": "mlp.gate.input_scale",
+    "ffn_down_exps.scale": "mlp.gate.expert_scale",
+    "layer_output_scale.weight": "layer_scalar",
+}
+"""Tensors of a layer whose names have no ending on the hub."""
+_LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias|scale)")
 _IN_LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _GLOBAL: Final = re.compile(r"(\w+)\.(weight|bias)")
 
@@ -106,17 +140,21 @@ def hub_name(name: str, architecture: str = "llama") -> str:
 
     Raises Unsupported for an unknown tensor: dropping it would change the output of the model.
     """
+    if architecture in ENCODERS:
+        return encoder_tensor(name, architecture)
+    if name in _OF_POOLING:
+        return name
     if match := _LAYER.fullmatch(name):
         layer, part, kind = match.groups()
-        if part == "exp_probs_b" and kind == "bias":
-            return f"model.layers.{int(layer)}.mlp.gate.e_score_correction_bias"
-        if part == "attn_sinks" and kind == "weight":
-            return f"model.layers.{int(layer)}.self_attn.sinks"
-        own = _OWN_NAMES.get(architecture, {}).get(part) or _PER_LAYER.get(part)
+        if (whole := _WHOLE_NAMES.get(f"{part}.{kind}")) is not None:
+            return f"model.layers.{int(layer)}.{whole}"
+        own = None if kind == "scale" else _OWN_NAMES.get(architecture, {}).get(part) or _PER_LAYER.get(part)
         if own is not None:
             return f"model.layers.{int(layer)}.{own}.{kind}"
     elif match := _GLOBAL.fullmatch(name):
         part, kind = match.groups()
+        if part == "token_embd_norm" and architecture in _LAST_NORM_IS_CALLED_FIRST:
+            part = "output_norm"
         if part in _WHOLE_MODEL:
             return f"{_WHOLE_MODEL[part]}.{kind}"
     raise Unsupported(

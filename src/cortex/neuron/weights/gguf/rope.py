@@ -20,6 +20,8 @@ _LOW_FREQ_FACTOR: Final = 1.0
 _HIGH_FREQ_FACTOR: Final = 4.0
 _ORIGINAL_POSITIONS: Final = 8192
 _TOLERANCE: Final = 1e-3
+_STANDS_STILL: Final = 1e20
+"""Pairs of dimensions that are divided by more do not turn."""
 _YARN_SETTINGS: Final = {
     "yarn_beta_fast": ("beta_fast",),
     "yarn_beta_slow": ("beta_slow",),
@@ -30,6 +32,8 @@ _YARN_SETTINGS: Final = {
 def rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int) -> dict[str, Any] | None:
     """The hub's `rope_scaling` for the file, None if positions are not scaled; raises CheckpointError."""
     factors = _factors(file, head_dim, ROPE_FACTORS)
+    if factors is not None and max(factors) >= _STANDS_STILL:
+        return _proportional(file, factors)
     if factors is not None and any(factor != 1.0 for factor in factors):
         return _llama3(file, factors, theta, head_dim)
     short, long = (_factors(file, head_dim, name) for name in (SHORT_FACTORS, LONG_FACTORS))
@@ -69,6 +73,14 @@ def _factors(file: GGUFFile, head_dim: int, name: str) -> tuple[float, ...] | No
     if not all(lowest <= factor < math.inf for factor in factors):
         raise Malformed(f"{file.path}: {name} holds a divisor below {lowest} or not finite; convert the model again")
     return factors
+
+
+def _proportional(file: GGUFFile, factors: tuple[float, ...]) -> dict[str, Any]:
+    """The first pairs of dimensions turn, the rest do not. Raises Unsupported for any other table."""
+    turning = sum(factor < _STANDS_STILL for factor in factors)
+    if turning == 0 or any(factor != 1.0 for factor in factors[:turning]):
+        raise Unsupported(f"{file.path}: {ROPE_FACTORS} is not a proportional scaling; use a safetensors model")
+    return {"rope_type": "proportional", "partial_rotary_factor": turning / len(factors)}
 
 
 def _llama3(file: GGUFFile, factors: tuple[float, ...], theta: float, head_dim: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -10,6 +11,7 @@ from cortex.neuron.weights.directory import model_file, read_json
 from cortex.neuron.weights.errors import FilesMissing, Malformed, TensorMissing
 from cortex.neuron.weights.family_tensors import arranged
 from cortex.neuron.weights.mapping import MappedFile
+from cortex.neuron.weights.pooling_files import module_folder, pooling_of, weighted_modules, with_pooling
 from cortex.neuron.weights.safetensors.arranged import stacked_expert
 from cortex.neuron.weights.safetensors.header import parse_header
 from cortex.neuron.weights.safetensors.published import assemble
@@ -32,14 +34,22 @@ class SafetensorsCheckpoint:
     def __init__(self, directory: Path) -> None:
         """Open `directory` and check every header. Raises CheckpointError."""
         self.path = directory
-        self.config: Mapping[str, Any] = read_json(directory, "config.json")
+        config = read_json(directory, "config.json")
+        self.config: Mapping[str, Any] = with_pooling(config, pooling_of(directory, config))
         self._files: list[MappedFile] = []
         try:
-            self._stored = arranged(self.config, assemble(directory, self.config, self._open_tensors()))
+            self._published = assemble(directory, self.config, self._open_tensors())
+            self._stored = arranged(self.config, self._published)
         except BaseException:
             self.close()
             raise
-        self.tensors: Mapping[str, TensorInfo] = {name: TensorInfo.of(stored) for name, stored in self._stored.items()}
+        self.tensors: Mapping[str, TensorInfo] = _infos(self._stored)
+
+    def as_published(self) -> SafetensorsCheckpoint:
+        """The same files, with every tensor as they name and order it. The two share the files: close one of them."""
+        other = copy.copy(self)
+        other._stored, other.tensors = self._published, _infos(self._published)
+        return other
 
     def read(self, name: str) -> torch.Tensor:
         from cortex.neuron.weights.decode import decode, mapped_bytes
@@ -58,6 +68,14 @@ class SafetensorsCheckpoint:
             file.close()
 
     def _open_tensors(self) -> dict[str, StoredTensor]:
+        modules = {
+            f"{prefix}.{name}": tensor
+            for folder, prefix in weighted_modules(self.path).items()
+            for name, tensor in self._open_module(folder).items()
+        }
+        return {**self._open_root(), **modules}
+
+    def _open_root(self) -> dict[str, StoredTensor]:
         if not (self.path / _INDEX).exists():
             return self._open_file(self._only_file())
         shards: dict[str, dict[str, StoredTensor]] = {}
@@ -73,8 +91,15 @@ class SafetensorsCheckpoint:
                 ) from None
         return stored
 
-    def _open_file(self, name: str) -> dict[str, StoredTensor]:
-        file = MappedFile(model_file(self.path, name))
+    def _open_module(self, folder: str) -> dict[str, StoredTensor]:
+        """The tensors of a module of its own, which comes after the pooling."""
+        directory = module_folder(self.path, folder)
+        if not (directory / _SINGLE).exists():
+            raise FilesMissing(f"{directory} has no {_SINGLE}; its weights must be in safetensors")
+        return self._open_file(_SINGLE, directory)
+
+    def _open_file(self, name: str, directory: Path | None = None) -> dict[str, StoredTensor]:
+        file = MappedFile(model_file(directory or self.path, name))
         self._files.append(file)
         return parse_header(file)
 
@@ -85,6 +110,10 @@ class SafetensorsCheckpoint:
         if len(found) == 1:
             return found[0]
         raise FilesMissing(f"{self.path} has {len(found)} safetensors files but no {_INDEX}; download the index too")
+
+
+def _infos(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorInfo]:
+    return {name: TensorInfo.of(stored) for name, stored in tensors.items()}
 
 
 def _weight_map(directory: Path) -> dict[str, str]:

@@ -21,9 +21,12 @@ _UNREAD: Final = frozenset({"input_scale", "weight_shape", "k_scale", "v_scale",
 """Tensors of a quantised matrix that are not needed: scales of activations, shapes that are known."""
 
 
+READABLE_METHODS: Final = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
+
+
 def is_readable(method: object) -> bool:
     """Whether a checkpoint with this `quant_method` can be read, as far as its name says."""
-    return method in ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
+    return method in READABLE_METHODS
 
 
 def assemble(path: Path, config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -7,11 +7,13 @@ from cortex.wire.dialects.openai_chat.upstream_response import ResponseDecoder, 
 from cortex.wire.dialects.openai_chunks import stream_error
 from cortex.wire.errors import Family
 from cortex.wire.sse import COMMENT as KEEPALIVE
+from cortex.wire.sse import CONTENT_TYPE
 
 FAMILY = Family.OPENAI
 ID_PREFIX = "chatcmpl-"
 
 __all__ = [
+    "CONTENT_TYPE",
     "FAMILY",
     "ID_PREFIX",
     "KEEPALIVE",

@@ -4,8 +4,9 @@ from cortex.wire.dialects.openai_responses.request import parse
 from cortex.wire.dialects.openai_responses.stream import Encoder, fold, stream_error
 from cortex.wire.errors import Family
 from cortex.wire.sse import COMMENT as KEEPALIVE
+from cortex.wire.sse import CONTENT_TYPE
 
 FAMILY = Family.OPENAI
 ID_PREFIX = "resp_"
 
-__all__ = ["FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+__all__ = ["CONTENT_TYPE", "FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]

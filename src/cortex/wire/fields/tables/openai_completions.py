@@ -17,7 +17,7 @@ FIELDS = FieldTable(
         honoured("prompt_logprobs", 1, "vLLM; not in a stream"),
         honoured("response_format", {"type": "json_object"}),
         honoured("user", "u"),
-        rejected("suffix", "x", "filling in the middle is not supported; send the text in 'prompt'", ""),
+        honoured("suffix", "x", "fills in before it; for models with the capability `insert`"),
         rejected("best_of", 3, "ranking of candidates is not supported; request several with 'n'", 1),
         rejected("add_special_tokens", False, "send the prompt as token ids to leave them out", True),
         rejected("prompt_embeds", "x", "a prompt is text or token ids"),

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cortex.wire.fields.tables import anthropic_messages, openai_chat, openai_completions, openai_responses
-from cortex.wire.fields.tables.table import BodyField, Kind, Treatment
+from cortex.wire.fields.tables import (
+    anthropic_messages,
+    llama_cpp_infill,
+    ollama,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+    pooling,
+)
+from cortex.wire.fields.tables.table import BodyField, FieldTable, Kind, Treatment
 from cortex.wire.node import headers
 
 TABLES = {
@@ -15,8 +23,17 @@ TABLES = {
     "completions": openai_completions.FIELDS,
     "responses": openai_responses.FIELDS,
     "messages": anthropic_messages.FIELDS,
+    "api/chat": ollama.CHAT,
+    "api/generate": ollama.GENERATE,
+    "infill": llama_cpp_infill.FIELDS,
 }
 """By the column of the page."""
+POOLING_TABLES = {
+    "embeddings": pooling.EMBEDDINGS,
+    "embed": pooling.EMBED,
+    "rerank": pooling.RERANK,
+    "score": pooling.SCORE,
+}
 
 INTRODUCTION = f"""\
 # Fields of requests
@@ -30,8 +47,9 @@ Generated from the field tables by `make docs`; edit those, not this page. Every
 - empty: not a field of this dialect. Such a field is ignored, and the header `{headers.IGNORED_FIELDS}` lists it.
 
 The table says what a gateway does; where a node that is called directly does something else, the note says so. `null`
-is the same as an absent field. The columns are `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
-`/v1/messages`.
+is the same as an absent field. The columns are `/v1/chat/completions`, `/v1/completions`, `/v1/responses`,
+`/v1/messages`, Ollama's `/api/chat` and `/api/generate`, and llama.cpp's
+`/infill`.
 """
 
 TOOLS = f"""\
@@ -60,15 +78,21 @@ freely, `strict` or not.
 A stream whose first bytes were keepalives cannot have these headers any more.
 """
 
+POOLED = """\
+## Embeddings, rerank and scores
+
+The columns are `/v1/embeddings`, TEI's `/embed`, `/v1/rerank` (also `/rerank` and `/v2/rerank`: Jina, Cohere and TEI)
+and vLLM's `/score` (also `/v1/score`). Texts are computed whole or not at all: one that is longer than the model's
+context gets a 400, unless the request says that it may be cut off.
+"""
+
 
 def fields_page() -> str:
     """The whole page as Markdown."""
-    names = dict.fromkeys(one.name for table in TABLES.values() for one in table)
-    rows = sorted((_row(name) for name in names), key=lambda row: row[0].strip("`"))
     return "\n".join(
         [
             INTRODUCTION,
-            *_table(["field", *TABLES, "note"], rows),
+            *_table(["field", *TABLES, "note"], _rows(TABLES)),
             "",
             TOOLS,
             *_kinds_table(chat=openai_chat.TOOLS, responses=openai_responses.TOOLS, messages=anthropic_messages.TOOLS),
@@ -82,12 +106,20 @@ def fields_page() -> str:
             *_kinds_table(messages=anthropic_messages.BLOCKS),
             "",
             SCHEMAS,
+            POOLED,
+            *_table(["field", *POOLING_TABLES, "note"], _rows(POOLING_TABLES)),
+            "",
         ]
     )
 
 
-def _row(name: str) -> list[str]:
-    found = [_by_gateway(dialect, table.get(name)) for dialect, table in TABLES.items()]
+def _rows(tables: Mapping[str, FieldTable]) -> list[list[str]]:
+    names = dict.fromkeys(one.name for table in tables.values() for one in table)
+    return sorted((_row(name, tables) for name in names), key=lambda row: row[0].strip("`"))
+
+
+def _row(name: str, tables: Mapping[str, FieldTable]) -> list[str]:
+    found = [_by_gateway(dialect, table.get(name)) for dialect, table in tables.items()]
     return [f"`{name}`", *("" if one is None else one.treatment.value for one in found), _note(found)]
 
 

@@ -116,6 +116,18 @@ async def test_a_chat_request_reaches_the_server_as_it_is_but_for_the_operators_
     assert (stats.prompt_tokens, stats.completion_tokens) == (7, 2)
 
 
+async def test_ollamas_dialect(caller: Caller) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    async with caller.session.post(caller.url + "/api/chat", json={"model": "m", "messages": messages}) as response:
+        assert response.status == 200, await response.text()
+        lines = [json.loads(line) for line in (await response.text()).splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == "abc"
+    assert (lines[-1]["prompt_eval_count"], lines[-1]["eval_count"]) == (5, 3)
+    async with caller.session.post(caller.url + "/api/chat", json={"model": "m", "keep_alive": 0}) as response:
+        assert response.status == 200, await response.text()
+    await until(lambda: not servers())
+
+
 async def test_usage_of_a_stream_is_asked_for_and_passed_on(caller: Caller) -> None:
     async with caller.post(stream=True, stream_options={"include_usage": True}) as response:
         frames = Parser().feed(await response.read())

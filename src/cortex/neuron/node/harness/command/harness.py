@@ -42,6 +42,12 @@ class ServedFiles:
     num_ranks: int
     quant: ClassVar[str | None] = None
     num_layers: ClassVar[int] = 0
+    has_stages: ClassVar[bool] = False
+    pooling: ClassVar[None] = None
+
+    @property
+    def backend(self) -> str:
+        return self.family
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ function Requests({ operator }) {
 
 const statusKind = (row) => (row.status >= 400 || row.error ? "bad" : row.outcome === "complete" ? "good" : "warn");
 const statusText = (row) => (row.status >= 400 || row.outcome === "complete" ? String(row.status) : words(row.outcome));
+const pools = (row) => /embed|rerank|score/.test(row.path); // vectors and scores, no text
 const words = (outcome) => outcome.replaceAll("_", " ");
 
 function Row({ row, operator, onChoose }) {
@@ -119,8 +120,9 @@ function Detail({ row, onClose, onForgotten }) {
     ["Time", dayAndClock(full.time)], ["Status", `${full.status}, ${words(full.outcome)}`], ["Model", full.model], ["Node", full.node], ["Why this node", full.reason],
     ["Key", full.key], ["Path", full.path], ["Attempts", full.attempts > 1 && full.attempts], ["In the queue", full.queue_s >= 0.001 && seconds(full.queue_s)], ["Waiting for a load", full.load_s >= 0.001 && seconds(full.load_s)],
     ["First token after", seconds(full.ttft_s)], ["Total", seconds(full.duration_s)], ["Tokens per second", rate(full.tokens_per_s)],
-    ["Prompt tokens", `${count(full.prompt_tokens)}, of them ${count(full.cached_tokens)} from the prefix cache`],
-    ["Completion tokens", full.reasoning_tokens ? `${count(full.completion_tokens)}, of them ${count(full.reasoning_tokens)} thoughts` : count(full.completion_tokens)],
+    ["Prompt tokens", pools(full) ? count(full.prompt_tokens) : `${count(full.prompt_tokens)}, of them ${count(full.cached_tokens)} from the prefix cache`],
+    ["Dimensions", full.dimensions != null && count(full.dimensions)],
+    ["Completion tokens", pools(full) ? null : full.reasoning_tokens ? `${count(full.completion_tokens)}, of them ${count(full.reasoning_tokens)} thoughts` : count(full.completion_tokens)],
     ["Draft tokens", full.drafted_tokens > 0 && `${count(full.drafted_tokens)}, of them ${count(full.accepted_draft_tokens)} accepted`],
     ["Error", full.error], ["Message", full.error_message],
   ];
@@ -132,7 +134,7 @@ function Detail({ row, onClose, onForgotten }) {
       ${error && html`<${Problem} error=${error} />`}
       ${value?.capture && html`
         <h3>Captured request, ${count(value.capture.request_bytes)} bytes</h3><pre class="snippet">${value.capture.request}</pre>
-        <h3>End of the response</h3><pre class="snippet">${value.capture.response_end}</pre>
+        ${value.capture.response_end && html`<h3>End of the response</h3><pre class="snippet">${value.capture.response_end}</pre>`}
         ${session.value.operator && html`<footer><button class="danger" onClick=${forget}>Forget this request</button></footer>`}`}
     <//>`;
 }

@@ -12,9 +12,14 @@ from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, laun
 CHANNEL_BLOCK, TOKEN_BLOCK = 64, 32
 
 
-def conv_chunks(x: Tensor, weight: Tensor, recent: Tensor, batch: Batch) -> Tensor:
-    """The prefill rows of a step. x: [prefill tokens, channels], each token dense → silu(convolution), contiguous.
-    Stores the latest tokens in `recent`. weight: [taps, channels]; recent: [slots, taps, channels], each slot dense."""
+def conv_chunks(
+    x: Tensor, weight: Tensor, recent: Tensor, batch: Batch, bias: Tensor | None = None, *, activates: bool = True
+) -> Tensor:
+    """The prefill rows of a step. x: [prefill tokens, channels], each token dense → silu(convolution + bias), or
+    without the silu, contiguous. Stores the latest tokens in `recent`.
+
+    weight: [taps, channels]; recent: [slots, taps, channels], each slot dense; bias: [channels].
+    """
     taps, channels = weight.shape
     assert batch.prefill_tiles is not None
     first = batch.num_decodes
@@ -31,33 +36,59 @@ def conv_chunks(x: Tensor, weight: Tensor, recent: Tensor, batch: Batch) -> Tens
     blocks = triton.cdiv(channels, CHANNEL_BLOCK)
     parts = PREFILL_TILE // TOKEN_BLOCK
     _conv_kernel[(len(batch.prefill_tiles) * parts, blocks)](
-        x, weight, recent, *rows, batch.prefill_tiles, out, *strides, TOKEN_BLOCK=TOKEN_BLOCK, PARTS=parts, **shared
+        x,
+        weight,
+        bias,
+        recent,
+        *rows,
+        batch.prefill_tiles,
+        out,
+        *strides,
+        TOKEN_BLOCK=TOKEN_BLOCK,
+        PARTS=parts,
+        BIASED=bias is not None,
+        ACTIVATES=activates,
+        **shared,
     )
     # A separate launch, because the tiles of a row read what this overwrites.
     _store_recent_kernel[(len(batch.prefills), blocks)](x, recent, *rows, *strides, **shared)
     return out
 
 
-def conv_rows_reference(x: Tensor, weight: Tensor, recent: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """One token of each row. x: [rows, channels] → silu(convolution), same shape. Stores the tokens in `recent`.
+def conv_rows_reference(
+    x: Tensor,
+    weight: Tensor,
+    recent: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activates: bool = True,
+) -> Tensor:
+    """One token of each row. x: [rows, channels] → as `conv_chunks`, same shape. Stores the tokens in `recent`.
 
     weight: [taps, channels]; recent: [slots, taps, channels]; rows and positions: [rows] int64.
     """
     window = torch.cat((_earlier(recent, rows, positions), x[:, None]), dim=1)
     recent[rows, positions % len(weight)] = x
-    return F.silu((window.float() * weight.float()).sum(1)).to(x.dtype)
+    mixed = (window.float() * weight.float()).sum(1)
+    mixed = mixed if bias is None else mixed + bias.float()
+    return (F.silu(mixed) if activates else mixed).to(x.dtype)
 
 
-def conv_chunk_reference(x: Tensor, weight: Tensor, recent: Tensor, row: PrefillRow) -> Tensor:
-    """Consecutive tokens of one row. x: [count, channels] → silu(convolution), same shape. Stores them in `recent`."""
+def conv_chunk_reference(
+    x: Tensor, weight: Tensor, recent: Tensor, row: PrefillRow, bias: Tensor | None = None, *, activates: bool = True
+) -> Tensor:
+    """Consecutive tokens of one row. x: [count, channels] → as `conv_chunks`, same shape. Stores them in `recent`."""
     taps, channels = weight.shape
     first = torch.tensor([row.start], device=x.device)
     earlier = _earlier(recent, torch.tensor([row.row], device=x.device), first)[0]
     window = torch.cat((earlier, x)).float().t()[None]  # [1, channels, taps − 1 + count]
-    mixed = F.conv1d(window, weight.float().t()[:, None], groups=channels)[0].t()
+    own_bias = None if bias is None else bias.float()
+    mixed = F.conv1d(window, weight.float().t()[:, None], own_bias, groups=channels)[0].t()
     kept = torch.arange(max(0, row.count - taps), row.count, device=x.device)
     recent[row.row, (row.start + kept) % taps] = x[kept]
-    return F.silu(mixed).to(x.dtype)
+    return (F.silu(mixed) if activates else mixed).to(x.dtype)
 
 
 def _earlier(recent: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
@@ -71,22 +102,38 @@ def _earlier(recent: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
 @jit
 def convolved(token, ring, weight, channel, inside, keeps, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
     """silu of the convolution of one token at `channel`, float32. Where `keeps`, stores the token in the row's ring."""
+    total = convolution(token, ring, weight, channel, inside, keeps, position, CHANNELS, TAPS)
+    return total * tl.sigmoid(total)
+
+
+@jit
+def convolution(token, ring, weight, channel, inside, keeps, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """As `convolved`, without the silu."""
     x = tl.load(token + channel, mask=inside, other=0.0)
-    total = x.to(tl.float32) * tl.load(weight + (TAPS - 1) * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+    own = tl.load(weight + (TAPS - 1) * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+    total = x.to(tl.float32) * own + weighted_earlier(ring, weight, channel, inside, position, CHANNELS, TAPS)
+    tl.store(ring + (position % TAPS) * CHANNELS + channel, x, mask=keeps)
+    return total
+
+
+@jit
+def weighted_earlier(ring, weight, channel, inside, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """The part of a convolution that the tokens before `position` have, float32."""
+    total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(TAPS - 1):
         before = position - (TAPS - 1 - tap)
         place = (before + TAPS) % TAPS
         value = tl.load(ring + place * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
         gain = tl.load(weight + tap * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
         total += tl.where(before >= 0, value, 0.0) * gain
-    tl.store(ring + (position % TAPS) * CHANNELS + channel, x, mask=keeps)
-    return total * tl.sigmoid(total)
+    return total
 
 
 @jit(do_not_specialize_on_alignment=["rows", "lengths"])
 def _conv_kernel(
     x,
     weight,
+    bias,
     recent,
     rows,
     lengths,
@@ -100,6 +147,8 @@ def _conv_kernel(
     CHANNEL_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    BIASED: tl.constexpr,
+    ACTIVATES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -127,7 +176,10 @@ def _conv_kernel(
         value += tl.load(ring + place[:, None] * CHANNELS + channel[None, :], mask=earlier, other=0.0)
         gain = tl.load(weight + tap * CHANNELS + channel, mask=channel_inside, other=0.0).to(tl.float32)
         total += value.to(tl.float32) * gain[None, :]
-    total *= tl.sigmoid(total)
+    if BIASED:
+        total += tl.load(bias + channel, mask=channel_inside, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATES:
+        total *= tl.sigmoid(total)
     where = (offset + token)[:, None] * CHANNELS + channel[None, :]
     tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)
 

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 from cortex.neuron.layers.configs import (
     AttentionConfig,
     GateConfig,
-    GatedDeltaConfig,
     MLPConfig,
     MoEConfig,
     NormConfig,
     QKNormConfig,
 )
+from cortex.neuron.layers.recurrent.configs import GatedDeltaConfig
 from cortex.neuron.models.config import count_in, layer_type_in, optional_count_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama

@@ -1,0 +1,126 @@
+"""llama.cpp's routes about models: `/models` with states, load, unload and events, and `/props`.
+
+Clients such as Open WebUI use them to show and to choose what is loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from cortex.gateway.api.event_streams import EventStreams
+from cortex.gateway.api.models import offered
+from cortex.gateway.api.orders import OrderRoutes
+from cortex.gateway.api.parts import expect, listing_key, query, read_body
+from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.event_log import EventLog
+from cortex.gateway.ledger import keys
+from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.routes import json_response
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.wire import llama_cpp
+from cortex.wire.errors import MissingModel, ModelNotFound
+from cortex.wire.node.protocol import ModelState, ModelStatus
+
+_LIST = "/models"
+_LOAD = "/models/load"
+_UNLOAD = "/models/unload"
+_EVENTS = "/models/sse"
+_PROPS = "/props"
+_STATUS_AFTER = {
+    "load_started": "loading",
+    "model_loaded": "loaded",
+    "model_asleep": "sleeping",
+    "model_unloaded": "unloaded",
+    "load_failed": "unloaded",
+    "load_cancelled": "unloaded",
+}
+"""By the kind of an event of the fleet."""
+
+
+class _Order(msgspec.Struct, frozen=True):
+    model: str = ""
+
+
+class LlamaCppRoutes:
+    """Lists for every key, loads and unloads for operators."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        orders: OrderRoutes,
+        metering: Metering,
+        open_paths: Sequence[bytes],
+        event_log: EventLog,
+        streams: EventStreams,
+    ) -> None:
+        self._event_log = event_log
+        self._streams = streams
+        self._dispatcher = dispatcher
+        self._orders = orders
+        self._metering = metering
+        self._open_paths = open_paths
+        self._created = int(time.time())
+
+    def serves(self, path: str) -> bool:
+        return path in (_LIST, _LOAD, _UNLOAD, _EVENTS, _PROPS)
+
+    def handle(self, exchange: Exchange, path: str) -> Response | None:
+        request = exchange.request
+        if path in (_LOAD, _UNLOAD):
+            expect(request, b"POST")
+            by = self._metering.meter.authenticate_operator(request)
+            model = self._resolved(read_body(request.body, _Order).model)
+            self._orders.begin(model, "load" if path == _LOAD else "unload", by)
+            return json_response({"success": True})
+        if path == _EVENTS:
+            expect(request, b"GET")
+            self._stream(exchange, self._metering.meter.key(request))
+            return None
+        expect(request, b"GET", b"HEAD")
+        key = listing_key(self._metering.meter, request, self._open_paths)
+        if path == _LIST:
+            return json_response(self._list(key))
+        name = query(request, "model")
+        return json_response(llama_cpp.router_props() if name is None else self._props(name, key))
+
+    def _resolved(self, name: str) -> str:
+        if not name:
+            raise MissingModel("No model is named; add `model` with a name from GET /models.", param="model")
+        return self._dispatcher.resolve(name).model_id
+
+    def _list(self, key: KeySection | None) -> dict[str, Any]:
+        fleet, may_use = self._dispatcher.fleet, partial(keys.may_use, key)
+        return llama_cpp.model_list(
+            llama_cpp.entry(spec.id, self._states(spec.id), self._created)
+            for spec in offered(fleet)
+            if may_use(spec.id)
+        )
+
+    def _props(self, name: str, key: KeySection | None) -> dict[str, Any]:
+        model = self._resolved(name)
+        if not keys.may_use(key, model):
+            raise ModelNotFound("There is no such model for this key; GET /models lists those that it may use.")
+        held = [node.residencies[model].status for node in self._dispatcher.fleet.nodes if model in node.residencies]
+        best = max(held, key=lambda status: status.state is ModelState.READY, default=None)
+        return llama_cpp.props(best or ModelStatus(id=model, state=ModelState.COLD), name)
+
+    def _stream(self, exchange: Exchange, key: KeySection | None) -> None:
+        """Send changes from now on. A slow reader loses some."""
+
+        def send(event: dict[str, Any]) -> None:
+            status, model = _STATUS_AFTER.get(event["kind"]), event.get("model")
+            if status is not None and model is not None and keys.may_use(key, model) and not exchange.paused:
+                exchange.write(llama_cpp.status_event(model, status))
+
+        self._streams.begin(exchange)
+        self._streams.keep(exchange, self._event_log.subscribe(send))
+
+    def _states(self, model: str) -> list[ModelState]:
+        return [node.residencies[model].state for node in self._dispatcher.fleet.nodes if model in node.residencies]

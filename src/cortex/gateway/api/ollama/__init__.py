@@ -1,0 +1,1 @@
+"""Ollama's API of the gateway, besides the dialects themselves."""

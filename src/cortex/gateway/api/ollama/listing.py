@@ -1,0 +1,71 @@
+"""The models of the fleet as Ollama's listings describe them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cortex.fleet.catalogue import ModelSpec, is_pattern
+from cortex.fleet.topology import Fleet, Residency
+from cortex.gateway.api.models import MayUse, offered
+from cortex.wire.dialects.ollama.models import OllamaModel, from_status
+from cortex.wire.node.protocol import Capabilities, ModelState
+
+
+def listed(fleet: Fleet, created: float, may_use: MayUse) -> list[OllamaModel]:
+    """The models and aliases that the client may use, in alphabetical order."""
+    return sorted(_found(fleet, created, may_use), key=lambda model: model.name.lower())
+
+
+def _found(fleet: Fleet, created: float, may_use: MayUse) -> Iterator[OllamaModel]:
+    for spec in offered(fleet):
+        if may_use(spec.id):
+            yield described(fleet, spec, created)
+    for name, target in fleet.catalogue.aliases.items():
+        model = target if isinstance(target, str) else target.model
+        if not is_pattern(name) and may_use(model):
+            yield described(fleet, fleet.catalogue.spec(model), created, name)
+
+
+def described(fleet: Fleet, spec: ModelSpec, created: float, name: str | None = None) -> OllamaModel:
+    """One model under `name`: as a node that has it ready reports it, else as any node does, else as the catalogue
+    says."""
+    name = name or spec.id
+    held = [node.residencies[spec.id] for node in fleet.nodes if spec.id in node.residencies]
+    ready = [residency for residency in held if residency.state is ModelState.READY]
+    capabilities = _capabilities(spec)
+    best = next(iter(ready or held), None)
+    if best is None:
+        return OllamaModel(
+            name,
+            created,
+            quant=spec.quant,
+            context_tokens=spec.context,
+            capabilities=capabilities or Capabilities(),
+        )
+    return from_status(
+        best.status,
+        created,
+        name=name,
+        device_bytes=sum(map(_bytes, ready)),
+        capabilities=capabilities,
+        context_tokens=spec.context,
+    )
+
+
+def _capabilities(spec: ModelSpec) -> Capabilities | None:
+    """As the catalogue says; None if it does not."""
+    if not spec.capabilities:
+        return None
+    has = frozenset(spec.capabilities)
+    return Capabilities(
+        chat="chat" in has,
+        tools="tools" in has,
+        reasoning="reasoning" in has,
+        vision="vision" in has,
+        embeddings="embeddings" in has,
+        insert="insert" in has,
+    )
+
+
+def _bytes(residency: Residency) -> int:
+    return residency.num_bytes or 0

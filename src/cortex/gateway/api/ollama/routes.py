@@ -1,0 +1,167 @@
+"""Ollama's routes besides inference: version, listings, pull and delete."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from cortex.gateway.api.files import FileRoutes
+from cortex.gateway.api.jobs import Job
+from cortex.gateway.api.ollama import listing
+from cortex.gateway.api.parts import DeferredResponses, expect, listing_key
+from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.ledger import keys
+from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.http.response_head import stream_headers
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.wire.dialects.ollama import lines, models
+from cortex.wire.errors import (
+    CortexError,
+    Family,
+    LoadFailed,
+    ModelNotFound,
+    NotImplementedHere,
+    RouteNotFound,
+    shorten,
+)
+from cortex.wire.fields import body as wire_body
+
+PREFIX = "/api/"
+POLL_S = 0.25
+_BLOBS = re.compile(models.BLOBS)
+
+
+class OllamaRoutes:
+    """Owns one task per pull that a client follows."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        files: FileRoutes,
+        metering: Metering,
+        deferred: DeferredResponses,
+        open_paths: Sequence[bytes],
+    ) -> None:
+        """`open_paths` need no key."""
+        self._open_paths = open_paths
+        self._dispatcher = dispatcher
+        self._files = files
+        self._metering = metering
+        self._deferred = deferred
+        self._created = time.time()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def serves(self, path: str) -> bool:
+        return path.startswith(PREFIX)
+
+    def handle(self, exchange: Exchange, path: str) -> Response | None:
+        request = exchange.request
+        name = path.removeprefix(PREFIX)
+        if name in models.ABSENT or _BLOBS.fullmatch(path):
+            raise NotImplementedHere(models.absence(path))
+        if name in ("version", "tags", "ps"):
+            expect(request, b"GET", b"HEAD")
+            return json_response(self._listing(name, listing_key(self._metering.meter, request, self._open_paths)))
+        if name == "show":
+            expect(request, b"POST")
+            key = listing_key(self._metering.meter, request, self._open_paths)
+            return json_response(self._show(request.body, key))
+        if name == "pull":
+            expect(request, b"POST")
+            self._pull(exchange, self._metering.meter.authenticate_operator(request))
+            return None
+        if name == "delete":
+            expect(request, b"DELETE")
+            self._metering.meter.authenticate_operator(request)
+            self._deferred.respond(exchange, self._delete(models.read_name(request.body)))
+            return None
+        raise RouteNotFound(f"There is no {shorten(path)}; GET / lists the routes.")
+
+    async def close(self) -> None:
+        """Stop following; nodes finish their downloads without us."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _listing(self, name: str, key: KeySection | None) -> dict[str, Any]:
+        if name == "version":
+            return {"version": models.VERSION}
+        found = listing.listed(self._dispatcher.fleet, self._created, partial(keys.may_use, key))
+        return models.tags(found) if name == "tags" else models.loaded(found)
+
+    def _show(self, body: bytes, key: KeySection | None) -> dict[str, Any]:
+        name = models.read_name(body)
+        resolution = self._dispatcher.resolve(name)
+        if not keys.may_use(key, resolution.model_id):
+            raise ModelNotFound("There is no such model for this key; GET /api/tags lists those that it may use.")
+        return models.show(listing.described(self._dispatcher.fleet, resolution.spec, self._created, name))
+
+    async def _delete(self, name: str) -> Response:
+        """Deletes the files of a model from every node that has them."""
+        resolution = self._dispatcher.resolve(name)
+        nodes = [
+            node.name
+            for node in self._dispatcher.fleet.nodes
+            if (held := node.residencies.get(resolution.model_id)) is not None and held.status.disk_bytes
+        ]
+        if not nodes:
+            raise ModelNotFound(f"No node has files of {shorten(name)} in its cache.", param="model")
+        for node in nodes:
+            await self._files.delete(node, resolution.model_id)
+        return Response(200, (), b"")
+
+    def _pull(self, exchange: Exchange, by: str) -> None:
+        name = models.read_name(exchange.request.body)
+        fields = wire_body.parse(exchange.request.body)
+        job = self._files.pull(name, by)
+        is_whole = fields.flag("stream") is False
+        following = _wait_for(exchange, job) if is_whole else _follow(exchange, job, models.digest(name, None))
+        task = asyncio.create_task(following, name=f"follow {job.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _wait_for(exchange: Exchange, job: Job) -> None:
+    ended = asyncio.Event()
+    job.on_end(ended.set)
+    await ended.wait()
+    error = _error(job)
+    response = json_response({"status": "success"}) if error is None else error_response(error, Family.OLLAMA)
+    if not exchange.closed:
+        exchange.respond(*response)
+
+
+async def _follow(exchange: Exchange, job: Job, digest: str) -> None:
+    """Sends the progress of a job, line by line, to its end. The job goes on if the client disconnects."""
+    ended = asyncio.Event()
+    job.on_end(ended.set)
+    exchange.start(200, stream_headers(lines.CONTENT_TYPE))
+    shown: dict[str, Any] = {}
+    while not ended.is_set() and not exchange.closed:
+        line = models.pull_progress(digest, job.read_stage()[1])
+        if line != shown and not exchange.paused:
+            shown = line
+            exchange.write(msgspec.json.encode(line) + b"\n")
+        try:
+            async with asyncio.timeout(POLL_S):
+                await ended.wait()
+        except TimeoutError:
+            pass
+    if not exchange.closed:
+        exchange.write(models.pull_end(_error(job)))
+        exchange.finish()
+
+
+def _error(job: Job) -> CortexError | None:
+    if job.state == "done":
+        return None
+    return job.error or LoadFailed(f"The download was {job.state}.")

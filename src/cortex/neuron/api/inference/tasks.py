@@ -1,0 +1,32 @@
+"""Rejects a request for what a model cannot do, with the reason and a model of the node that could."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from cortex.neuron.api.backend import Backend
+from cortex.neuron.node.status import ServedModel
+from cortex.wire.errors import UnsupportedModality
+from cortex.wire.node.protocol import Capabilities
+
+Task = Literal["chat", "embed", "score"]
+_KINDS: dict[Task, str] = {"chat": "a chat model", "embed": "an embedding model", "score": "a rerank model"}
+_OUTPUTS: dict[Task, str] = {"chat": "generates no text", "embed": "makes no embeddings", "score": "makes no scores"}
+_CAPABILITIES: dict[Task, str] = {"chat": "chat", "embed": "embeddings", "score": "rerank"}
+
+
+def check_task(backend: Backend, model_id: str, served: ServedModel, task: Task) -> None:
+    """Raises UnsupportedModality. A model that is not known yet passes: it is checked again once it is loaded."""
+    is_known = served.pooling is not None or served.context_tokens is not None
+    actual: Task = served.pooling.task if served.pooling is not None else "chat"
+    if actual == task or not is_known:
+        return
+    others = [status.id for status in backend.models() if _can(status.capabilities, task)]
+    advice = f"use {others[0]}" if others else f"no model of this node can: load {_KINDS[task]}"
+    raise UnsupportedModality(
+        f"{model_id} is {_KINDS[actual]} and {_OUTPUTS[task]}; {advice}.", details={"models": others[:8]}
+    )
+
+
+def _can(capabilities: Capabilities, task: Task) -> bool:
+    return bool(getattr(capabilities, _CAPABILITIES[task]))

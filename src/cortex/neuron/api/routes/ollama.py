@@ -1,0 +1,147 @@
+"""Ollama's routes besides chat and generate: listings, files and embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from cortex.http.request import Request
+from cortex.http.server.server import Response
+from cortex.http.ticker import Ticker
+from cortex.neuron.api import responses
+from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.bodies import client_of
+from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.routing import ApiCall, Route
+from cortex.neuron.api.stream import EventStream
+from cortex.parsing.parser import BodyParser
+from cortex.wire.dialects.ollama import embeddings, lines, models
+from cortex.wire.errors import LoadFailed, NotImplementedHere, from_code
+from cortex.wire.fields import body as wire_body
+from cortex.wire.model_names import split_quant
+from cortex.wire.node.protocol import FilesRequest, PullStatus
+
+POLL_S = 0.25
+
+Serve = Callable[[ApiCall], Awaitable[Response | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaRoutes:
+    """Reads return what the node knows; none of them waits for a device."""
+
+    backend: Backend
+    drain_gate: DrainGate
+    ticker: Ticker
+    keepalive_s: float
+    parser: BodyParser
+    serve: Serve
+    """Serves a call by its path."""
+    created: float = field(default_factory=time.time)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("GET", "/api/version", self.version),
+            Route("GET", "/api/tags", self.tags),
+            Route("GET", "/api/ps", self.loaded),
+            Route("POST", "/api/show", self.show),
+            Route("POST", "/api/pull", self.pull),
+            Route("DELETE", "/api/delete", self.delete),
+            Route("POST", embeddings.PATH, self.embed),
+            Route("POST", embeddings.OLD_PATH, self.embed),
+            *(Route("POST", f"/api/{name}", self.absent) for name in models.ABSENT),
+            *(Route(method, models.BLOBS, self.absent) for method in ("GET", "POST")),
+        ]
+
+    async def version(self, _: ApiCall) -> Response:
+        return responses.json({"version": models.VERSION})
+
+    async def tags(self, _: ApiCall) -> Response:
+        return responses.json(models.tags(self._models()))
+
+    async def loaded(self, _: ApiCall) -> Response:
+        return responses.json(models.loaded(self._models()))
+
+    async def show(self, call: ApiCall) -> Response:
+        status = self.backend.model(models.read_name(call.request.body))
+        return responses.json(models.show(models.from_status(status, self.created)))
+
+    async def absent(self, call: ApiCall) -> Response:
+        raise NotImplementedHere(models.absence(call.request.path.decode("latin-1")))
+
+    async def delete(self, call: ApiCall) -> Response:
+        name = models.read_name(call.request.body)
+        model, quant = split_quant(name)
+        self.backend.model(model)  # raises ModelNotFound
+        await self.backend.files.delete(FilesRequest(model_id=model, quant=quant))
+        return Response(200, (), b"")
+
+    async def pull(self, call: ApiCall) -> Response | None:
+        """Starts a download, or joins one, and follows it to its end. It continues if the client disconnects."""
+        model, quant = split_quant(models.read_name(call.request.body))
+        fields = wire_body.parse(call.request.body)
+        digest = models.digest(model, quant)
+        with self.drain_gate.enter():
+            status = self.backend.files.pull(FilesRequest(model_id=model, quant=quant))
+            if fields.flag("stream") is False:
+                _check(await self._ended(model, status))
+                return responses.json({"status": "success"})
+            stream = EventStream(
+                call.exchange,
+                self.ticker,
+                keepalive=lines.KEEPALIVE,
+                keepalive_s=self.keepalive_s,
+                content_type=lines.CONTENT_TYPE,
+            )
+            async with stream:
+                shown: dict[str, Any] = {}
+                while status.state == "running":
+                    if (line := models.pull_progress(digest, status.progress)) != shown:
+                        shown = line
+                        await stream.write(msgspec.json.encode(line) + b"\n")
+                    await asyncio.sleep(POLL_S)
+                    status = self.backend.files.pull_status(model)
+                await stream.write(models.pull_end(_error(status)))
+        return None
+
+    async def embed(self, call: ApiCall) -> Response | None:
+        began_s = time.monotonic()
+        request = call.request
+        body = await self.parser.translate_embed(request.body, None, client_of(request))
+        inner = ApiCall(call.exchange, {})
+        inner.request = Request(
+            b"POST", embeddings.TARGET.encode(), b"", request.headers, body, request.client, request.keeps_alive
+        )
+        response = await self.serve(inner)
+        if response is None or response.status != 200:
+            return response
+        total_s = time.monotonic() - began_s
+        path = request.path.decode("latin-1")
+        written, _ = embeddings.response_body(response.body, path, load_s=0.0, total_s=total_s)
+        return Response(200, response.headers, written)
+
+    async def _ended(self, model: str, status: PullStatus) -> PullStatus:
+        while status.state == "running":
+            await asyncio.sleep(POLL_S)
+            status = self.backend.files.pull_status(model)
+        return status
+
+    def _models(self) -> list[models.OllamaModel]:
+        return [models.from_status(status, self.created) for status in self.backend.models()]
+
+
+def _error(status: PullStatus) -> LoadFailed | None:
+    if status.state == "done":
+        return None
+    error = from_code(status.code or LoadFailed.code, status.reason or f"The download was {status.state}.")
+    return error if isinstance(error, LoadFailed) else LoadFailed(error.message)
+
+
+def _check(status: PullStatus) -> None:
+    if (error := _error(status)) is not None:
+        raise error

@@ -1,0 +1,86 @@
+"""One batch of texts on its way through a model, a few layers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cortex.neuron.kernels.batch import Batch, PrefillRow
+from cortex.neuron.models.pooling.model import PooledModel
+
+_PAGELESS = torch.empty(0, dtype=torch.int64)
+
+
+class TextPass:
+    """Belongs to the engine thread. `advance` until it is `done`, then `vectors`."""
+
+    def __init__(self, model: PooledModel, texts: Sequence[NDArray[np.uint32]], first_segments: Sequence[int]) -> None:
+        """`texts`: the token ids of each; `first_segments`: the tokens of its first segment, 0: all of them."""
+        self._model = model
+        lengths = np.array([len(text) for text in texts], dtype=np.int64)
+        self.num_tokens = int(lengths.sum())
+        self._batch = _batch_of(texts, lengths, model.parameters.device)
+        self._segments = _segments_of(lengths, first_segments, self._batch)
+        self._hidden: Tensor | None = None
+        self._next_layer = 0
+
+    @property
+    def done(self) -> bool:
+        return self._next_layer == len(self._model.layers)
+
+    def advance(self, num_layers: int) -> int:
+        """Launches the next layers; how many there were."""
+        with torch.inference_mode():
+            hidden = self._model.begin(self._batch, self._segments) if self._hidden is None else self._hidden
+            layers = self._model.layers[self._next_layer : self._next_layer + num_layers]
+            for layer in layers:
+                hidden = layer(hidden, self._batch)
+        self._hidden = hidden
+        self._next_layer += len(layers)
+        return len(layers)
+
+    def vectors(self) -> NDArray[np.float32]:
+        """[texts, width]; waits for the device."""
+        assert self._hidden is not None, "no layer has run"
+        with torch.inference_mode():
+            found: NDArray[np.float32] = self._model.finish(self._hidden, self._batch).cpu().numpy()
+        return found
+
+
+def _batch_of(texts: Sequence[NDArray[np.uint32]], lengths: NDArray[np.int64], device: torch.device) -> Batch:
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    tokens = np.concatenate(texts).astype(np.int64)
+    return Batch(
+        tokens=_upload(tokens, device),
+        positions=_upload(positions.astype(np.int64), device),
+        slots=_PAGELESS,
+        rows=_PAGELESS,
+        lengths=_PAGELESS,
+        page_table=_PAGELESS,
+        num_decodes=0,
+        max_length=int(lengths.max()),
+        prefills=tuple(
+            PrefillRow(row, 0, int(count), int(offset))
+            for row, (count, offset) in enumerate(zip(lengths, offsets, strict=False))
+        ),
+        prefill_offsets=_upload(offsets.astype(np.int32), device),
+        has_pages=False,
+    )
+
+
+def _segments_of(lengths: NDArray[np.int64], first_segments: Sequence[int], batch: Batch) -> Tensor:
+    """[tokens] int64: 0 in the first segment of a text, 1 in the second."""
+    if not any(first_segments):
+        return torch.zeros_like(batch.positions)
+    ends = np.where(np.array(first_segments) > 0, first_segments, lengths)
+    return (batch.positions >= _upload(np.repeat(ends, lengths), batch.positions.device)).long()
+
+
+def _upload(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,1 @@
+"""Mamba-2: one-token steps, prefill in chunks, its norm."""

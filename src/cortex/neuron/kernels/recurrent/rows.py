@@ -1,0 +1,64 @@
+"""A step of a recurrent layer on a GPU: decode rows advance by one token, prefill rows by a chunk of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.kernels.batch import Batch
+
+Advance = Callable[[Tensor, Batch, Tensor], None]
+"""(projected tokens, batch, out): writes `out` and advances the states of the rows."""
+
+
+def advance_rows(projected: Tensor, batch: Batch, out: Tensor, step: Advance, chunks: Advance) -> Tensor:
+    """Fills `out` ([tokens, …]) and returns it. `step` takes the first `batch.num_decodes` tokens of what it is given,
+    `chunks` the tokens of all prefill rows."""
+    if batch.batch_invariant:
+        for turn, tokens in batch.once("turns", lambda: _turns(batch)):
+            if tokens is None:
+                step(projected, turn, out)
+            else:
+                part = torch.empty((len(tokens), *out.shape[1:]), dtype=out.dtype, device=out.device)
+                step(projected[tokens], turn, part)
+                out[tokens] = part
+        return out
+    if batch.shares_rows:
+        for number, turn in enumerate(one_by_one(batch)):
+            here = slice(number, number + 1)
+            part = torch.empty_like(out[here])
+            step(projected[here], turn, part)
+            # A step may read states before its predecessor ends. This copy, which does not, is between two of them.
+            out[here] = part
+        return out
+    decodes = batch.num_decodes
+    if decodes:
+        step(projected, batch, out)
+    if batch.prefills:
+        chunks(projected[decodes:], batch, out[decodes:])
+    return out
+
+
+def one_by_one(batch: Batch) -> list[Batch]:
+    """The decode rows of a step in which several may be of one sequence, each as a batch of its own, in order."""
+    return [
+        replace(batch, num_decodes=1, rows=row, positions=position, shares_rows=False)
+        for row, position in zip(batch.rows.split(1), batch.positions.split(1), strict=True)
+    ]
+
+
+def _turns(batch: Batch) -> list[tuple[Batch, Tensor | None]]:
+    """The first token of every row as a batch of decode rows, then the second, and so on, each with the indices of its
+    tokens. None: all tokens of the step, in order."""
+    if len(batch.rows) == len(batch.tokens):
+        return [(replace(batch, num_decodes=len(batch.rows)), None)]
+    turns: list[tuple[Batch, Tensor | None]] = []
+    for number in range(max(row.count for row in batch.prefills)):
+        here = [(index, row.offset + number) for index, row in enumerate(batch.prefills) if row.count > number]
+        rows, tokens = torch.tensor(here, device=batch.rows.device).unbind(1)
+        turn = replace(batch, num_decodes=len(here), rows=batch.rows[rows], positions=batch.positions[tokens])
+        turns.append((turn, tokens))
+    return turns

@@ -1,0 +1,1 @@
+"""Encoder families: attention in both directions, no KV cache."""

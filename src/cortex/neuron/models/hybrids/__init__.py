@@ -1,0 +1,1 @@
+"""Families with recurrent layers, with and without experts."""

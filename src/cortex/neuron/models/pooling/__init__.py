@@ -1,0 +1,1 @@
+"""What makes a vector or a score of the hidden states of a text."""

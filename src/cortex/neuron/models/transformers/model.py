@@ -1,0 +1,202 @@
+"""A model of the library as the engine sees it: its modules, on memory that the engine plans, fills and empties."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.kernels.dense.matrix import DenseMatrix
+from cortex.neuron.kernels.matrix import Matrix
+from cortex.neuron.layers.attention import CachedAttention
+from cortex.neuron.layers.configs import AttentionConfig
+from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.layers.rope import RopeTables
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.transformers.architecture import TransformersArchitecture
+from cortex.neuron.models.transformers.modules import (
+    CurrentStep,
+    GivenHidden,
+    MatrixLinear,
+    PagedAttention,
+    RowParallelMatrixLinear,
+    replace_module,
+)
+from cortex.neuron.models.transformers.network import Network
+from cortex.neuron.models.transformers.sources import TensorSource, places, sources_of
+from cortex.neuron.weights.stored import TensorInfo
+
+_FILLED_LATER: Final = float("nan")
+_MAX_BUFFER_BYTES: Final = 256 << 20
+"""Of a table that a module computes, which the plan of the device's memory does not count."""
+
+
+class TransformersModel(Decoder):
+    """Has no layers of ours. Belongs to one thread: the modules find the current step in `_step`."""
+
+    def __init__(
+        self,
+        network: Network,
+        architecture: Architecture,
+        parameters: Parameters,
+        num_positions: int,
+        tensors: Mapping[str, TensorInfo],
+    ) -> None:
+        """`architecture`: this rank's share of the network's, whose modules belong to this model from now on.
+        `tensors`: those of the checkpoint."""
+        assert isinstance(architecture, TransformersArchitecture)
+        self.architecture = architecture
+        self.config = architecture.config
+        self.parameters = parameters
+        self.layers = []
+        self.ropes = RopeTables(num_positions, parameters.device)
+        self._step = CurrentStep()
+        self._attentions: list[PagedAttention] = []
+        for call, layer in zip(network.calls, architecture.layers, strict=True):
+            own, mixer = call.config, layer.mixer
+            assert isinstance(mixer, AttentionConfig)
+            rules = AttentionRules(own.scale, self.ropes[None], window=own.window, softcap=own.softcap)
+            self._attentions.append(PagedAttention(mixer, rules, self._step, architecture.shard))
+            vars(call.module)["paged"] = self._attentions[-1]
+        model = network.model
+        _fill_buffers(model, parameters.device)
+        _Weights(model, architecture, parameters, tensors).place()
+        self._base: Any = model.base_model
+        self._head: Any = copy.copy(model)
+        self._head._modules = {**model._modules, model.base_model_prefix: GivenHidden()}
+        self._buffers = [buffer for buffer in model.buffers() if buffer.device == parameters.device]
+
+    @property
+    def attentions(self) -> Sequence[CachedAttention]:
+        return self._attentions
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        storages = [*super().storages(), *(buffer.untyped_storage() for buffer in self._buffers)]
+        return list({storage.data_ptr(): storage for storage in storages}.values())
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """The hidden states after the last norm: [tokens, hidden]"""
+        self._step.batch = batch
+        output = self._base(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden] → [rows, vocab]"""
+        logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+
+def _fill_buffers(model: Any, device: torch.device) -> None:
+    """Computes what checkpoints do not have, such as the frequencies of rotations."""
+    waiting: list[tuple[str, Tensor]] = []
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                if buffer.nbytes > _MAX_BUFFER_BYTES:
+                    raise UnsupportedModel(
+                        f"{path}.{name} of {type(model).__name__} takes {buffer.nbytes / 1e9:.1f} GB besides the "
+                        "weights, which is not supported; is the model's config right?"
+                    )
+                filler = _FILLED_LATER if buffer.is_floating_point() else 0
+                module._buffers[name] = torch.full_like(buffer, filler, device=device)
+                if name in module._non_persistent_buffers_set:
+                    waiting.append((f"{path}.{name}", module._buffers[name]))
+        module._is_hf_initialized = False
+    model.initialize_weights()
+    for name, _ in waiting:
+        buffer = model.get_buffer(name)
+        if buffer.is_floating_point() and bool(buffer.isnan().any()):
+            raise UnsupportedModel(f"the transformers library does not say what {name} of {type(model).__name__} holds")
+
+
+class _Weights:
+    """Gives the modules memory from `Parameters`, and names the tensors of the checkpoint that fill it."""
+
+    def __init__(
+        self,
+        model: Any,
+        architecture: TransformersArchitecture,
+        parameters: Parameters,
+        tensors: Mapping[str, TensorInfo],
+    ) -> None:
+        model.tie_weights()
+        self._model = model
+        self._architecture = architecture
+        self._parameters = parameters
+        self._targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self._sources = sources_of(model, tensors, self._targets)
+        self._exact = tuple(model._keep_in_fp32_modules_strict or ())
+        self._placed: dict[int, Tensor] = {}
+        """By the parameter without memory: what took its place, which tied parameters share."""
+
+    def place(self) -> None:
+        self._check_layers()
+        for path, module in list(self._model.named_modules()):
+            if type(module) is nn.Linear:
+                self._place_linear(path, module)
+                continue
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                value = self._tensor(f"{path}.{name}" if path else name, parameter)
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+            for name in module._buffers.keys() - module._non_persistent_buffers_set:
+                if (buffer := module._buffers[name]) is not None:
+                    module._buffers[name] = self._tensor(f"{path}.{name}" if path else name, buffer, buffer.dtype)
+
+    def _check_layers(self) -> None:
+        """Raises UnsupportedModel for tensors of layers that the config does not count: without them the model would
+        respond, and wrongly."""
+        for target, sources in self._sources.items():
+            index = next((int(part) for part in target.split(".") if part.isdecimal()), 0)
+            is_extra = target not in self._targets and self._architecture.is_held(sources[0].name)
+            if is_extra and index >= self._architecture.config.num_layers:
+                raise UnsupportedModel(
+                    f"the checkpoint has {sources[0].name}, its config {self._architecture.config.num_layers} layers; "
+                    "is this the config of these weights?"
+                )
+
+    def _place_linear(self, path: str, linear: nn.Linear) -> None:
+        style = self._architecture.division(path)
+        group = self._parameters.group
+        ranks = group.shard.size if style is not None else 1
+        outputs = linear.out_features // (ranks if style == "colwise" else 1)
+        inputs = linear.in_features // (ranks if style == "rowwise" else 1)
+        matrix = self._matrix(f"{path}.weight", linear.weight, outputs, inputs)
+        bias = None
+        if linear.bias is not None and (style != "rowwise" or group.shard.is_first):
+            bias = self._parameters.empty(outputs)
+            self._bind(f"{path}.bias", bias)
+        placed = MatrixLinear(matrix, bias)
+        if style == "rowwise" and ranks > 1:
+            placed = RowParallelMatrixLinear(matrix, bias, group)
+        replace_module(self._model, path, placed)
+
+    def _matrix(self, target: str, weight: Tensor, outputs: int, inputs: int) -> Matrix:
+        sources = self._sources.get(target, [])
+        if id(weight) in self._placed or len(sources) != 1 or sources[0].conversion is not None:
+            if (outputs, inputs) != weight.shape:
+                raise UnsupportedModel(f"{target} is made of several tensors, so it cannot be divided among devices")
+            return DenseMatrix(self._tensor(target, weight))
+        return self._parameters.matrix({sources[0].name: outputs}, inputs)
+
+    def _tensor(self, target: str, parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for a parameter; that of another one if both are tied."""
+        if id(parameter) not in self._placed:
+            if any(name in target for name in self._exact):
+                dtype = torch.float32
+            tensor = self._parameters.empty(*parameter.shape, dtype=dtype)
+            self._bind(target, tensor)
+            self._placed[id(parameter)] = tensor
+        return self._placed[id(parameter)]
+
+    def _bind(self, target: str, destination: Tensor) -> None:
+        """A parameter without a source is bound to its own name, which a load reports as missing."""
+        for name, part in places(target, destination, self._sources.get(target) or [TensorSource(target)]):
+            self._parameters.bind(name, part)

@@ -1,0 +1,147 @@
+"""Writes docs/models.md from the code's tables: `python -m cortex.neuron.models_page docs/models.md`."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import getdoc, getmodule
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS
+from cortex.neuron.kernels.quantised.recipes import RECIPES
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.registry import FAMILIES
+from cortex.neuron.models.text_part import TextPart
+from cortex.neuron.models.transformers.library import COMPARED, EXTRA
+from cortex.neuron.text.output.detect import MARKERS, REASONING_MARKERS, ToolSyntax
+from cortex.neuron.weights.gguf.config import ARCHITECTURES
+from cortex.neuron.weights.safetensors.published import READABLE_METHODS
+
+Family = Callable[[Mapping[str, Any]], Architecture]
+
+INTRODUCTION = """\
+# Models
+
+Generated from the tables of the code by `make docs`; edit those, not this page. How to add a family:
+[adding-a-model.md](adding-a-model.md).
+
+`cortex models` shows the backend of every model: `native`, which are the families of this page, or `transformers`.
+
+## Native families
+
+A model's family follows from the `model_type` of its `config.json`; families of one shape share a file of the code.
+**GGUF** has the architecture's name in GGUF files; empty: from safetensors only. **Divided**: `tensor_parallel`
+divides every layer, `pipeline_parallel` divides by layers. **Images**: what becomes of the vision tower of models
+that are published with one.
+"""
+
+FORMATS = """\
+## Formats
+
+- **safetensors** in float32, float16 and bfloat16, and quantised by {methods} (`quant_method` of the config).
+- **GGUF**: {ggml}, F32, F16 and BF16. Matrices stay quantised in memory.
+- **quantised at load**: `quant = "…"` makes {recipes} of dense weights.
+"""
+
+LIBRARY = """\
+## Everything else: `transformers`
+
+With the extra `{extra}` a node also runs models that no native family has, if the installed `transformers` library
+has a causal language model of their `model_type` which accepts other attention implementations. The library's modules
+compute; weights, KV pages, batches, prefix cache, sleep and quantised linear layers are those of the native families.
+
+- From safetensors. Code in a model's repository is never run.
+- `tensor_parallel` divides the linear layers that the library has a plan for; experts and embeddings are whole on
+  every device. `pipeline_parallel` is rejected.
+- `quant` applies to linear layers; experts and embeddings stay dense.
+- Rejected by name, before any weight is read: encoder-decoder models, recurrent or convolutional states, attention
+  with a mask of its own or an option that is not implemented, rope scalings that depend on a sequence's length
+  (`dynamic`, `longrope`).
+- On a GPU, steps of single tokens are captured as graphs where all operations of the modules can be.
+
+Compared with the library, logit by logit, by the tests: {compared}.
+"""
+
+SYNTAXES = """\
+## Tool calls and reasoning
+
+They follow from the chat template of the checkpoint, whichever family and backend it has. The first row whose marks
+the template contains decides; with none of them, calls are `{plain}`. A template without tools gets `{hermes}`.
+"""
+
+
+def models_page() -> str:
+    """The whole page as Markdown."""
+    methods, ggml = (", ".join(f"`{name}`" for name in names) for names in (READABLE_METHODS, GGML_LAYOUTS))
+    recipes = ", ".join(f"`{name}`" for name in RECIPES)
+    compared = ", ".join(f"`{name}`" for name in COMPARED)
+    return "\n".join(
+        [
+            INTRODUCTION,
+            *_table(["`model_type`", "family", "GGUF", "divided", "images"], sorted(_rows())),
+            "",
+            LIBRARY.format(extra=EXTRA, compared=compared),
+            FORMATS.format(methods=methods, ggml=ggml, recipes=recipes),
+            SYNTAXES.format(plain=ToolSyntax.PLAIN_JSON, hermes=ToolSyntax.HERMES_JSON),
+            *_table(["marks", "tool calls"], ([_code(*marks), f"`{syntax}`"] for marks, syntax in MARKERS)),
+            "",
+            "Reasoning is what a model writes between a pair of marks that its template contains:\n",
+            *_table(["begin", "end"], ([_code(pair.open), _code(pair.close)] for pair in REASONING_MARKERS)),
+            "",
+        ]
+    )
+
+
+def _rows() -> Iterator[list[str]]:
+    """A row for each family: the types that one class or function reads."""
+    gguf: defaultdict[str, list[str]] = defaultdict(list)
+    for name, (model_type, _) in ARCHITECTURES.items():
+        gguf[model_type].append(f"`{name}`")
+    types: defaultdict[Family, list[str]] = defaultdict(list)
+    for model_type, family in FAMILIES.items():
+        types[family].append(model_type)
+    for family, names in types.items():
+        files = [name for model_type in names for name in gguf[model_type]]
+        yield [_code(*names), _models(family), ", ".join(files), _division(family), _images(family)]
+
+
+def _models(family: Family) -> str:
+    """What the docstring of the family's module says before its first colon."""
+    text = " ".join((getdoc(_module(family)) or "").split())
+    return text.split(":")[0].split(". ")[0].rstrip(".").replace("|", r"\|")
+
+
+def _division(family: Family) -> str:
+    has_stages = not isinstance(family, type) or not issubclass(family, Architecture) or family.has_stages
+    return "tensor, pipeline" if has_stages else "tensor"
+
+
+def _images(family: Family) -> str:
+    """A function chooses among the text parts of its module."""
+    parts = [family] if isinstance(family, type) else vars(_module(family)).values()
+    is_part = any(isinstance(each, type) and issubclass(each, TextPart) and each is not TextPart for each in parts)
+    return "not read" if is_part else ""
+
+
+def _module(family: Family) -> ModuleType:
+    module = getmodule(family)
+    assert module is not None
+    return module
+
+
+def _code(*texts: str) -> str:
+    return ", ".join(f"`{text}`" for text in texts).replace("|", r"\|")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(models_page(), encoding="utf-8")

@@ -1,0 +1,88 @@
+"""llama.cpp's `/infill`, with which editors complete code at the cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from cortex.wire import errors
+from cortex.wire.dialects.openai_chunks import stream_error
+from cortex.wire.errors import Family
+from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
+from cortex.wire.fields.body import LARGEST_COUNT
+from cortex.wire.fields.sampling import read_sampling
+from cortex.wire.fields.tables.llama_cpp_infill import FIELDS
+from cortex.wire.requests import GenerateRequest, Reasoning, Text
+from cortex.wire.response import gather
+from cortex.wire.sse import COMMENT as KEEPALIVE
+from cortex.wire.sse import CONTENT_TYPE, frame
+
+FAMILY = Family.OPENAI
+ID_PREFIX = "infill-"
+
+__all__ = ["CONTENT_TYPE", "FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+
+
+def parse(body: bytes) -> GenerateRequest:
+    """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
+    fields = FIELDS.read(body)
+    limit = fields.integer("n_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
+    files = [f"{each.text('filename') or ''}\n{each.required_text('text')}\n" for each in fields.objects("input_extra")]
+    return GenerateRequest(
+        model=fields.model(),
+        prompt="".join((*files, fields.text("input_prefix") or "", fields.text("prompt") or "")),
+        suffix=fields.text("input_suffix") or "",
+        sampling=msgspec.structs.replace(read_sampling(fields), max_tokens=limit if limit and limit > 0 else None),
+        stream=fields.flag("stream") or False,
+        include_usage=True,
+        ignored_fields=fields.unknown,
+    )
+
+
+class Encoder:
+    """Events to chunks. One per response."""
+
+    def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
+        del request, id, created
+        self._model = model
+
+    def encode(self, event: AnyEvent) -> bytes:
+        match event:
+            case TextDelta(text=text) | ReasoningDelta(text=text):
+                return frame(msgspec.json.encode({"content": text, "stop": False, "model": self._model}))
+            case Finish():
+                return frame(msgspec.json.encode(_end("", event, self._model)))
+            case Failure(code=code, message=message):
+                return stream_error(errors.from_code(code, message))
+            case _:
+                return b""
+
+
+def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
+    """The whole response as one body. Raises the error of a `Failure`."""
+    del request, id, created
+    choice = gather(events)[0]
+    text = "".join(block.text for block in choice.blocks if isinstance(block, Text | Reasoning))
+    return msgspec.json.encode(_end(text, choice.finish, model))
+
+
+def _end(text: str, finish: Finish, model: str) -> dict[str, Any]:
+    timing, usage = finish.timing, finish.usage
+    return {
+        "content": text,
+        "stop": True,
+        "stop_type": "limit" if finish.reason == "length" else "word" if finish.stop_sequence else "eos",
+        "stopping_word": finish.stop_sequence or "",
+        "model": model,
+        "tokens_predicted": usage.completion_tokens,
+        "tokens_evaluated": usage.prompt_tokens,
+        "tokens_cached": usage.cached_tokens,
+        "timings": {
+            "prompt_n": usage.prompt_tokens - usage.cached_tokens,
+            "prompt_ms": timing.prefill_s * 1000,
+            "predicted_n": usage.completion_tokens,
+            "predicted_ms": timing.decode_s * 1000,
+        },
+    }

@@ -1,0 +1,122 @@
+"""Ollama's `/api/chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from cortex.wire.dialects.ollama.lines import CONTENT_TYPE, KEEPALIVE, LineEncoder, stream_error, whole_body
+from cortex.wire.dialects.ollama.request import read_images, read_request
+from cortex.wire.errors import Family
+from cortex.wire.events import AnyEvent
+from cortex.wire.fields.body import Fields
+from cortex.wire.fields.tables.ollama import CHAT
+from cortex.wire.fields.tools import ToolList, read_arguments
+from cortex.wire.requests import (
+    GenerateRequest,
+    Image,
+    Message,
+    Part,
+    Reasoning,
+    Role,
+    Text,
+    ToolCall,
+    ToolResult,
+)
+
+FAMILY = Family.OLLAMA
+ID_PREFIX = "ollama-"
+
+__all__ = ["CONTENT_TYPE", "FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+
+_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def parse(body: bytes) -> GenerateRequest:
+    """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
+    fields = CHAT.read(body)
+    found = ToolList()
+    for tool in fields.objects("tools"):
+        found.add(tool, tool.text("type") or "function")
+    calls = _OpenCalls()
+    messages = tuple(_read_message(message, calls) for message in fields.objects("messages"))
+    return msgspec.structs.replace(
+        read_request(fields),
+        messages=messages,
+        loads_only=not messages,
+        tools=tuple(found.tools),
+        tool_choice=found.resolve(fields, "auto", None, parallel=True),
+        dropped_tools=tuple(found.dropped),
+        unenforced=tuple(found.unenforced),
+        truncate=fields.flag("truncate") or False,
+    )
+
+
+class _OpenCalls:
+    """The calls whose results have not been read. Ollama's results often name the tool only, or nothing."""
+
+    def __init__(self) -> None:
+        self._open: list[ToolCall] = []
+        self._num_calls = 0
+
+    def add(self, call: Fields) -> ToolCall:
+        function = call.object("function") or call
+        id = call.text("id") or f"call_{self._num_calls}"
+        self._num_calls += 1
+        read = ToolCall(id=id, name=function.required_text("name"), arguments=read_arguments(function, "arguments"))
+        self._open.append(read)
+        return read
+
+    def take(self, id: str | None, name: str | None) -> str:
+        """The id of the call that a result belongs to: the one with its id, else the oldest open one of its name,
+        else the oldest."""
+        if id is None:
+            named = [call for call in self._open if name is None or call.name == name]
+            oldest = next(iter(named or self._open), None)
+            id = oldest.id if oldest is not None else name or ""
+        self._open = [call for call in self._open if call.id != id]
+        return id
+
+
+def _read_message(fields: Fields, calls: _OpenCalls) -> Message:
+    """One message. An unknown role becomes `user`, because templates only know the standard roles."""
+    role = _ROLES.get(fields.required_text("role"), "user")
+    content: list[Text | Image] = []
+    if text := fields.text("content"):
+        content.append(Text(text=text))
+    content += read_images(fields)
+    if role == "tool":
+        name = fields.text("tool_name") or fields.text("name")
+        call_id = calls.take(fields.text("tool_call_id"), name)
+        return Message(role="tool", parts=(ToolResult(call_id=call_id, parts=tuple(content)),), name=name)
+    if role != "assistant":
+        return Message(role=role, parts=tuple(content))
+    parts: list[Part] = []
+    if thinking := fields.text("thinking"):
+        parts.append(Reasoning(text=thinking))
+    parts += content
+    parts += [calls.add(call) for call in fields.objects("tool_calls")]
+    return Message(role="assistant", parts=tuple(parts))
+
+
+def _shape(*, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
+
+
+class Encoder(LineEncoder):
+    def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
+        del id  # responses have none
+        super().__init__(_shape, request, created=created, model=model)
+
+
+def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
+    """The whole response as one body. Raises the error of a `Failure`."""
+    del id
+    return whole_body(_shape, events, request, created=created, model=model)

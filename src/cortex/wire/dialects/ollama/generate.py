@@ -1,0 +1,64 @@
+"""Ollama's `/api/generate`: one prompt, as a conversation of one turn or (`raw`) as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from cortex.wire.dialects.ollama.lines import CONTENT_TYPE, KEEPALIVE, LineEncoder, stream_error, whole_body
+from cortex.wire.dialects.ollama.request import read_images, read_request
+from cortex.wire.errors import Family
+from cortex.wire.events import AnyEvent
+from cortex.wire.fields.tables.ollama import GENERATE
+from cortex.wire.requests import GenerateRequest, Image, Message, Text
+
+FAMILY = Family.OLLAMA
+ID_PREFIX = "ollama-"
+
+__all__ = ["CONTENT_TYPE", "FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+
+
+def parse(body: bytes) -> GenerateRequest:
+    """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
+    fields = GENERATE.read(body)
+    request = read_request(fields)
+    prompt, system, images = fields.text("prompt") or "", fields.text("system"), read_images(fields)
+    if suffix := fields.text("suffix"):
+        if images or system:
+            raise fields.invalid("suffix", "what is filled in is text only; leave out 'images' and 'system'")
+        return msgspec.structs.replace(request, prompt=prompt, suffix=suffix)
+    if not prompt and not images:
+        return msgspec.structs.replace(request, loads_only=True)
+    if fields.flag("raw"):
+        if images or system:
+            raise fields.invalid("raw", "a raw prompt is text only; leave out 'images' and 'system'")
+        return msgspec.structs.replace(request, prompt=prompt)
+    messages: list[Message] = []
+    if system:
+        messages.append(Message(role="system", parts=(Text(text=system),)))
+    parts: list[Text | Image] = [Text(text=prompt)] if prompt else []
+    messages.append(Message(role="user", parts=(*parts, *images)))
+    return msgspec.structs.replace(request, messages=tuple(messages))
+
+
+def _shape(*, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    fields: dict[str, Any] = {"response": text}
+    if thinking:
+        fields["thinking"] = thinking
+    if calls:
+        fields["tool_calls"] = calls
+    return fields
+
+
+class Encoder(LineEncoder):
+    def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
+        del id  # responses have none
+        super().__init__(_shape, request, created=created, model=model)
+
+
+def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
+    """The whole response as one body. Raises the error of a `Failure`."""
+    del id
+    return whole_body(_shape, events, request, created=created, model=model)

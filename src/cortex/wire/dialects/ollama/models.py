@@ -1,0 +1,210 @@
+"""The bodies of Ollama's `/api/tags`, `/api/ps`, `/api/show` and `/api/pull`. Clients require every field of them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from cortex.wire.dialects.ollama.lines import stream_error, timestamp
+from cortex.wire.errors import BodyTooLarge, CortexError, InvalidValue, MissingModel
+from cortex.wire.fields import body as wire_body
+from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.model_names import plain_name
+from cortex.wire.node.protocol import Capabilities, ModelState, ModelStatus, Progress
+
+VERSION = "0.33.0"
+"""The version of Ollama whose API this is. Clients ask for a minimum."""
+PORT = 11434
+"""Where clients look for an Ollama server by themselves."""
+RUNNING = "Ollama is running"
+"""What its `/` says."""
+NEVER = "9999-12-31T23:59:59Z"
+"""When a model is unloaded: nobody knows, because demand decides."""
+
+ABSENT = ("create", "copy", "push")
+"""Routes that have no meaning here, with `BLOBS`."""
+BLOBS = "/api/blobs/(?P<digest>.+)"
+
+_MAX_BODY_BYTES = 64 * 1024
+_PARAMETERS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([bBmM])(?![A-Za-z0-9])")
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaModel:
+    """What the listings say about one model."""
+
+    name: str
+    created: float
+    """The models have no dates of their own: Unix time of the server's start."""
+    num_bytes: int = 0
+    """On disk where that is known, else in memory."""
+    device_bytes: int = 0
+    """On devices now."""
+    is_loaded: bool = False
+    family: str = ""
+    quant: str | None = None
+    context_tokens: int | None = None
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    parameters: tuple[tuple[str, float], ...] = ()
+    """How it samples where a request says nothing."""
+
+    @property
+    def digest(self) -> str:
+        return digest(self.name, self.quant)
+
+
+def is_for_ollama(host: str | None) -> bool:
+    """Whether a request was sent to the port of Ollama, by its `Host` header."""
+    return host is not None and host.endswith(f":{PORT}")
+
+
+def digest(name: str, quant: str | None) -> str:
+    """Names a model and its form. Ollama's is the hash of a manifest, of which there is none here."""
+    return hashlib.sha256(f"{name}\n{quant}".encode()).hexdigest()
+
+
+def read_name(body: bytes) -> str:
+    """The model that a request about models names, as we spell it. Raises BodyTooLarge, MalformedJSON or
+    MissingModel."""
+    if len(body) > _MAX_BODY_BYTES:
+        raise BodyTooLarge(f"The body has {len(body)} bytes; a request about a model has at most {_MAX_BODY_BYTES}.")
+    fields = wire_body.parse(body)
+    name = plain_name(fields.text("model") or fields.text("name") or "")
+    if not name:
+        raise MissingModel("The body names no model; set 'model' to a name that /api/tags lists.", param="model")
+    if len(name) > MAX_MODEL_NAME:
+        raise InvalidValue(f"A model's name has at most {MAX_MODEL_NAME} characters.", param="model")
+    return name
+
+
+def absence(path: str) -> str:
+    """Why there is no such route, for an error."""
+    reason = {
+        "/api/create": "models are not built here: configure them in models.toml, or /api/pull one from the hub",
+        "/api/copy": "models are not copied: give one a second name under `aliases` in models.toml",
+        "/api/push": "models are not uploaded from here; use the tools of the hub",
+    }.get(path, "files are not uploaded; /api/pull takes a model of the hub")
+    return f"{path} is not implemented: {reason}."
+
+
+def from_status(
+    status: ModelStatus,
+    created: float,
+    *,
+    name: str | None = None,
+    device_bytes: int | None = None,
+    capabilities: Capabilities | None = None,
+    context_tokens: int | None = None,
+) -> OllamaModel:
+    """A model as its node describes it. What else is given takes precedence; `context_tokens` where the node reports
+    none."""
+    sampling = ((field, getattr(status.sampling, field)) for field in status.sampling.__struct_fields__)
+    in_memory = status.measured_bytes or status.estimate_bytes or 0
+    return OllamaModel(
+        name=name or status.id,
+        created=created,
+        num_bytes=status.disk_bytes or in_memory,
+        device_bytes=in_memory if device_bytes is None else device_bytes,
+        is_loaded=status.state is ModelState.READY,
+        family=status.family or "",
+        quant=status.quant,
+        context_tokens=status.context_tokens or context_tokens,
+        capabilities=capabilities or status.capabilities,
+        parameters=tuple((field, value) for field, value in sampling if value is not None),
+    )
+
+
+def tags(models: Iterable[OllamaModel]) -> dict[str, Any]:
+    return {"models": [_entry(model) | {"capabilities": _capabilities(model)} for model in models]}
+
+
+def loaded(models: Iterable[OllamaModel]) -> dict[str, Any]:
+    """`/api/ps`: the models that are on devices now."""
+    return {
+        "models": [
+            {name: value for name, value in _entry(model).items() if name != "modified_at"}
+            | {
+                "size": model.device_bytes,
+                "size_vram": model.device_bytes,
+                "expires_at": NEVER,
+                "context_length": model.context_tokens or 0,
+            }
+            for model in models
+            if model.is_loaded
+        ]
+    }
+
+
+def show(model: OllamaModel) -> dict[str, Any]:
+    architecture = model.family or "unknown"
+    information: dict[str, Any] = {"general.architecture": architecture, "general.basename": model.name}
+    if model.context_tokens is not None:
+        information[f"{architecture}.context_length"] = model.context_tokens
+    return {
+        "license": "",
+        "modelfile": f"# {model.name} is served by cortex; it has no Modelfile.\nFROM {model.name}\n",
+        "parameters": "\n".join(f"{name:<30} {value:g}" for name, value in model.parameters),
+        "template": "",
+        "details": _details(model),
+        "model_info": information,
+        "capabilities": _capabilities(model),
+        "modified_at": timestamp(model.created),
+    }
+
+
+def pull_progress(digest: str, progress: Progress | None) -> dict[str, Any]:
+    """One line of a download in progress."""
+    if progress is None or progress.stage != "download" or not progress.total_bytes:
+        return {"status": "pulling manifest"}
+    return {
+        "status": f"pulling {digest[:12]}",
+        "digest": f"sha256:{digest}",
+        "total": progress.total_bytes,
+        "completed": min(progress.done_bytes, progress.total_bytes),
+    }
+
+
+def pull_end(error: CortexError | None) -> bytes:
+    """The last line of a download."""
+    return stream_error(error) if error is not None else msgspec.json.encode({"status": "success"}) + b"\n"
+
+
+def _entry(model: OllamaModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "model": model.name,
+        "modified_at": timestamp(model.created),
+        "size": model.num_bytes,
+        "digest": model.digest,
+        "details": _details(model),
+    }
+
+
+def _details(model: OllamaModel) -> dict[str, Any]:
+    sizes = _PARAMETERS.findall(model.name)
+    return {
+        "parent_model": "",
+        "format": "safetensors" if model.quant is None else "gguf",
+        "family": model.family,
+        "families": [model.family] if model.family else [],
+        "parameter_size": f"{sizes[0][0]}{sizes[0][1].upper()}" if sizes else "",
+        "quantization_level": (model.quant or "BF16").upper(),
+    }
+
+
+def _capabilities(model: OllamaModel) -> list[str]:
+    has = model.capabilities
+    named = {
+        "completion": has.chat,
+        "tools": has.tools,
+        "insert": has.insert,
+        "vision": has.vision,
+        "embedding": has.embeddings,
+        "thinking": has.reasoning,
+    }
+    return [name for name, is_there in named.items() if is_there]

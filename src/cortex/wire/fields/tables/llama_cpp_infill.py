@@ -1,0 +1,26 @@
+"""Fields of llama.cpp's `POST /infill`."""
+
+from __future__ import annotations
+
+from cortex.wire.fields.tables.shared import SAMPLING
+from cortex.wire.fields.tables.table import FieldTable, honoured, tolerated
+
+FIELDS = FieldTable(
+    (
+        honoured("model", "other"),
+        honoured("input_prefix", "def f(", "the text before the gap"),
+        honoured("input_suffix", "return x", "the text behind it"),
+        honoured("prompt", "other", "the beginning of the gap, behind `input_prefix`"),
+        honoured("input_extra", [{"filename": "a.py", "text": "x = 1"}], "other files, before `input_prefix`"),
+        honoured("n_predict", 9, "-1 is no limit"),
+        honoured("stream", True),
+        tolerated("cache_prompt", True, "prefixes are always cached"),
+        tolerated("id_slot", -1),
+        tolerated("samplers", ["top_k"], "the order of samplers is fixed"),
+        tolerated("n_indent", 0),
+        tolerated("t_max_prompt_ms", 500, "a hint for speed"),
+        tolerated("t_max_predict_ms", 500, "a hint for speed"),
+        tolerated("response_fields", ["content"]),
+    ),
+    SAMPLING,
+)

@@ -1,0 +1,67 @@
+"""Fields of Ollama's `POST /api/chat` and `POST /api/generate`."""
+
+from __future__ import annotations
+
+from cortex.wire.fields.tables.table import FieldTable, honoured, rejected, tolerated
+
+_OPTIONS = (
+    honoured("options.num_predict", 9, "-1 and -2: no limit"),
+    honoured("options.temperature", 0.5),
+    honoured("options.top_k", 5),
+    honoured("options.top_p", 0.5),
+    honoured("options.min_p", 0.1),
+    honoured("options.seed", 7),
+    honoured("options.stop", ["END"]),
+    honoured("options.repeat_penalty", 1.1),
+    honoured("options.repeat_last_n", 64, "-1: all tokens; 0: no `repeat_penalty`"),
+    honoured("options.presence_penalty", 0.5),
+    honoured("options.frequency_penalty", 0.5),
+    honoured("options.num_ctx", 512, "a cap: longer prompts are rejected; it never loads the model again"),
+    tolerated("options.num_keep", 4, "nothing is truncated in silence"),
+    tolerated("options.num_batch", 512, "the engine decides"),
+    tolerated("options.num_gpu", 99, "placement decides"),
+    tolerated("options.main_gpu", 0, "placement decides"),
+    tolerated("options.num_thread", 8, "the engine decides"),
+    tolerated("options.numa", False, "the engine decides"),
+    tolerated("options.low_vram", False, "the engine decides"),
+    tolerated("options.use_mmap", True, "the engine decides"),
+    tolerated("options.use_mlock", False, "the engine decides"),
+)
+"""Other options are ignored, and the response lists them like fields that are not known."""
+
+_SHARED = (
+    honoured("model", "other"),
+    honoured("stream", False, "`true` if absent"),
+    honoured("format", "json", "`json` or a schema"),
+    honoured("think", "low", "`true`, `false`, `low`, `medium`, `high` or `max`"),
+    honoured("keep_alive", 0, "0 unloads the model after the response; nothing pins it"),
+    honoured("logprobs", True),
+    honoured("top_logprobs", 2, logprobs=True),
+    tolerated("shift", True, "a response ends at the end of the context"),
+    *_OPTIONS,
+)
+
+OPTIONS = frozenset(one.name.removeprefix("options.") for one in _OPTIONS)
+
+CHAT = FieldTable(
+    _SHARED,
+    (
+        honoured("messages", [{"role": "user", "content": "other"}], "none: the model is loaded"),
+        honoured("tools", [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]),
+        honoured("truncate", True, "drops the oldest messages of a prompt that does not fit; absent: it is rejected"),
+    ),
+)
+
+GENERATE = FieldTable(
+    _SHARED,
+    (
+        honoured("prompt", "other", "none: the model is loaded"),
+        honoured("system", "You are brief."),
+        honoured("images", ["iVBORw0KGgo="]),
+        honoured("raw", True, "the prompt as it is, without the model's template"),
+        tolerated("truncate", False, "a prompt that does not fit is rejected"),
+        honoured("suffix", "x", "fills in before it; for models with the capability `insert`"),
+        rejected("template", "x", "a model's own template is always used; remove it", ""),
+        rejected("context", [1], "earlier turns are not sent as tokens; send them to /api/chat", []),
+    ),
+)

@@ -1,0 +1,184 @@
+"""Parses the bodies of the routes for vectors and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+from cortex.wire.fields.body import LARGEST_TOKEN, Fields
+from cortex.wire.fields.tables import pooling as tables
+from cortex.wire.pooling.request import PoolingRequest
+
+MAX_TEXTS: Final = 4096
+"""In one request."""
+_MAX_WIDTH: Final = 1 << 20
+_MAX_TOKENS: Final = 1 << 24
+_PURPOSES: Final[Mapping[str, Literal["query", "document"]]] = {
+    "query": "query",
+    "search_query": "query",
+    "retrieval.query": "query",
+    "document": "document",
+    "passage": "document",
+    "search_document": "document",
+    "retrieval.passage": "document",
+}
+
+
+def parse_embeddings(body: bytes) -> PoolingRequest:
+    """`/v1/embeddings`. Raises a CortexError."""
+    fields = tables.EMBEDDINGS.read(body)
+    texts, tokens = _inputs(fields, "input")
+    encoding = _choice(fields, "encoding_format", ("float", "base64")) or "float"
+    purpose = fields.text("input_type")
+    if purpose is not None and purpose not in _PURPOSES:
+        raise fields.invalid("input_type", f"expected one of {', '.join(_PURPOSES)}")
+    return PoolingRequest(
+        fields.model(),
+        "openai",
+        texts,
+        tokens,
+        dimensions=fields.integer("dimensions", low=1, high=_MAX_WIDTH),
+        as_base64=encoding == "base64",
+        normalize=fields.flag("normalize"),
+        prompt_name=fields.text("prompt_name"),
+        purpose=None if purpose is None else _PURPOSES[purpose],
+        user=fields.text("user"),
+        **_truncation(fields),
+    )
+
+
+def parse_embed(body: bytes) -> PoolingRequest:
+    """TEI's `/embed`. Raises a CortexError."""
+    fields = tables.EMBED.read(body)
+    texts, _ = _inputs(fields, "inputs", may_be_tokens=False)
+    return PoolingRequest(
+        fields.model(),
+        "tei_embed",
+        texts,
+        dimensions=fields.integer("dimensions", low=1, high=_MAX_WIDTH),
+        normalize=fields.flag("normalize") is not False,
+        prompt_name=fields.text("prompt_name"),
+        truncate_to=-1 if fields.flag("truncate") else None,
+        truncates_left=_is_left(fields) and bool(fields.flag("truncate")),
+        user=fields.text("user"),
+        ignored_fields=fields.unknown,
+    )
+
+
+def parse_rerank(body: bytes) -> PoolingRequest:
+    """`/rerank` of Jina, Cohere and TEI. Raises a CortexError."""
+    fields = tables.RERANK.read(body)
+    is_tei = "texts" in fields
+    name = "texts" if is_tei else "documents"
+    limit = fields.integer("max_tokens_per_doc", low=1, high=_MAX_TOKENS)
+    truncation = _truncation(fields)
+    if truncation["truncate_to"] is None:
+        truncation["truncate_to"] = limit if limit is not None else -1 if fields.flag("truncate") else None
+    return PoolingRequest(
+        fields.model(),
+        "tei_rerank" if is_tei else "rerank",
+        _documents(fields, name),
+        queries=(fields.required_text("query"),),
+        instruction=fields.text("instruction"),
+        top_n=fields.integer("top_n", low=1, high=LARGEST_TOKEN),
+        returns_documents=bool(fields.flag("return_documents")) or bool(fields.flag("return_text")),
+        raw_scores=bool(fields.flag("raw_scores")),
+        user=fields.text("user"),
+        **truncation,
+    )
+
+
+def parse_score(body: bytes) -> PoolingRequest:
+    """vLLM's `/score`. Raises a CortexError."""
+    fields = tables.SCORE.read(body)
+    first = "text_1" if "text_1" in fields else "queries"
+    second = "text_2" if "text_2" in fields else "documents"
+    queries, texts = fields.texts(first), fields.texts(second)
+    if not queries or not texts:
+        raise fields.invalid("text_2" if queries else "text_1", "it is required: a string, or an array of strings")
+    if len(queries) not in (1, len(texts)):
+        raise fields.invalid(first, f"it has {len(queries)} texts for {len(texts)}; send one, or one for each")
+    _check_count(fields, second, len(texts))
+    return PoolingRequest(
+        fields.model(),
+        "score",
+        texts,
+        queries=queries,
+        instruction=fields.text("instruction"),
+        raw_scores=bool(fields.flag("raw_scores")),
+        user=fields.text("user"),
+        **_truncation(fields),
+    )
+
+
+ROUTES: Final[Mapping[str, Callable[[bytes], PoolingRequest]]] = {
+    "/v1/embeddings": parse_embeddings,
+    "/embed": parse_embed,
+    "/v1/rerank": parse_rerank,
+    "/v2/rerank": parse_rerank,
+    "/rerank": parse_rerank,
+    "/v1/score": parse_score,
+    "/score": parse_score,
+}
+"""`POST` paths."""
+
+
+def _inputs(
+    fields: Fields, name: str, *, may_be_tokens: bool = True
+) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """The texts, or the token ids of each text."""
+    value = fields.raw(name)
+    if isinstance(value, str):
+        return (value,), ()
+    values = fields.array(name, most=_MAX_TOKENS)
+    if not values:
+        raise fields.invalid(name, "it is required, and must not be empty")
+    if all(isinstance(each, str) for each in values):
+        _check_count(fields, name, len(values))
+        return tuple(values), ()
+    if may_be_tokens and _are_tokens(values):
+        return (), (tuple(values),)
+    if may_be_tokens and all(isinstance(each, list) and each and _are_tokens(each) for each in values):
+        _check_count(fields, name, len(values))
+        return (), tuple(map(tuple, values))
+    expected = "a string or an array of strings" + (", or token ids" if may_be_tokens else "")
+    raise fields.invalid(name, f"expected {expected}")
+
+
+def _are_tokens(values: list[Any]) -> bool:
+    return all(type(each) is int and 0 <= each <= LARGEST_TOKEN for each in values)
+
+
+def _documents(fields: Fields, name: str) -> tuple[str, ...]:
+    documents = fields.array(name)
+    if not documents:
+        raise fields.invalid(name, "it is required, and must not be empty")
+    _check_count(fields, name, len(documents))
+    texts: list[Any] = [each.get("text") if isinstance(each, dict) else each for each in documents]
+    if not all(isinstance(each, str) for each in texts):
+        raise fields.invalid(name, "expected strings, or objects with 'text'")
+    return tuple(texts)
+
+
+def _check_count(fields: Fields, name: str, count: int) -> None:
+    if count > MAX_TEXTS:
+        raise fields.invalid(name, f"it has {count} texts, at most {MAX_TEXTS} are allowed")
+
+
+def _truncation(fields: Fields) -> dict[str, Any]:
+    return {
+        "truncate_to": fields.integer("truncate_prompt_tokens", low=-1, high=_MAX_TOKENS),
+        "truncates_left": _is_left(fields),
+        "ignored_fields": fields.unknown,
+    }
+
+
+def _is_left(fields: Fields) -> bool:
+    return (_choice(fields, "truncation_direction", ("Left", "Right", "left", "right")) or "").lower() == "left"
+
+
+def _choice(fields: Fields, name: str, known: tuple[str, ...]) -> str | None:
+    value = fields.text(name)
+    if value is not None and value not in known:
+        raise fields.invalid(name, f"expected one of {', '.join(known)}")
+    return value

@@ -1,0 +1,190 @@
+"""Ollama's listings, pulls and deletions of a fleet, and the sequences of requests that known clients send."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.gateway.ledger.keys import generate
+from cortex.wire.node.protocol import ModelState, Progress, PullStatus
+
+from ...fake_neuron import GB
+from ...started_gateway import until
+
+if TYPE_CHECKING:
+    from ...fake_neuron import FakeNeuron, StartNeuron
+    from ...started_gateway import Client, StartGateway
+
+READY = ModelState.READY
+CATALOGUE = Catalogue(
+    models=(ModelSpec(id="org/big"), ModelSpec(id="org/gguf", quant="Q4_K_M")), aliases={"big": "org/big"}
+)
+
+
+@pytest.fixture
+async def node(neurons: StartNeuron) -> FakeNeuron:
+    return await neurons("beast", sizes={"org/big": 10 * GB, "org/cold-8B": GB}, states={"org/big": READY})
+
+
+@pytest.fixture
+async def client(node: FakeNeuron, start_gateway: StartGateway) -> Client:
+    return await start_gateway(node, catalogue=CATALOGUE)
+
+
+async def test_lists_what_the_fleet_has_and_what_is_loaded(client: Client) -> None:
+    tags = (await client.get("/api/tags"))[1]["models"]
+    assert [model["name"] for model in tags] == ["big", "org/big", "org/cold-8B", "org/gguf"]
+    assert tags[2]["details"]["parameter_size"] == "8B"
+    assert tags[3]["details"]["quantization_level"] == "Q4_K_M"
+    loaded = (await client.get("/api/ps"))[1]["models"]
+    assert [(model["name"], model["size_vram"]) for model in loaded] == [("big", 10 * GB), ("org/big", 10 * GB)]
+    assert "tools" in tags[0]["capabilities"]
+
+
+@pytest.mark.parametrize("name", ["org/big", "big", "big:latest", "hf.co/org/big", "hf.co/org/gguf:q4_k_m"])
+async def test_shows_a_model_under_every_spelling(client: Client, name: str) -> None:
+    status, shown = await client.post("/api/show", {"model": name})
+    assert status == 200
+    assert shown["capabilities"]
+
+
+async def test_other_quantisations_are_other_models(client: Client) -> None:
+    assert (await client.post("/api/show", {"model": "hf.co/org/gguf:Q8_0"}))[0] == 404
+
+
+async def test_root_and_absent_routes(client: Client) -> None:
+    async with client.session.get(client.url + "/", headers={"host": "localhost:11434"}) as response:
+        assert await response.text() == "Ollama is running"
+    async with client.session.head(client.url + "/api/tags") as response:
+        assert response.status == 200
+    for path in ("/api/create", "/api/copy", "/api/push", "/api/blobs/sha256:0"):
+        status, reply = await client.post(path, {})
+        assert (status, reply["code"]) == (501, "not_implemented")
+    assert (await client.post("/api/other", {}))[0] == 404
+    assert (await client.post("/api/tags", {}))[0] == 405
+
+
+async def test_pull_follows_the_job(client: Client, node: FakeNeuron) -> None:
+    async with client.session.post(client.url + "/api/pull", json={"model": "hf.co/org/new:Q4_K_M"}) as response:
+        assert json.loads(await response.content.readline()) == {"status": "pulling manifest"}
+        line = json.loads(await response.content.readline())
+        assert (line["completed"], line["total"]) == (30, 100)
+        progress = Progress(stage="download", done_bytes=60, total_bytes=100)
+        node.pull = PullStatus(model_id="org/new", state="running", progress=progress)
+        assert json.loads(await response.content.readline())["completed"] == 60
+        node.pull = PullStatus(model_id="org/new", state="done")
+        assert json.loads(await response.content.readline()) == {"status": "success"}
+    assert [(pull.model_id, pull.quant) for pull in node.pull_requests] == [("org/new", "Q4_K_M")]
+    status, reply = await client.post("/api/pull", {"model": "nonsense", "stream": False})
+    assert (status, reply["code"]) == (404, "model_not_found")
+
+
+async def test_pull_without_a_stream_responds_at_its_end(client: Client, node: FakeNeuron) -> None:
+    pulling = asyncio.create_task(client.post("/api/pull", {"model": "org/new", "stream": False}))
+    await until(lambda: node.pull_requests)
+    node.pull = PullStatus(model_id="org/new", state="failed", code="source_not_found", reason="no such repository")
+    status, reply = await pulling
+    assert (status, reply["error"]) == (502, "no such repository")
+
+
+async def test_delete_needs_files(client: Client) -> None:
+    async with client.session.delete(client.url + "/api/delete", json={"model": "org/gguf"}) as response:
+        assert response.status == 404
+        assert "No node has files" in msgspec.json.decode(await response.read())["error"]
+
+
+async def test_keys_are_needed_unless_the_listing_is_open(node: FakeNeuron, start_gateway: StartGateway) -> None:
+    key = generate("user", models=("org/big",))
+    closed = await start_gateway(node, keys=(key.section,))
+    for path in ("/api/version", "/api/tags", "/v1/models"):
+        assert (await closed.get(path))[0] == 401
+    status, reply = await closed.get("/api/tags")
+    assert (status, reply["code"]) == (401, "invalid_api_key")
+    opened = await start_gateway(node, keys=(key.section,), open_listing=True)
+    assert (await opened.get("/api/version"))[0] == 200
+    assert len((await opened.get("/api/tags"))[1]["models"]) == 2
+    assert len((await opened.get("/v1/models"))[1]["data"]) == 2
+    assert (await opened.post("/api/show", {"model": "org/cold-8B"}))[0] == 200
+    bearer = {"authorization": f"Bearer {key.text}"}
+    assert [model["name"] for model in (await opened.get("/api/tags", **bearer))[1]["models"]] == ["org/big"]
+    assert (await opened.get("/api/tags", authorization="Bearer wrong"))[0] == 401
+    for path in ("/api/chat", "/api/pull"):
+        assert (await opened.post(path, {"model": "org/big"}))[0] == 401
+
+
+VS_CODE = [
+    ("GET", "/api/version", None),
+    ("GET", "/api/tags", None),
+    ("POST", "/api/show", {"model": "org/big"}),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {
+            "model": "org/big",
+            "stream": False,
+            "messages": [{"role": "system", "content": "You code."}, {"role": "user", "content": "hi"}],
+            "tools": [{"type": "function", "function": {"name": "read_file", "parameters": {"type": "object"}}}],
+            "temperature": 0.1,
+            "top_p": 1,
+            "n": 1,
+        },
+    ),
+]
+ZED = [
+    ("GET", "/api/tags", None),
+    ("POST", "/api/show", {"model": "org/big"}),
+    (
+        "POST",
+        "/api/chat",
+        {
+            "model": "org/big",
+            "messages": [{"role": "user", "content": "hi", "images": None}],
+            "stream": True,
+            "keep_alive": -1,
+            "options": {"num_ctx": 16384, "num_predict": None, "stop": [], "temperature": 1.0, "top_p": None},
+            "tools": [{"type": "function", "function": {"name": "grep", "description": None, "parameters": {}}}],
+            "think": True,
+        },
+    ),
+]
+HOME_ASSISTANT = [
+    ("GET", "/api/tags", None),
+    (
+        "POST",
+        "/api/chat",
+        {
+            "model": "org/big",
+            "messages": [{"role": "system", "content": "You run a house."}, {"role": "user", "content": "light?"}],
+            "tools": [{"type": "function", "function": {"name": "HassTurnOn", "parameters": {"type": "object"}}}],
+            "stream": True,
+            "keep_alive": "-1s",
+            "options": {"num_ctx": 8192},
+            "think": False,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize("requests", [VS_CODE, ZED, HOME_ASSISTANT], ids=["vs-code", "zed", "home-assistant"])
+async def test_known_clients_get_what_they_need(
+    client: Client, node: FakeNeuron, requests: list[tuple[str, str, dict[str, Any] | None]]
+) -> None:
+    for method, path, body in requests:
+        async with client.session.request(method, client.url + path, json=body) as response:
+            data = await response.read()
+            assert response.status == 200, data
+            replies = [json.loads(line) for line in data.splitlines()]
+        assert not any("error" in reply for reply in replies)
+        if path == "/api/chat":
+            assert "".join(reply["message"]["content"] for reply in replies) == "from beast"
+            assert replies[-1]["done"]
+        if path == "/api/show":
+            information = replies[0]["model_info"]
+            assert information[f"{information['general.architecture']}.context_length"] == 32768
+    assert not client.gateway.dispatcher.pins
+    assert not node.unload_requests

@@ -1,0 +1,72 @@
+"""llama.cpp's routes about models, and its token routes, which a node serves."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from cortex.gateway.ledger.keys import generate
+from cortex.wire.node.protocol import ModelState
+
+from ..fake_neuron import GB, FakeNeuron
+from ..started_gateway import until
+
+if TYPE_CHECKING:
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import StartGateway
+
+
+async def test_models_have_states_and_are_loaded_and_unloaded(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    node = await neurons("beast", sizes={"a": GB, "b": GB}, states={"a": ModelState.READY})
+    client = await start_gateway(node)
+    status, listed = await client.get("/models")
+    assert status == 200
+    assert {each["id"]: each["status"]["value"] for each in listed["data"]} == {"a": "loaded", "b": "unloaded"}
+    assert await client.post("/models/load", {"model": "b"}) == (200, {"success": True})
+    await until(lambda: node.states.get("b") is ModelState.READY)
+    assert await client.post("/models/unload", {"model": "a"}) == (200, {"success": True})
+    await until(lambda: [each.model_id for each in node.unload_requests] == ["a"])
+    _, props = await client.get("/props?model=a")
+    assert (props["default_generation_settings"]["n_ctx"], props["model_alias"]) == (32768, "a")
+    assert (await client.get("/props"))[1]["role"] == "router"
+    assert (await client.post("/models/load", {"model": "none"}))[0] == 404
+
+
+async def test_events_report_changes_of_states(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    node = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(node)
+    async with client.session.get(client.url + "/models/sse") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        await client.post("/models/load", {"model": "a"})
+        received = b""
+        while b'"loaded"' not in received:
+            received += await response.content.readany()
+    events = [json.loads(line[6:]) for line in received.splitlines() if line.startswith(b"data: ")]
+    assert [(event["model"], event["data"]["status"]) for event in events] == [("a", "loading"), ("a", "loaded")]
+
+
+async def test_loads_need_an_operator(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    key = generate("user", models=("a",))
+    node = await neurons("beast", sizes={"a": GB, "b": GB})
+    client = await start_gateway(node, keys=(key.section,))
+    bearer = {"authorization": f"Bearer {key.text}"}
+    assert [each["id"] for each in (await client.get("/models", **bearer))[1]["data"]] == ["a"]
+    assert (await client.post("/models/load", {"model": "a"}, **bearer))[0] == 403
+    assert (await client.get("/props?model=b", **bearer))[0] == 404
+    assert (await client.get("/models"))[0] == 401
+
+
+async def test_token_routes_are_relayed_to_a_node_that_has_the_model(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def echo(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"path": request.path, "model": body["model"]})
+
+    node = await neurons("beast", sizes={"a": GB}, respond=echo)
+    client = await start_gateway(node)
+    for path in ("/tokenize", "/detokenize", "/apply-template"):
+        assert await client.post(path, {"model": "a:latest", "content": "x"}) == (200, {"path": path, "model": "a"})

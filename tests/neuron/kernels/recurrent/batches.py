@@ -1,0 +1,32 @@
+"""Steps of decode and prefill rows for the kernels of recurrent layers."""
+
+import torch
+
+from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
+
+
+def make_batch(decode_positions: list[int], prefills: list[tuple[int, int]], device: torch.device) -> Batch:
+    """`prefills`: (start, count) of each prefill row. Rows get random slots; two slots stay unused."""
+    lengths = [*(position + 1 for position in decode_positions), *(start + count for start, count in prefills)]
+    decodes = len(decode_positions)
+    rows = torch.randperm(len(lengths) + 2)[: len(lengths)]
+    offsets, tiles, listed = [0], [], []
+    for number, (start, count) in enumerate(prefills):
+        listed.append(PrefillRow(int(rows[decodes + number]), start, count, decodes + offsets[-1]))
+        tiles += [(number, first) for first in range(0, count, PREFILL_TILE)]
+        offsets.append(offsets[-1] + count)
+    positions = [torch.tensor(decode_positions, dtype=torch.int64)]
+    positions += [torch.arange(start, start + count) for start, count in prefills]
+    return Batch(
+        tokens=torch.empty(0),
+        positions=torch.cat(positions).to(device),
+        slots=torch.empty(0),
+        rows=rows.to(device),
+        lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+        page_table=torch.empty(0),
+        num_decodes=decodes,
+        max_length=max(lengths),
+        prefills=tuple(listed),
+        prefill_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
+        prefill_tiles=torch.tensor(tiles[::-1], dtype=torch.int32, device=device).reshape(-1, 2),
+    )

@@ -1,0 +1,53 @@
+"""The gated short convolution's kernels against their reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.neuron.kernels.conftest import AssertClose
+from tests.neuron.kernels.recurrent.batches import make_batch
+
+from cortex.neuron.kernels.recurrent.short_conv import short_conv, short_conv_reference
+
+
+@pytest.mark.parametrize(("channels", "taps"), [(300, 3), (64, 4), (17, 2)])
+@pytest.mark.parametrize(
+    ("decode_positions", "prefills"),
+    [([5, 0, 1, 1000], []), ([7], [(0, 2), (1, 1), (300, 133)]), ([], [(2, 65), (0, 1)])],
+)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_output_and_state_of_a_step_match_the_reference(
+    channels: int,
+    taps: int,
+    decode_positions: list[int],
+    prefills: list[tuple[int, int]],
+    batch_invariant: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close: AssertClose,
+) -> None:
+    if batch_invariant:
+        decode_positions, prefills = [], [(start, min(count, 3)) for start, count in prefills] or [(4, 1)]
+    batch = make_batch(decode_positions, prefills, device)
+    projected = torch.randn(len(batch.positions), 3 * channels, device=device, dtype=dtype)
+    weight = torch.randn(taps, channels, device=device, dtype=dtype)
+    recent = torch.randn(len(batch.rows) + 2, 3, taps, channels, device=device, dtype=dtype)[:, 1]
+    exact = recent.clone()
+    expected = short_conv_reference(projected, weight, batch, exact)
+    out = short_conv(projected, weight, replace(batch, batch_invariant=batch_invariant), recent)
+    assert_close(out, expected)
+    assert torch.equal(recent, exact)
+
+
+def test_consecutive_tokens_of_a_row_in_one_step_match_a_chunk(
+    device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+) -> None:
+    chunk = make_batch([], [(5, 3)], device)
+    projected = torch.randn(3, 3 * 40, device=device, dtype=dtype)
+    weight = torch.randn(3, 40, device=device, dtype=dtype)
+    recent = torch.randn(3, 3, 40, device=device, dtype=dtype)
+    exact = recent.clone()
+    expected = short_conv_reference(projected, weight, chunk, exact)
+    rows = replace(chunk, prefills=(), num_decodes=3, rows=chunk.rows.repeat(3), shares_rows=True)
+    assert_close(short_conv(projected, weight, rows, recent), expected)
+    assert torch.equal(recent, exact)

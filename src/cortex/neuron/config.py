@@ -70,8 +70,8 @@ class HarnessEntry(Section, frozen=True):
     strip_params: tuple[str, ...] = ()
     """Fields that are left out of every request to the server."""
     memory_mb: Count | None = None
-    """The memory that a model is expected to take before its first load; afterwards the measured size counts. Absent:
-    `memory_mb` of the model, or else a quarter more than its files."""
+    """The memory that a model is expected to take before its first load, unless it has a `memory_mb` of its own;
+    afterwards the measured size counts. Absent: a quarter more than its files."""
     max_concurrent: Count | None = None
     """Requests that a server runs at once; more wait in the queue of the node. Absent: `limits.max_num_seqs`."""
     stop_timeout_s: Seconds = 10.0

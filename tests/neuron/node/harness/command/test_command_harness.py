@@ -64,8 +64,9 @@ async def test_closing_the_node_ends_the_server(tmp_path: Path) -> None:
     assert not is_running(process)
 
 
-async def test_placed_by_bytes(tmp_path: Path) -> None:
-    async with running_node(tmp_path, config(memory_mb=1 << 30)) as node:
+@pytest.mark.parametrize("where", [{"memory_mb": 1 << 30}, {"model": {"memory_mb": 1 << 30}}])
+async def test_placed_by_bytes(tmp_path: Path, where: dict[str, Any]) -> None:
+    async with running_node(tmp_path, config(**where)) as node:
         with pytest.raises(InsufficientCapacity, match="m needs at least"):
             await load(node)
 
@@ -91,6 +92,16 @@ async def test_a_server_that_does_not_start_fails_the_load(tmp_path: Path, entry
             await load(node)
         assert node.model("m").state is ModelState.FAILED
         assert not servers()
+
+
+async def test_an_unload_ends_a_server_that_is_starting(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config("--is-never-healthy", "--ignores-sigterm")) as node:
+        await node.load(LoadRequest(model_id="m"), wait=False)
+        await until(servers)
+        assert node.model("m").progress is not None
+        await node.unload(UnloadRequest(model_id="m"))
+        assert not servers()
+        assert node.model("m").state is ModelState.COLD
 
 
 async def test_unsupported_options_are_rejected(tmp_path: Path) -> None:

@@ -66,9 +66,10 @@ class CommandEstimates(NodeLimits):
     def whole_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
         if (measured := self.measured.get(model.id)) is not None:
             return measured
-        if model.memory_bytes is not None:
-            return model.memory_bytes
-        return self.entry.memory_mb << 20 if self.entry.memory_mb is not None else facts.num_bytes * 5 // 4
+        # Not `model.memory_bytes`, which may be no more than the ceiling of a gateway.
+        own = (entry.memory_mb for entry in (*self.config.models, *self.config.default_models) if entry.id == model.id)
+        expected_mb = next((size for size in own if size is not None), self.entry.memory_mb)
+        return facts.num_bytes * 5 // 4 if expected_mb is None else expected_mb << 20
 
     def footprint(self, model: KnownModel, facts: ServedFiles, devices: Sequence[Device]) -> Footprint:  # noqa: ARG002
         whole = self.whole_bytes(model, facts)

@@ -76,6 +76,8 @@ class HarnessEntry(Section, frozen=True):
     """Requests that a server runs at once; more wait in the queue of the node. Absent: `limits.max_num_seqs`."""
     stop_timeout_s: Seconds = 10.0
     """How long a server may take to end; then it is killed."""
+    restart: bool = True
+    """Start a server that ends by itself again, with a back-off. `false`: the next request does."""
 
     def __post_init__(self) -> None:
         if self.name in ENGINE_NAMES:

@@ -70,6 +70,7 @@ class EchoHarness:
 
     names = ("echo",)
     max_num_seqs = 4
+    restarts = True
 
     def __init__(self, estimates: EchoEstimates | None = None) -> None:
         self.estimates = estimates or EchoEstimates(NeuronConfig())

@@ -30,6 +30,7 @@ class EngineHarness:
     """Belongs to the daemon's loop."""
 
     names = ENGINE_NAMES
+    restarts = True
 
     def __init__(
         self, config: NeuronConfig, devices: NodeDevices, forecast: Forecast, surveys: Surveys, lead: Lead

@@ -32,6 +32,10 @@ class Harness(Protocol):
     def max_num_seqs(self) -> int:
         """Maximum requests that one replica of a model runs at once."""
 
+    @property
+    def restarts(self) -> bool:
+        """Whether a model that is lost is loaded again before it is asked for."""
+
     def check(self, model: KnownModel) -> None:
         """Raises LoadFailed for options that it does not support, before any file is read."""
 

@@ -160,6 +160,10 @@ class ModelLoader:
                 raise _load_error(model.id, error) from error
             raise
 
+    def restarts(self, model: KnownModel) -> bool:
+        """Whether the model is loaded again by itself when it is lost."""
+        return self._harnesses.of(model).restarts
+
     # Files
 
     async def find_local(self, model: KnownModel) -> Path | None:

@@ -185,6 +185,16 @@ async def test_a_server_that_dies_is_started_again(tmp_path: Path, caplog: pytes
         assert process not in servers()
 
 
+async def test_a_server_that_is_not_to_be_restarted_waits_for_the_next_request(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config(restart=False)) as node:
+        await load(node)
+        os.kill(servers()[0], signal.SIGKILL)
+        await until(lambda: node.model("m").state is ModelState.COLD)
+        assert "was ended by signal 9" in (node.model("m").reason or "")
+        assert not servers()
+        assert (await load(node)).state is ModelState.READY
+
+
 async def test_tokens_are_the_servers_affair(tmp_path: Path) -> None:
     async with running_node(tmp_path, config()) as node:
         with pytest.raises(InvalidValue, match="run by the server of the harness fake"):

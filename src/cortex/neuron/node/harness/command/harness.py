@@ -133,6 +133,7 @@ class CommandHarness:
         self.names = (entry.name,)
         self.estimates = CommandEstimates(config, entry)
         self.max_num_seqs = entry.max_concurrent or config.limits.max_num_seqs
+        self.restarts = entry.restart
         self._entry = entry
         self._read_devices = read_devices
         self._env = env

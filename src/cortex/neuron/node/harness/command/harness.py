@@ -16,7 +16,7 @@ from cortex.http.upstream.call import Sink, UpstreamCall
 from cortex.neuron.config import HarnessEntry, NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.command.expansion import Expansion, uses
-from cortex.neuron.node.harness.command.host import CommandHost, DeviceMemory, ServerCommand, free_port, server_info
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
@@ -193,7 +193,7 @@ class CommandHarness:
             stop=lambda port, pid: expansion(port, pid).command(entry.cmd_stop),
             env=environment,
         )
-        memory = DeviceMemory(
+        memory = ServerMemory(
             chosen.indices,
             free_bytes if devices[0].kind == "cuda" else None,
             self.estimates.whole_bytes(model, facts),

@@ -39,7 +39,7 @@ class ServerCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class ServerMemory:
     """Where the server's memory is."""
 
     indices: tuple[int, ...]
@@ -56,7 +56,7 @@ class CommandHost:
     model_id: str
     entry: HarnessEntry
     command: ServerCommand
-    memory: DeviceMemory
+    memory: ServerMemory
     info: EngineInfo
     ticker: Ticker
     choose_port: Callable[[], int]

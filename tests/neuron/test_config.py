@@ -87,7 +87,10 @@ def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
         ),
         ("[[models]]\nid = 'a'\ncontext_tokens = 1", "context_tokens.*expected whole number ≥ 2, got 1"),
         ("[[default_models]]\nid = 'a'\nharness = 'vllm'", "no harness `vllm`; choose one of torch, candle"),
-        ("[[harnesses]]\nname = 'vllm'", "no harness `vllm`; choose one of torch, candle"),
+        ("[[harnesses]]\nname = 'vllm'", "the harness `vllm` has no cmd"),
+        ("[[harnesses]]\nname = 'torch'\ncmd = 'x ${PORT}'", "is the built-in engine"),
+        ("[[harnesses]]\nname = 'vllm'\ncmd = 'vllm serve'", r"has \$\{PORT\} neither in cmd nor in env"),
+        ("[[harnesses]]\nname = 'vllm'\ncmd = 'vllm \"${PORT}'", "cmd of the harness `vllm` cannot be divided"),
         (
             "[[models]]\nid = 'a'\nnodes = ['x', 'y']",
             r"neuron\.toml.*`nodes` of `a` in \[\[models\]\] names y, which is no peer of this node \(peers: none\); "

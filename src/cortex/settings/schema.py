@@ -31,6 +31,7 @@ _WORDS: dict[type[inspect.Type], str] = {
     inspect.FloatType: "number",
     inspect.StrType: "text",
     inspect.StructType: "table",
+    inspect.AnyType: "any value",
 }
 _BOUNDS = (("ge", "≥", operator.ge), ("gt", ">", operator.gt), ("le", "≤", operator.le), ("lt", "<", operator.lt))
 
@@ -48,7 +49,7 @@ def alternatives(expected: inspect.Type) -> Iterator[inspect.Type]:
 
 def alternative_for(expected: inspect.Type, value: object) -> inspect.Type | None:
     """The member of `expected` that accepts TOML values of this kind; `None` when there is none."""
-    kinds = _KINDS.get(type(value), ())
+    kinds: tuple[type[inspect.Type], ...] = (*_KINDS.get(type(value), ()), inspect.AnyType)
     return next((member for member in alternatives(expected) if isinstance(member, kinds)), None)
 
 

@@ -190,6 +190,9 @@ class ScriptedNode:
             raise ModelNotFound(f"There is no model '{model_id}' here; did you mean 'org/tiny'?")
         return self.models()[0]
 
+    def upstream(self, model_id: str) -> None:
+        """Its requests are tokens."""
+
     def served(self, model_id: str) -> ServedModel:
         self.model(model_id)
         return ServedModel(self.state, self.context_tokens, self.sampling)

@@ -7,11 +7,12 @@ import time
 import msgspec
 
 from cortex.gateway.proxy.redaction import MAX_ERROR_BYTES
-from cortex.gateway.proxy.translation import MAX_BODY_BYTES, foreign_error
+from cortex.gateway.proxy.translation import MAX_BODY_BYTES
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
 from cortex.wire import error_encoding
 from cortex.wire.dialects.ollama import embeddings
+from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import Usage
 

@@ -27,7 +27,7 @@ from cortex.gateway.proxy.redaction import (
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import JSON_HEADERS, Route, error_response
 from cortex.gateway.proxy.services import Services
-from cortex.gateway.proxy.translation import ChatTranslation, foreign_error
+from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.observer import Keepalive, ObservedRelay, Outcome
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
@@ -40,6 +40,7 @@ from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors
+from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable

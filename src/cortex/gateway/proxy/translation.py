@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from cortex.gateway.dispatch.nodes.client import error_message
 from cortex.gateway.proxy.redaction import MAX_ERROR_BYTES
 from cortex.gateway.proxy.routes import Route
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
 from cortex.wire import error_encoding, errors
 from cortex.wire.dialects import openai_chat
+from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError
 from cortex.wire.events import (
     AnyEvent,
@@ -35,17 +35,6 @@ from cortex.wire.node import headers as our_headers
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
 
-_BY_STATUS: dict[int, type[CortexError]] = {
-    400: errors.InvalidValue,
-    404: errors.ModelNotFound,
-    413: errors.BodyTooLarge,
-    422: errors.InvalidValue,
-    429: errors.RateLimitExceeded,
-    503: errors.Overloaded,
-    529: errors.Overloaded,
-}
-
-
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """The longest response that is translated as a whole."""
 MAX_STREAM_BYTES = 64 * 1024 * 1024
@@ -53,12 +42,6 @@ MAX_STREAM_BYTES = 64 * 1024 * 1024
 _EVENT_BYTES = 16
 _CALL_BYTES = 256
 _LOGPROB_BYTES = 64
-
-
-def foreign_error(status: int, body: bytes) -> CortexError:
-    """A foreign server's error as ours. A rejected key is this gateway's misconfiguration, not the client's fault."""
-    kind = _BY_STATUS.get(status, errors.UpstreamUnavailable)
-    return kind(error_message(body) or f"The node responded with status {status} and no message.")
 
 
 class ChatTranslation:

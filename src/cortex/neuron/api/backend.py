@@ -7,6 +7,7 @@ from typing import Protocol
 
 from cortex.neuron.engine.request import EngineRequest, EngineStats, PooledTexts
 from cortex.neuron.node.generation import Fail, Receive
+from cortex.neuron.node.harness.upstream import Upstream
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.status import ServedModel
 from cortex.neuron.text.model import TextModel
@@ -81,3 +82,7 @@ class Backend(Protocol):
     async def host_share(self, connection: Connection) -> None: ...
     def subscribe(self) -> AsyncIterator[NodeEvent]: ...
     def generate(self, model_id: str, request: EngineRequest) -> GenerationStream: ...
+
+    def upstream(self, model_id: str) -> Upstream | None:
+        """The server that takes the model's requests as text. `generate`, with an empty prompt, is then a slot in it,
+        which the first output grants."""

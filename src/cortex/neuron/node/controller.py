@@ -295,7 +295,7 @@ class ModelController:
     def _lost(self, reason: str) -> None:
         self.instance = None
         if not self._closing:  # a closing node ends its workers itself
-            self._post(events.ModelLost(reason))
+            self._post(events.ModelLost(reason, self._loader.restarts(self.model)))
 
     # Unload and sleep
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from cortex.neuron.config import DeviceEntry
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.memory.ceilings import Ceilings
@@ -136,3 +137,13 @@ class NodeDevices:
 def backend_of(devices: Sequence[Device]) -> Backend:
     """What the ranks of a model on these devices exchange their messages with."""
     return "nccl" if all(device.kind == "cuda" for device in devices) else "tcp"
+
+
+def warn_of_unknown_devices(entries: Sequence[DeviceEntry], inventory: Inventory) -> None:
+    indices = [device.index for device in inventory.devices]
+    for entry in entries:
+        if entry.index not in indices:
+            have = ", ".join(map(str, indices)) or "none"
+            log.warning(
+                "[[devices]] limits device %d, but this node has %s: the entry has no effect", entry.index, have
+            )

@@ -160,6 +160,8 @@ class Instance:
         prompt_tokens, context_tokens = len(request.prompt), self.resident.info.context_tokens
         if request.id in self._requests:
             raise InvalidValue(f"request id {request.id!r} is in use; give every request its own", param="id")
+        if not prompt_tokens:  # a request that goes to a server as text, and is counted there
+            return
         if prompt_tokens >= context_tokens or prompt_tokens > (self._max_prompt_tokens or context_tokens):
             raise prompt_too_long(prompt_tokens, context_tokens, self._max_prompt_tokens)
 

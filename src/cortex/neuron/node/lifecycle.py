@@ -67,6 +67,8 @@ def transition(life: Lifecycle, happened: events.Input, now_s: float, policy: Ba
             if life.weights_in_host and not worker_lost:
                 return _wake_failed(life, error, now_s, has_room_elsewhere=happened.has_room_elsewhere)
             return _load_failed(life, error, worker_lost, now_s, policy)
+        case events.ModelLost(reason, restarts=False) if life.state is ModelState.READY:
+            return _enter(replace(life, wanted="gone"), ModelState.COLD, now_s, reason), ()
         case events.ModelLost(reason) if life.state is ModelState.READY:
             return _recover(life, reason, now_s, policy)
         case events.ModelLost(reason) if life.state is ModelState.ASLEEP:

@@ -62,6 +62,8 @@ class ModelLost:
     """The worker that held the model is gone."""
 
     reason: str
+    restarts: bool = True
+    """Whether the model is loaded again before it is asked for."""
 
 
 @dataclass(frozen=True, slots=True)

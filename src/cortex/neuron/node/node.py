@@ -18,11 +18,13 @@ from typing import Any
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
-from cortex.neuron.node.devices import NodeDevices, ReadDevices
+from cortex.neuron.node.devices import NodeDevices, ReadDevices, warn_of_unknown_devices
 from cortex.neuron.node.event_feed import EventFeed
 from cortex.neuron.node.generation import Generation
+from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.harness import Harness, Harnesses
+from cortex.neuron.node.harness.upstream import Upstream
 from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.files import fetch
 from cortex.neuron.node.loading.forecast import Forecast
@@ -92,7 +94,8 @@ class Node:
         self._surveys = (parts.surveys or partial(_survey_process, limits))()
         lead = Lead(config, self.devices, forecast, parts.connect_peer)
         engine = EngineHarness(config, self.devices, forecast, self._surveys, lead)
-        self._harnesses = Harnesses(engine, *parts.harnesses)
+        commands = [CommandHarness(entry, config, parts.read_devices) for entry in config.commands]
+        self._harnesses = Harnesses(engine, *commands, *parts.harnesses)
         self.discovery = describe_node(inventory, limits.sleep_mb, self._harnesses.names)
         self._config = config
         self._started_s = time.monotonic()
@@ -162,7 +165,7 @@ class Node:
         parts = parts or Parts()
         inventory = divided(await asyncio.to_thread(parts.discover), config.cpu_devices)
         node = cls(config, inventory, parts)
-        _warn_of_unknown_devices(config, inventory)
+        warn_of_unknown_devices(config.devices, inventory)
         node._run_in_background(node.devices.warm(), "import the engine")
         await node._scan_cache()
         node._regular = [
@@ -276,6 +279,12 @@ class Node:
         self._check_open()
         return self._models.controller(model_id).serving_instance().generate(request)
 
+    def upstream(self, model_id: str) -> Upstream | None:
+        """The server that takes the model's requests as text; None: `generate` takes them. Raises ModelNotFound or
+        LoadFailed."""
+        model = self._models.options(model_id)
+        return self._harnesses.of(model).upstream(model)
+
     async def host_share(self, connection: Connection) -> None:
         """Holds a part of a model that another node leads, for as long as its connection lasts."""
         await self.shares.serve(connection)
@@ -299,7 +308,7 @@ class Node:
         drain_s = self._config.drain_s
         await asyncio.gather(self._models.close(_shutting_down(), drain_s), self.shares.drain(drain_s))
         await self.shares.close()
-        await self.devices.close()
+        await self._harnesses.close()
         await self.texts.close()
         await self.files.close()
         await self._surveys.close()
@@ -375,16 +384,6 @@ class Node:
 
 def _survey_process(limits: Limits) -> SurveyProcess:
     return SurveyProcess(cpu_s=limits.survey_cpu_s, memory_bytes=limits.survey_memory_mb << 20)
-
-
-def _warn_of_unknown_devices(config: NeuronConfig, inventory: Inventory) -> None:
-    indices = [device.index for device in inventory.devices]
-    for entry in config.devices:
-        if entry.index not in indices:
-            have = ", ".join(map(str, indices)) or "none"
-            log.warning(
-                "[[devices]] limits device %d, but this node has %s: the entry has no effect", entry.index, have
-            )
 
 
 def _shutting_down() -> ShuttingDown:

@@ -53,10 +53,10 @@ def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[s
 def served_model(model: KnownModel, controller: ModelController | None, survey: Survey | None) -> ServedModel:
     instance = controller.instance if controller is not None else None
     if instance is not None:
-        context_tokens: int | None = instance.resident.info.context_tokens
+        context_tokens: int | None = instance.resident.info.context_tokens or None
     else:
         limits = (survey.facts.context_tokens if survey is not None else None, model.context_tokens)
-        context_tokens = min((limit for limit in limits if limit is not None), default=None)
+        context_tokens = min((limit for limit in limits if limit), default=None)
     return ServedModel(
         state=controller.life.state if controller is not None else ModelState.COLD,
         context_tokens=context_tokens,

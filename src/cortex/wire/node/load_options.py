@@ -26,7 +26,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     source: Annotated[str, Meta(max_length=4096)] | None = None
     """Hub id, directory or GGUF file; the id itself when absent."""
     harness: ShortText | None = None
-    """What runs it: `torch`, the built-in engine, or its old name `candle`; `torch` when absent."""
+    """What runs it: `torch`, the built-in engine, or its old name `candle`, or one of the node's `harnesses`; `torch`
+    when absent."""
     quant: ShortText | None = None
     """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
     so, its dense weights are, at load: `q4_k`, `q5_k`, `q6_k`, `q8_0` or, on a GPU, `fp8`."""

@@ -15,10 +15,12 @@ from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.limits import NodeLimits
+from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
-from cortex.wire.node.protocol import Device, LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.protocol import Capabilities, Device, LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.sampling import SamplingDefaults
 
 from ...worker.hosts.fake_host import FakeHost
 
@@ -41,6 +43,8 @@ class EchoFacts:
     num_layers = 1
     num_ranks = 1
     pooling = None
+    backend = "echo"
+    has_stages = False
     digest = ""
 
 
@@ -65,12 +69,24 @@ class EchoHarness:
     """Runs every model, whatever its family."""
 
     names = ("echo",)
+    max_num_seqs = 4
+    restarts = True
 
     def __init__(self, estimates: EchoEstimates | None = None) -> None:
         self.estimates = estimates or EchoEstimates(NeuronConfig())
         self.host_of_model = FakeHost(0)
 
     def check(self, model: KnownModel) -> None: ...
+
+    def needs_files(self, model: KnownModel) -> bool:
+        return True
+
+    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
+        return TextSurvey(Capabilities(chat=True), SamplingDefaults())
+
+    def upstream(self, model: KnownModel) -> None: ...
+
+    async def close(self) -> None: ...
 
     async def read(self, model: KnownModel, path: Path) -> tuple[EchoFacts, dict[str, Footprint]]:
         return EchoFacts(path), {}

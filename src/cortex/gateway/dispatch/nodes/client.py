@@ -89,12 +89,6 @@ class _ErrorEnvelope(msgspec.Struct, frozen=True):
     code: str | int | None = None
 
 
-def error_message(body: bytes) -> str:
-    """The message in an error body, or empty."""
-    error = _error_in(body)
-    return error.message if error else ""
-
-
 def _error_in(body: bytes) -> _ErrorBody | None:
     try:
         found = msgspec.json.decode(body, type=_ErrorEnvelope)

@@ -7,12 +7,14 @@ import time
 import uuid
 from dataclasses import dataclass
 
+from cortex.http.request import Request
 from cortex.http.server.server import Response
 from cortex.http.ticker import Ticker
 from cortex.neuron.api import bodies, responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.departures import Departures
+from cortex.neuron.api.inference.relayed import RelayedSession
 from cortex.neuron.api.inference.session import Session
 from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.api.inference.tracing import traced
@@ -26,7 +28,7 @@ from cortex.telemetry.spans import Tracer
 from cortex.wire import sse
 from cortex.wire.dialects import openai_responses
 from cortex.wire.dialects.openai_responses import kept
-from cortex.wire.dialects.registry import DIALECTS, Dialect, EventEncoder
+from cortex.wire.dialects.registry import DIALECTS, EventEncoder
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.fields.body import check_content_type
@@ -72,7 +74,7 @@ class Inference:
                 check_task(self.backend, packed.head.model, served, "chat")
                 try:
                     with self.departures.request(packed.head, is_of_gateway=bool(bodies.principal_of(http))):
-                        return await self._respond(call, DIALECTS[name], packed, watch)
+                        return await self._respond(call, name, packed, watch)
                 except asyncio.CancelledError:
                     if attempt_id := http.text(_ATTEMPT_ID):
                         self.usage_records.add(attempt_id, watch.usage())
@@ -80,25 +82,44 @@ class Inference:
 
         return handle
 
-    async def _respond(
-        self, call: ApiCall, dialect: Dialect, packed: PackedRequest, watch: RequestWatch
-    ) -> Response | None:
-        http, request = call.request, packed.head
-        id = dialect.ID_PREFIX + uuid.uuid4().hex
-        if dialect is openai_responses and (stored := kept.from_header(http.text(_KEPT) or "")):
-            id, request = stored.id, stored.described(request)
-        created = int(time.time())
-        principal = bodies.principal_of(http)
-        session = Session(
+    def _session(
+        self, http: Request, packed: PackedRequest, name: DialectName, *, id: str, created: int, principal: str
+    ) -> Session | RelayedSession:
+        request, token_limit, gateway_s = packed.head, bodies.token_limit_of(http), bodies.gateway_s_of(http)
+        upstream = None if request.loads_only else self.backend.upstream(request.model)
+        if upstream is not None:
+            return RelayedSession(
+                self.backend,
+                self.drain_gate,
+                packed,
+                upstream,
+                http.body if name == "openai_chat" else None,
+                id=id,
+                principal=principal,
+                token_limit=token_limit,
+                gateway_s=gateway_s,
+            )
+        return Session(
             self.backend,
             self.drain_gate,
             packed,
             id=id,
             created=created,
             principal=principal,
-            token_limit=bodies.token_limit_of(http),
-            gateway_s=bodies.gateway_s_of(http),
+            token_limit=token_limit,
+            gateway_s=gateway_s,
         )
+
+    async def _respond(
+        self, call: ApiCall, name: DialectName, packed: PackedRequest, watch: RequestWatch
+    ) -> Response | None:
+        http, request, dialect = call.request, packed.head, DIALECTS[name]
+        id = dialect.ID_PREFIX + uuid.uuid4().hex
+        if dialect is openai_responses and (stored := kept.from_header(http.text(_KEPT) or "")):
+            id, request = stored.id, stored.described(request)
+        created = int(time.time())
+        principal = bodies.principal_of(http)
+        session = self._session(http, packed, name, id=id, created=created, principal=principal)
         watch.phase = lambda: session.phase
         watch.usage = lambda: session.usage
         headers = [(name.encode(), value.encode()) for name, value in our_headers.notes(request).items()]

@@ -20,6 +20,7 @@ from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.survey_process.protocol import Read
+from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.any_of import AnyOf, LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import ModelUnsupported
@@ -29,11 +30,13 @@ class EngineHarness:
     """Belongs to the daemon's loop."""
 
     names = ENGINE_NAMES
+    restarts = True
 
     def __init__(
         self, config: NeuronConfig, devices: NodeDevices, forecast: Forecast, surveys: Surveys, lead: Lead
     ) -> None:
         self.estimates = forecast
+        self.max_num_seqs = config.limits.max_num_seqs
         self._surveys = surveys
         self._config = config
         self._devices = devices
@@ -41,6 +44,9 @@ class EngineHarness:
 
     def check(self, model: KnownModel) -> None:
         self._lead.reject_unsupported(model)
+
+    def needs_files(self, model: KnownModel) -> bool:  # noqa: ARG002 - as Harness has it
+        return True
 
     async def read(self, model: KnownModel, path: Path) -> tuple[ModelFacts, dict[str, Footprint]]:
         """Raises LoadFailed for damaged files, and ModelUnsupported for a family that the engine does not have or a
@@ -50,6 +56,9 @@ class EngineHarness:
         if facts.recipe is not None and not all(self.estimates.quantises(each, facts.recipe) for each in devices):
             raise _not_quantised(model, facts.recipe)
         return facts, await asyncio.to_thread(self.estimates.quantised, model, facts, devices)
+
+    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
+        return await self._surveys.read_text(path, model.id)
 
     async def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
         """What the config and the headers say. Raises LoadFailed."""
@@ -104,6 +113,12 @@ class EngineHarness:
 
     def replica(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> ModelHost:
         return self._devices.host(model.id, chosen.indices, self.spec(model, facts, chosen))
+
+    def upstream(self, model: KnownModel) -> None:
+        """It takes tokens."""
+
+    async def close(self) -> None:
+        await self._devices.close()
 
 
 def _not_quantised(model: KnownModel, recipe: Recipe) -> ModelUnsupported:

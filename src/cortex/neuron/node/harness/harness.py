@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts, Footprint
+from cortex.neuron.node.harness.upstream import Upstream
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import ModelUnsupported, shorten
@@ -25,12 +28,26 @@ class Harness(Protocol):
     @property
     def estimates(self) -> Estimates: ...
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Maximum requests that one replica of a model runs at once."""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a model that is lost is loaded again before it is asked for."""
+
     def check(self, model: KnownModel) -> None:
         """Raises LoadFailed for options that it does not support, before any file is read."""
+
+    def needs_files(self, model: KnownModel) -> bool:
+        """Whether the model's files must be on this node."""
 
     async def read(self, model: KnownModel, path: Path) -> tuple[FileFacts, Mapping[str, Footprint]]:
         """What the model's files say, and its memory with each quantisation that it could be loaded with instead.
         Raises LoadFailed for a model that it cannot run."""
+
+    async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
+        """What it can do with text. Raises LoadFailed."""
 
     async def host(
         self, model: KnownModel, facts: Any, chosen: ChosenDevices, lock_devices: LockDevices
@@ -41,6 +58,12 @@ class Harness(Protocol):
 
     def replica(self, model: KnownModel, facts: Any, chosen: ChosenDevices) -> ModelHost:
         """The host of one more replica of a model that may have extra ones."""
+
+    def upstream(self, model: KnownModel) -> Upstream | None:
+        """The server that takes the model's requests as text. None: its host takes them as tokens."""
+
+    async def close(self) -> None:
+        """Ends all models, whatever they do."""
 
 
 class Harnesses:
@@ -62,3 +85,6 @@ class Harnesses:
     def of(self, model: KnownModel) -> Harness:
         """Raises ModelUnsupported."""
         return self.named(model.harness)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(harness.close() for harness in set(self._by_name.values())))

@@ -39,6 +39,7 @@ from cortex.wire.errors import (
     DiskFull,
     HubUnavailable,
     InsufficientCapacity,
+    InvalidValue,
     LoadFailed,
     SourceNotFound,
     about,
@@ -118,10 +119,11 @@ class ModelLoader:
         try:
             async with self._room.for_load(model, survey.facts) as chosen:
                 host, chosen = await harness.host(model, survey.facts, chosen, self._room.locked)
-                instance = Instance(model.id, host, self._config.limits, callbacks)
+                limits = replace(self._config.limits, max_num_seqs=harness.max_num_seqs)
+                instance = Instance(model.id, host, limits, callbacks)
                 own_stages = chosen.stages[: len(chosen.devices)]
                 instance.stage_layers = tuple(stage.num_layers for stage in own_stages) * model.replicas
-                await self._load_weights(instance, path)
+                await self._load_weights(instance, path, uses_text=harness.upstream(model) is None)
         except LoadRejected as error:
             raise _load_error(model.id, error) from error
         except InsufficientCapacity as error:
@@ -159,14 +161,26 @@ class ModelLoader:
                 raise _load_error(model.id, error) from error
             raise
 
+    def restarts(self, model: KnownModel) -> bool:
+        """Whether the model is loaded again by itself when it is lost."""
+        return self._harnesses.of(model).restarts
+
     # Files
 
     async def find_local(self, model: KnownModel) -> Path | None:
-        """The local path of the model when all of it is on disk. Raises LoadFailed."""
+        """The local path of the model when all of it is on disk, or if it needs no files. Raises LoadFailed."""
+        if not self._harnesses.of(model).needs_files(model):
+            return Path()
         return await self._reader.find_local(model.source, self._library.cache, model.quant)
 
     async def local_path(self, model: KnownModel) -> Path:
-        """The local path of the model, whose files must be on disk and not damaged. Raises LoadFailed."""
+        """The local path of the model, whose files must be on disk and not damaged. Raises LoadFailed, and
+        InvalidValue for a model whose text is not this node's work."""
+        if (upstream := self._harnesses.of(model).upstream(model)) is not None:
+            raise InvalidValue(
+                f"{model.id} is run by the server of the harness {upstream.harness}; only it knows their tokens",
+                param="model",
+            )
         survey = self.surveys.get(model.id)
         if survey is None and (damage := self.damaged.get(model.id)) is not None:
             raise from_code(damage.code, damage.message)
@@ -211,8 +225,9 @@ class ModelLoader:
     async def read(self, model: KnownModel, path: Path) -> Survey:
         """What `survey` finds, without keeping it: for other files than those of a model in memory. Raises
         LoadFailed."""
-        facts, quantised = await self._harnesses.of(model).read(model, path)
-        return Survey(facts, await self._reader.read_text(path, model.id), model.quant, quantised)
+        harness = self._harnesses.of(model)
+        facts, quantised = await harness.read(model, path)
+        return Survey(facts, await harness.read_text(model, path), model.quant, quantised)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""
@@ -251,11 +266,12 @@ class ModelLoader:
             self._estimates[model.id] = (basis, estimate)
         return estimate
 
-    async def _load_weights(self, instance: Instance, path: Path) -> None:
+    async def _load_weights(self, instance: Instance, path: Path, *, uses_text: bool) -> None:
         """Loads the weights and starts the tokenizer side by side. Where either fails, and when this is cancelled,
         the weights are unloaded again. Raises LoadRejected or WorkerLost, and LoadFailed of the tokenizer."""
         host = instance.host
-        tokenizer = asyncio.create_task(self._texts.wake(instance.model_id, path))
+        starting = self._texts.wake(instance.model_id, path) if uses_text else asyncio.sleep(0)
+        tokenizer = asyncio.create_task(starting)
         weights = asyncio.create_task(host.load(instance))
         try:
             await asyncio.wait({weights, tokenizer}, return_when=asyncio.FIRST_EXCEPTION)

@@ -1,0 +1,229 @@
+"""One request to a model that a server of its own runs, from the load to the last event of the response."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from cortex.http.request import Headers
+from cortex.http.upstream.call import UpstreamCall
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.inference.choice import Stopwatch
+from cortex.neuron.api.inference.engine_requests import within_limit
+from cortex.neuron.api.inference.session import Deliver, Phase, ready
+from cortex.neuron.engine.request import EngineRequest, StepOutput
+from cortex.neuron.node.harness.upstream import Upstream
+from cortex.wire.dialects import openai_chat
+from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
+from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamInterrupted, UpstreamUnavailable
+from cortex.wire.events import AnyEvent, Finish, ReasoningDelta, TextDelta, ToolCallDelta, Usage
+from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.packed_request import PackedRequest, unpack
+from cortex.wire.requests import GenerateRequest
+from cortex.wire.response import total_usage
+
+_PATH = b"/v1/chat/completions"
+_EVENT_STREAM = b"text/event-stream"
+_JSON: Headers = ((b"content-type", b"application/json"),)
+_MAX_BODY_BYTES = 32 << 20
+"""The longest response that is not streamed."""
+_LOSS_S = 1.0
+"""A server that closes a connection may have died, which is noticed a moment later."""
+_OTHER_LIMITS = ("max_completion_tokens", "n_predict")
+"""Fields that servers may read in place of `max_tokens`."""
+
+
+class RelayedSession:
+    """Owned by one request's task. However it ends, the server's response has ended or is aborted."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        drain_gate: DrainGate,
+        packed: PackedRequest,
+        upstream: Upstream,
+        chat: bytes | None,
+        *,
+        id: str,
+        principal: str,
+        token_limit: int | None = None,
+        gateway_s: float = 0.0,
+    ) -> None:
+        """`chat`: the body of a chat request as the client sent it; None: the request is translated. `token_limit` and
+        `gateway_s`: as `Session` has them; the prompt counts as one token per byte, because that is the most that it
+        can have."""
+        self.phase: Phase = "load"
+        """The current phase; after the end, the last one."""
+        self._backend = backend
+        self._drain_gate = drain_gate
+        self._packed = packed
+        self._upstream = upstream
+        self._chat = chat
+        self._id = id
+        self._principal = principal
+        self._token_limit = token_limit
+        self._call: UpstreamCall | None = None
+        self._num_deltas = 0
+        self._gateway_s = gateway_s
+        self._stopwatch: Stopwatch
+        self._finishes: list[Finish] = []
+
+    @property
+    def usage(self) -> Usage:
+        """What the server reported; until then, and where it reports nothing, the pieces of its response count."""
+        total = total_usage(self._finishes)
+        is_reported = total.prompt_tokens or total.completion_tokens
+        return total if is_reported else Usage(completion_tokens=self._num_deltas)
+
+    async def run(self, deliver: Deliver) -> None:
+        """As `Session.run`."""
+        arrived_s = time.monotonic()
+        body = await asyncio.to_thread(self._body)
+        model = self._packed.head.model
+        await self._drain_gate.wait_for(ready(self._backend, model))
+        self.phase = "prefill"
+        loop = asyncio.get_running_loop()
+        has_slot: asyncio.Future[None] = loop.create_future()
+        response = _Response(self._packed.head.stream, loop.create_future())
+
+        def receive(_: Sequence[StepOutput]) -> None:
+            if not has_slot.done():
+                has_slot.set_result(None)
+
+        lost: asyncio.Future[CortexError] = loop.create_future()
+
+        def fail(error: CortexError) -> None:
+            lost.set_result(error)
+            waiting = response.ended if has_slot.done() else has_slot
+            if not waiting.done():
+                waiting.set_exception(error.with_traceback(None))
+
+        def receive_events(events: list[AnyEvent]) -> None:
+            if self.phase == "prefill":
+                self.phase = "decode"
+                self._stopwatch.note_output()
+                self._upstream.produced(self._id)
+            deliver([self._observed(event) for event in events])
+
+        generation = self._backend.generate(model, EngineRequest(self._id, (), 1, principal=self._principal))
+        try:
+            generation.follow(receive, fail)
+            await has_slot
+            self._stopwatch = Stopwatch(arrived_s, time.monotonic(), self._gateway_s)
+            response.deliver = receive_events
+            self._call = self._upstream.send(_PATH, _JSON, body, response)
+            try:
+                await response.ended
+            except UpstreamFault as fault:
+                await asyncio.wait({lost}, timeout=_LOSS_S)
+                if lost.done():
+                    raise lost.result() from None
+                raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
+            used = self.usage
+            self._upstream.finished(self._id, used.prompt_tokens, used.completion_tokens)
+        finally:
+            if self._call is not None:
+                self._call.abort()
+            generation.cancel()
+
+    def pause(self) -> None:
+        """Deliver nothing until `resume`: the client does not keep up."""
+        if self._call is not None:
+            self._call.pause()
+
+    def resume(self) -> None:
+        if self._call is not None:
+            self._call.resume()
+
+    def _observed(self, event: AnyEvent) -> AnyEvent:
+        if isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta):
+            self._num_deltas += 1
+        if isinstance(event, Finish):
+            event = msgspec.structs.replace(event, timing=self._stopwatch.timing())
+            self._finishes.append(event)
+        return event
+
+    def _body(self) -> bytes:
+        """A chat request as the client sent it, with the operator's fields; others as a chat request. Raises
+        InvalidValue or InsufficientQuota."""
+        head = self._packed.head
+        fields, without = self._upstream.fields, self._upstream.stripped_fields
+        if self._token_limit is not None:
+            num_bytes = len(self._packed.whole if self._chat is None else self._chat)
+            limited = within_limit(head, num_bytes, self._token_limit)
+            fields = {"max_tokens": limited.sampling.max_tokens, **fields}
+            without = (*without, *_OTHER_LIMITS)
+        if head.prompt is not None:
+            raise InvalidValue(
+                f"{head.model} is run by the server of the harness {self._upstream.harness}, which takes conversations "
+                "only; send them to /v1/chat/completions, /v1/responses, /v1/messages or /api/chat",
+                param="prompt",
+            )
+        if self._chat is None:
+            request: GenerateRequest = unpack(self._packed.whole)
+            return replace_fields(openai_chat.build(request), fields, without=without)
+        if head.stream:
+            fields = {"stream_options": {"include_usage": True}, **fields}
+        return replace_fields(self._chat, fields, without=without)
+
+
+class _Response:
+    """The sink of one response."""
+
+    def __init__(self, is_stream: bool, ended: asyncio.Future[None]) -> None:
+        self.ended = ended
+        self.deliver: Deliver = lambda _: None
+        self._decoder = openai_chat.ResponseDecoder() if is_stream else None
+        self._status = 200
+        self._body = bytearray()
+
+    def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:  # noqa: ARG002 - as Sink
+        self._status = status
+        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        if status >= 400 or not kind.startswith(_EVENT_STREAM):
+            self._decoder = None  # an error, or a server that does not stream
+
+    def chunk_receiver(self) -> None:
+        """Every read is parsed."""
+
+    def on_data(self, data: bytes) -> None:
+        if self._decoder is not None:
+            self._guarded(partial(self._decoder.feed, data))
+            return
+        self._body += data
+        if len(self._body) > _MAX_BODY_BYTES:
+            self._fail(UpstreamInterrupted(f"The model's server sent a response of over {_MAX_BODY_BYTES} bytes."))
+
+    def on_end(self) -> None:
+        if self._status >= 400:
+            error = foreign_error(self._status, bytes(self._body))
+            # The model exists; the path does not, or the name that the server knows it by is another one.
+            self._fail(UpstreamUnavailable(error.message) if isinstance(error, ModelNotFound) else error)
+            return
+        decoder, body = self._decoder, bytes(self._body)
+        self._guarded(decoder.finish if decoder is not None else lambda: openai_chat.unfold(body))
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def on_fault(self, fault: UpstreamFault) -> None:
+        self._fail(fault)
+
+    def _guarded(self, decode: Callable[[], list[AnyEvent]]) -> None:
+        """Never raises: the connection would be blamed."""
+        if self.ended.done():
+            return
+        try:
+            if events := decode():
+                self.deliver(events)
+        except Exception as problem:  # noqa: BLE001 - `run` raises it
+            self._fail(problem)
+
+    def _fail(self, problem: Exception) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(problem.with_traceback(None))

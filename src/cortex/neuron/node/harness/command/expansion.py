@@ -1,0 +1,54 @@
+"""The command of a server with its variables replaced. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cortex.neuron.config import HarnessEntry, arguments
+from cortex.wire.errors import LoadFailed
+
+_VARIABLE = re.compile(r"\$\{([^}]*)\}")
+
+
+def uses(entry: HarnessEntry, variable: str) -> bool:
+    """Whether the server's command or environment has `${variable}`."""
+    texts = (*arguments(entry.cmd), *arguments(entry.cmd_stop), *entry.env.values())
+    return any(f"${{{variable}}}" in text for text in texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Replaces the variables of one load. A value is never divided into several arguments, and not replaced again."""
+
+    values: Mapping[str, str | None]
+    """None: it is not known for this model."""
+    env: Mapping[str, str]
+    harness: str
+    """For messages."""
+
+    def command(self, command: str | tuple[str, ...]) -> list[str]:
+        """Raises LoadFailed for a variable that does not exist, or has no value for this model."""
+        return [self.text(argument) for argument in arguments(command)]
+
+    def text(self, text: str) -> str:
+        """Raises LoadFailed."""
+        return _VARIABLE.sub(lambda found: self._value(found[1]), text)
+
+    def _value(self, name: str) -> str:
+        if name.startswith("env."):
+            variable = name.removeprefix("env.")
+            if variable not in self.env:
+                raise LoadFailed(
+                    f"the harness {self.harness} needs the environment variable {variable}, which the node does not "
+                    "have; set it where the node is started"
+                )
+            return self.env[variable]
+        if name not in self.values:
+            known = ", ".join(f"${{{each}}}" for each in (*self.values, "env.NAME"))
+            raise LoadFailed(f"the harness {self.harness} uses ${{{name}}}, which does not exist; there are {known}")
+        if (value := self.values[name]) is None:
+            setting = "context_tokens" if name == "CONTEXT" else name
+            raise LoadFailed(f"the harness {self.harness} needs ${{{name}}}; set `{setting}` of the model")
+        return value

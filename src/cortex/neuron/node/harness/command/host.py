@@ -1,0 +1,267 @@
+"""The host of one model in a server of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from cortex.http.ticker import Ticker
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.http.upstream.pool import Pool
+from cortex.neuron.config import HarnessEntry
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
+from cortex.neuron.node.harness.command.server_process import ServerProcess
+from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.memory import Reclaimed
+from cortex.neuron.worker.model_host import LoadRejected, ModelSink, Resident, SleepRejected
+from cortex.tasks import run_once
+
+_POLL_S = 0.1
+_HEALTH_S = 5.0
+"""How long one health check may take."""
+_PORT_TRIES = 3
+_RECLAIM_S = 5.0
+_PAGES = 1 << 40
+"""A server manages its own KV cache: the node only bounds the number of its requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """What to run for one model, on a port."""
+
+    argv: Callable[[int], list[str]]
+    stop: Callable[[int, int], list[str]]
+    """On a port, with a process id; empty: SIGTERM."""
+    env: Callable[[int], Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """Where the server's memory is."""
+
+    indices: tuple[int, ...]
+    free_bytes: Callable[[], int] | None
+    """Free memory of GPUs, all together; blocks. None: the server takes memory of the host, and its processes tell."""
+    expected_bytes: int
+
+
+@dataclass(eq=False, slots=True)
+class CommandHost:
+    """A `ModelHost`. A request that is submitted has a slot at once: its caller sends it to the server itself, and
+    reports with `produced` and `finished`."""
+
+    model_id: str
+    entry: HarnessEntry
+    command: ServerCommand
+    memory: ServerMemory
+    info: EngineInfo
+    ticker: Ticker
+    choose_port: Callable[[], int]
+    on_measured: Callable[[int], None]
+    resident: Resident | None = None
+    pool: Pool | None = None
+    """Requests to the server, while it is healthy."""
+    freed_at_s: float = 0.0
+    _server: ServerProcess | None = None
+    _sink: ModelSink | None = None
+    _port: int = 0
+    _watch: asyncio.Task[None] | None = None
+    _live: set[str] = field(default_factory=set)
+    _stats: EngineStats = EngineStats()  # noqa: RUF009 - immutable
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        return self.memory.indices
+
+    @property
+    def replica_devices(self) -> tuple[tuple[int, ...], ...]:
+        return (self.memory.indices,)
+
+    async def load(self, sink: ModelSink) -> Resident:
+        self._sink = sink
+        free_before = await self._free_bytes()
+        try:
+            for attempt in range(_PORT_TRIES):
+                if await self._start(sink, is_last=attempt == _PORT_TRIES - 1):
+                    break
+            measured = await self._measured(free_before)
+        except BaseException:
+            if self._server is not None:
+                self._server.kill()
+                await self._server.ended()
+            raise
+        self.on_measured(measured)
+        self.resident = Resident(replace(self.info, weight_bytes=measured), measured, measured)
+        self._watch = run_once(self._watch_end(), f"server of {self.model_id}")
+        return self.resident
+
+    async def _start(self, sink: ModelSink, *, is_last: bool) -> bool:
+        """Returns when the server is healthy; False: another program took its port first. Raises LoadRejected."""
+        port = self._port = self.choose_port()
+        name = f"{self.model_id} ({self.entry.name})"
+        server = self._server = await ServerProcess.start(name, self.command.argv(port), self.command.env(port))
+        pool = Pool(f"http://127.0.0.1:{port}", self.ticker)
+        health = self.entry.health
+        healthy = asyncio.create_task(self._wait_until_healthy(pool, server, sink))
+        ended = asyncio.create_task(server.ended())
+        try:
+            await asyncio.wait({healthy, ended}, timeout=health.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                if not is_last and not _is_free(port):
+                    return False
+                raise LoadRejected(FaultKind.BUG, f"its server ({self.entry.name}) {ended.result()}{server.last_lines}")
+            if not healthy.done():
+                server.kill()
+                await ended
+                raise LoadRejected(
+                    FaultKind.BUG,
+                    f"its server ({self.entry.name}) was not healthy within {health.timeout_s:g} s "
+                    f"(health.path {health.path}, health.timeout_s){server.last_lines}",
+                )
+            healthy.result()
+        finally:
+            healthy.cancel()
+            ended.cancel()
+            if not healthy.done() or healthy.cancelled():
+                pool.close()
+        self.pool = pool
+        return True
+
+    async def _wait_until_healthy(self, pool: Pool, server: ServerProcess, sink: ModelSink) -> None:
+        expected = max(1, self.memory.expected_bytes)
+        while not await self._is_healthy(pool):
+            num_bytes = await asyncio.to_thread(lambda: server.num_bytes)
+            sink.on_progress("place", min(num_bytes, expected), expected)
+            await asyncio.sleep(_POLL_S)
+
+    async def _is_healthy(self, pool: Pool) -> bool:
+        if self.entry.health.path == "none":
+            return not _is_free(self._port)
+        with contextlib.suppress(UpstreamFault):
+            response = await pool.fetch(b"GET", self.entry.health.path.encode(), timeout_s=_HEALTH_S)
+            return 200 <= response.status < 300
+        return False
+
+    async def _free_bytes(self) -> int:
+        return 0 if self.memory.free_bytes is None else await asyncio.to_thread(self.memory.free_bytes)
+
+    async def _measured(self, free_before: int) -> int:
+        if self.memory.free_bytes is not None:
+            return max(0, free_before - await self._free_bytes())
+        server = self._server
+        return 0 if server is None else await asyncio.to_thread(lambda: server.num_bytes)
+
+    async def _watch_end(self) -> None:
+        assert self._server is not None
+        how = await self._server.ended()
+        self._gone()
+        if self._sink is not None:
+            self._sink.on_lost(f"its server ({self.entry.name}) {how}{self._server.last_lines}")
+
+    async def sleep(self) -> Resident:
+        raise SleepRejected(f"the harness {self.entry.name} has no sleep")
+
+    async def wake(self) -> Resident:
+        raise AssertionError("it never sleeps")
+
+    async def unload(self) -> Reclaimed:
+        server, resident = self._server, self.resident
+        if self._watch is not None:
+            self._watch.cancel()
+        if server is None or resident is None:
+            return Reclaimed(0, 0)
+        if self.memory.free_bytes is None:  # with the caches that its requests have filled
+            self.on_measured(max(resident.measured_bytes, await asyncio.to_thread(lambda: server.num_bytes)))
+        free_before = await self._free_bytes()
+        stop = self.command.stop(self._port, server.pid or 0)
+        await server.stop(self.entry.stop_timeout_s, stop, self.command.env(self._port))
+        self._gone()
+        return await self._reclaimed(resident.process_bytes, free_before)
+
+    async def _reclaimed(self, expected_bytes: int, free_before: int) -> Reclaimed:
+        """Of the host's memory nothing is left with the processes. The driver of a GPU may free it later."""
+        if self.memory.free_bytes is None:
+            return Reclaimed(expected_bytes, expected_bytes)
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _RECLAIM_S
+        while True:
+            reclaimed = Reclaimed(expected_bytes, max(0, await self._free_bytes() - free_before))
+            if reclaimed.is_complete or loop.time() >= deadline_s:
+                return reclaimed
+            await asyncio.sleep(_POLL_S)
+
+    def _gone(self) -> None:
+        self.resident = None
+        self.freed_at_s = asyncio.get_running_loop().time()
+        self._live.clear()
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+    def kill(self, reason: str) -> None:  # noqa: ARG002 - as ModelPart has it
+        if self._server is not None:
+            self._server.kill()
+
+    def stop_reloads(self) -> None:
+        """Does nothing: the owner of a lost model decides about it."""
+
+    # Requests
+
+    def submit(self, request: EngineRequest) -> None:
+        self._live.add(request.id)
+        self._report(StepOutput(request.id))
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self._live:
+            self._live.discard(request_id)
+            self._report(StepOutput(request_id, finish="cancelled"))
+
+    def produced(self, request_id: str) -> None:
+        """The server has begun to respond."""
+        if request_id in self._live:
+            self._report(StepOutput(request_id, tokens=(0,)))
+
+    def finished(self, request_id: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """The response is complete."""
+        stats = self._stats
+        self._stats = replace(
+            stats,
+            steps=stats.steps + 1,
+            prompt_tokens=stats.prompt_tokens + prompt_tokens,
+            completion_tokens=stats.completion_tokens + completion_tokens,
+        )
+        if request_id in self._live:
+            self._live.discard(request_id)
+            self._report(StepOutput(request_id, finish="stop"))
+            if self._sink is not None:
+                self._sink.on_stats(self._stats)
+
+    def _report(self, output: StepOutput) -> None:
+        if self._sink is not None:
+            self._sink.on_outputs((output,))
+
+
+def free_port() -> int:
+    """A port of the loopback address that no program has at this moment."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port: int = chosen.getsockname()[1]
+        return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def server_info(harness: str, context_tokens: int | None) -> EngineInfo:
+    """What a node knows of a server's model; a context of 0 is unknown."""
+    return EngineInfo(harness, "", context_tokens or 0, 0, weight_bytes=0, kv_bytes=0, page_tokens=1, num_pages=_PAGES)

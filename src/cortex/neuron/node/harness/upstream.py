@@ -1,0 +1,32 @@
+"""The server that takes the requests of a model as text, where its harness is not the built-in engine."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from cortex.http.request import Headers
+from cortex.http.upstream.call import Sink, UpstreamCall
+
+
+class Upstream(Protocol):
+    """Speaks OpenAI chat."""
+
+    @property
+    def harness(self) -> str: ...
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of every request, in place of those of the client; among them the name of the model."""
+
+    @property
+    def stripped_fields(self) -> tuple[str, ...]:
+        """Fields that no request has."""
+
+    def send(self, path: bytes, headers: Headers, body: bytes, sink: Sink) -> UpstreamCall:
+        """For a request with a slot (`Node.generate`). Raises Recovering where the server has just ended."""
+
+    def produced(self, request_id: str) -> None:
+        """The response has begun."""
+
+    def finished(self, request_id: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """The response is complete: the slot is free."""

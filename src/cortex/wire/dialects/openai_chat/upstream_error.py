@@ -1,0 +1,36 @@
+"""Decodes the error of another server."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cortex.wire import errors
+from cortex.wire.errors import CortexError
+
+_BY_STATUS: dict[int, type[CortexError]] = {
+    400: errors.InvalidValue,
+    404: errors.ModelNotFound,
+    413: errors.BodyTooLarge,
+    422: errors.InvalidValue,
+    429: errors.RateLimitExceeded,
+    503: errors.Overloaded,
+    529: errors.Overloaded,
+}
+
+
+class _Body(msgspec.Struct):
+    message: str = ""
+
+
+class _Envelope(msgspec.Struct):
+    error: _Body
+
+
+def foreign_error(status: int, body: bytes) -> CortexError:
+    """A foreign server's error as ours. A rejected key is this gateway's misconfiguration, not the client's fault."""
+    kind = _BY_STATUS.get(status, errors.UpstreamUnavailable)
+    try:
+        message = msgspec.json.decode(body, type=_Envelope).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        message = ""
+    return kind(message or f"The node responded with status {status} and no message.")

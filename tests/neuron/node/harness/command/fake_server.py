@@ -1,0 +1,96 @@
+"""A server that speaks OpenAI chat, and fails as it is told to. Imports only what starts fast."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--port", type=int, default=int(os.environ.get("SERVER_PORT", "0")))
+parser.add_argument("--log", default="", help="a file that gets a line for each response whose client left")
+parser.add_argument("--say", default="ready")
+parser.add_argument("--exits", type=int)
+parser.add_argument("--is-never-healthy", action="store_true")
+parser.add_argument("--ignores-sigterm", action="store_true")
+parser.add_argument("--holds-mb", type=int, default=0)
+parser.add_argument("--forks", action="store_true")
+options = parser.parse_args()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *arguments: Any) -> None: ...
+
+    def do_GET(self) -> None:
+        self._json(503 if options.is_never_healthy else 200, {"pid": os.getpid()})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        text = body["messages"][-1]["content"]
+        if text == "crash":
+            print("it is time to crash", flush=True)
+            os._exit(3)
+        if text == "reject":
+            self._json(400, {"error": {"message": "too spicy"}})
+        elif body.get("stream"):
+            self._stream(body, text)
+        else:
+            usage = {"prompt_tokens": 7, "completion_tokens": 2}
+            message = {"role": "assistant", "content": json.dumps(body)}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            self._json(200, {"id": "x", "model": "y", "created": 1, "choices": [choice], "usage": usage})
+
+    def _stream(self, body: Any, text: str) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        self.end_headers()
+        pieces = ["a", "b", "c"] if text != "forever" else ["on and on "] * 100_000
+        try:
+            for piece in pieces:
+                self._event({"choices": [{"index": 0, "delta": {"content": piece}}]})
+                if text == "forever":
+                    time.sleep(0.01)
+        except OSError:
+            Path(options.log).write_text("the client left")
+            return
+        self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        if (body.get("stream_options") or {}).get("include_usage"):
+            self._event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}})
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def _event(self, chunk: Any) -> None:
+        chunk = {"id": "x", "model": "y", "created": 1, **chunk}
+        self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def _json(self, status: int, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+if options.ignores_sigterm:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if options.forks and os.fork() == 0:
+    os.setsid()
+    Path(options.log).write_text(str(os.getpid()))
+    while True:
+        time.sleep(60)
+held = b"x" * (options.holds_mb << 20)
+print(options.say, flush=True)
+if options.exits is not None:
+    sys.exit(options.exits)
+ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()

@@ -1,0 +1,228 @@
+"""A model in a server of its own: loaded, measured, stopped, and what can go wrong with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_models import running_node, write_model
+
+from cortex.neuron.config import HarnessEntry, NeuronConfig
+from cortex.neuron.node.harness.command.harness import CommandHarness
+from cortex.neuron.node.node import Node
+from cortex.neuron.worker.discovery import read_devices
+from cortex.wire.errors import InsufficientCapacity, InvalidValue, LoadFailed
+from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
+
+from .commands import SERVER, START, config, servers, until
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split(") ")[1][0] != "Z"
+    except OSError:
+        return False
+
+
+async def load(node: Node) -> Any:
+    return await node.load(LoadRequest(model_id="m"), wait=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert not servers()
+
+
+async def test_a_model_is_loaded_measured_and_unloaded(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config(model={"context_tokens": 900})) as node:
+        assert "fake" in node.discovery.harnesses
+        status = await load(node)
+        assert (status.state, status.harness, status.family) == (ModelState.READY, "fake", "fake")
+        assert (status.context_tokens, status.devices) == (900, (0,))
+        assert 1 << 20 < (status.measured_bytes or 0) < 1 << 30
+        [process] = servers()
+        status = await node.unload(UnloadRequest(model_id="m"))
+        assert status.state is ModelState.COLD
+        assert not is_running(process)
+        # The next load is placed by what the first one took.
+        status = await load(node)
+        assert status.estimate_bytes == status.measured_bytes != 16 << 20
+
+
+async def test_closing_the_node_ends_the_server(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config()) as node:
+        await load(node)
+        [process] = servers()
+    assert not is_running(process)
+
+
+@pytest.mark.parametrize("where", [{"memory_mb": 1 << 30}, {"model": {"memory_mb": 1 << 30}}])
+async def test_placed_by_bytes(tmp_path: Path, where: dict[str, Any]) -> None:
+    async with running_node(tmp_path, config(**where)) as node:
+        with pytest.raises(InsufficientCapacity, match="m needs at least"):
+            await load(node)
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"cmd": ["/no/such/program", "${PORT}"]}, "could not be started.*cannot start /no/such/program: No such file"),
+        ({"cmd": [*START, "--exits", "4", "--say", "no card"]}, "ended with status 4; the end of its log: no card"),
+        ({"cmd": [*START, "--exits", "0"]}, "ended with status 0"),
+        (
+            {"cmd": [*START, "--is-never-healthy", "--ignores-sigterm"], "health": {"timeout_s": 1.5}},
+            "not healthy within 1.5 s .health.path /health.*ready",
+        ),
+        ({"cmd": [*START, "${CONTEXT}"]}, "needs \\$\\{CONTEXT\\}; set `context_tokens`"),
+        ({"cmd": [*START, "${NOPE}"]}, "uses \\$\\{NOPE\\}, which does not exist; there are \\$\\{PORT\\}"),
+        ({"cmd": [*START, "${env.NOT_THERE}"]}, "environment variable NOT_THERE"),
+    ],
+)
+async def test_a_server_that_does_not_start_fails_the_load(tmp_path: Path, entry: Any, reason: str) -> None:
+    async with running_node(tmp_path, config(**entry)) as node:
+        with pytest.raises(LoadFailed, match=reason):
+            await load(node)
+        assert node.model("m").state is ModelState.FAILED
+        assert not servers()
+
+
+async def test_an_unload_ends_a_server_that_is_starting(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config("--is-never-healthy", "--ignores-sigterm")) as node:
+        await node.load(LoadRequest(model_id="m"), wait=False)
+        await until(servers)
+        assert node.model("m").progress is not None
+        await node.unload(UnloadRequest(model_id="m"))
+        assert not servers()
+        assert node.model("m").state is ModelState.COLD
+
+
+async def test_unsupported_options_are_rejected(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config(model={"replicas": 2}) | {"cpu_devices": 2}) as node:
+        with pytest.raises(LoadFailed, match="has `replicas`, which the harness fake does not support"):
+            await load(node)
+
+
+async def test_the_files_of_a_model_are_found_only_where_the_command_has_their_path(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "the files", config={"model_type": "unheard_of"})
+    settings = config("--say", "files at ${MODEL_PATH}", "--exits", "1", model={"source": str(source)}, memory_mb=None)
+    async with running_node(tmp_path, settings) as node:
+        with pytest.raises(LoadFailed, match=f"its log: files at {source}"):
+            await load(node)
+        files_bytes = sum(file.stat().st_size for file in source.iterdir())
+        assert node.model("m").estimate_bytes == files_bytes * 5 // 4
+
+
+async def test_quotes_and_spaces_reach_the_server_unchanged(tmp_path: Path) -> None:
+    command = f"{sys.executable} -S {SERVER} --port '${{PORT}}' --say \"it's ${{env.WORDS}}; $(true) | &\" --exits 1"
+    entry = HarnessEntry(name="fake", cmd=command, env={"SERVER_PORT": "${PORT}"})
+    settings = NeuronConfig(harnesses=(entry,))
+    harness = CommandHarness(entry, settings, read_devices, {**os.environ, "WORDS": "a 'b\" ${PORT}"})
+    async with running_node(tmp_path, {"models": [{"id": "m"}]}, harnesses=(harness,)) as node:
+        with pytest.raises(LoadFailed) as failed:
+            await node.load(LoadRequest(model_id="m", harness="fake"), wait=True)
+        assert "its log: it's a 'b\" ${PORT}; $(true) | &" in failed.value.message
+
+
+async def test_a_port_that_another_program_took_is_replaced(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        ports = iter([other.getsockname()[1]])
+        entry = HarnessEntry(name="fake", cmd=START, memory_mb=16)
+
+        def choose() -> int:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                return next(ports, None) or int(free.getsockname()[1])
+
+        harness = CommandHarness(entry, NeuronConfig(), read_devices, choose_port=choose)
+        async with running_node(tmp_path, {"models": [{"id": "m"}]}, harnesses=(harness,)) as node:
+            status = await node.load(LoadRequest(model_id="m", harness="fake"), wait=True)
+            assert status.state is ModelState.READY
+
+
+async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config("--ignores-sigterm", stop_timeout_s=0.3)) as node:
+        await load(node)
+        [process] = servers()
+        await node.unload(UnloadRequest(model_id="m"))
+        assert not is_running(process)
+
+
+async def test_cmd_stop_ends_the_server(tmp_path: Path) -> None:
+    stop = ["/bin/sh", "-c", f'echo "$0" > {tmp_path}/stopped; kill -9 "$0"', "${PID}"]
+    async with running_node(tmp_path, config("--ignores-sigterm", cmd_stop=stop)) as node:
+        await load(node)
+        [process] = servers()
+        await node.unload(UnloadRequest(model_id="m"))
+        assert (tmp_path / "stopped").read_text().strip() == str(process)
+
+
+async def test_processes_that_left_the_group_end_with_the_server(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config("--forks", "--log", str(tmp_path / "log"))) as node:
+        await load(node)
+        away = int((tmp_path / "log").read_text())
+        assert is_running(away)
+        await node.unload(UnloadRequest(model_id="m"))
+        assert not is_running(away)
+
+
+async def test_a_server_that_dies_is_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_node(tmp_path, config()) as node:
+        await load(node)
+        [process] = servers()
+        os.kill(process, signal.SIGKILL)
+        await until(lambda: "ready → recovering: its server (fake) was ended by signal 9" in caplog.text)
+        await until(lambda: node.model("m").state is ModelState.READY)
+        assert process not in servers()
+
+
+async def test_a_server_that_is_not_to_be_restarted_waits_for_the_next_request(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config(restart=False)) as node:
+        await load(node)
+        os.kill(servers()[0], signal.SIGKILL)
+        await until(lambda: node.model("m").state is ModelState.COLD)
+        assert "was ended by signal 9" in (node.model("m").reason or "")
+        assert not servers()
+        assert (await load(node)).state is ModelState.READY
+
+
+async def test_tokens_are_the_servers_affair(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config()) as node:
+        with pytest.raises(InvalidValue, match="run by the server of the harness fake"):
+            await node.texts.encode("m", "text", principal="")
+
+
+def test_the_server_dies_with_the_node(tmp_path: Path) -> None:
+    """Also by SIGKILL, and also what it has forked away."""
+    log = tmp_path / "log"
+    program = (
+        "import asyncio, sys\n"
+        "from cortex.neuron.node.harness.command.server_process import ServerProcess\n"
+        "async def main():\n"
+        "    server = await ServerProcess.start('m', sys.argv[1:], {})\n"
+        "    while server.pid is None: await asyncio.sleep(0.01)\n"
+        "    print(server.pid, flush=True)\n"
+        "    await server.ended()\n"
+        "asyncio.run(main())\n"
+    )
+    command = [sys.executable, "-S", SERVER, "--port", "0", "--forks", "--ignores-sigterm", "--log", str(log)]
+    with subprocess.Popen([sys.executable, "-c", program, *command], stdout=subprocess.PIPE) as node:
+        assert node.stdout is not None
+        process = int(node.stdout.readline())
+        while not (log.exists() and log.read_text()):
+            pass
+        away = int(log.read_text())
+        assert is_running(process)
+        assert is_running(away)
+        node.kill()
+    while is_running(process) or is_running(away):
+        pass

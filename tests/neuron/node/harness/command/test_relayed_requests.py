@@ -1,0 +1,224 @@
+"""Requests to a model that a server of its own runs, through the API of a node and through a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from faulty_models import running_node
+
+from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.rules import EvictionRules
+from cortex.gateway.config import Config, GatewaySection, NeuronSection
+from cortex.gateway.server import Gateway
+from cortex.neuron.node.node import Node
+from cortex.settings import Listen
+from cortex.wire.node import headers, usage_report
+from cortex.wire.node.protocol import ModelState, UnloadRequest
+from cortex.wire.sse import Parser
+
+from ....api.inference.route_calls import BODIES, text_of
+from ....api.served import served
+from .commands import config, servers, until
+
+CHAT = "/v1/chat/completions"
+GATEWAY_HEADERS = {headers.PRINCIPAL: "someone"}
+
+
+class Caller:
+    def __init__(self, node: Node, url: str, session: aiohttp.ClientSession) -> None:
+        self.node = node
+        self.url = url
+        self.session = session
+
+    def post(self, path: str = CHAT, text: str = "hi", sent: dict[str, str] | None = None, **fields: Any) -> Any:
+        given = {"messages": [{"role": "user", "content": text}]} if path == CHAT else BODIES[path]
+        return self.session.post(self.url + path, json={"model": "m", **given, **fields}, headers=sent)
+
+    def with_url(self, url: str) -> Caller:
+        return Caller(self.node, url, self.session)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def caller(tmp_path: Path) -> AsyncIterator[Caller]:
+    entry: dict[str, Any] = {
+        "upstream_model": "theirs",
+        "set_params": {"top_k": 3, "nested": {"a": 1}},
+        "strip_params": ["seed"],
+    }
+    settings = config("--log", str(tmp_path / "log"), max_concurrent=1, **entry)
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with (
+        running_node(tmp_path, settings) as node,
+        served(node, keepalive_s=0.2) as (host, port),
+        aiohttp.ClientSession(timeout=timeout) as session,
+    ):
+        yield Caller(node, f"http://{host}:{port}", session)
+
+
+@asynccontextmanager
+async def through_gateway(node_url: str, tmp_path: Path) -> AsyncIterator[str]:
+    """The URL of a gateway over one node."""
+    settings = Config(
+        gateway=GatewaySection(listen=Listen("127.0.0.1:0"), metrics_listen=None, poll_interval_s=0.05),
+        neurons=(NeuronSection(name="box", endpoint=node_url),),
+        eviction=EvictionRules(min_residency_s=0),
+    )
+    (tmp_path / "gateway").mkdir()
+    gateway = Gateway(settings, Catalogue(), tmp_path / "gateway")
+    _, port = await gateway.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await gateway.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_whole_and_streamed_in_every_dialect(caller: Caller, path: str) -> None:
+    async with caller.post(path, sent=GATEWAY_HEADERS) as response:
+        assert response.status == 200, await response.text()
+        received = json.loads(text_of(await response.json()))
+        assert (received["model"], received["messages"][-1]) == ("theirs", {"role": "user", "content": "hi"})
+        assert usage_report.HEADER in response.headers
+    async with caller.post(path, stream=True, sent=GATEWAY_HEADERS) as response:
+        data = await response.read()
+        assert response.status == 200, data
+        assert response.content_type == "text/event-stream"
+        text = data.decode()
+        assert all(f'"{piece}"' in text for piece in "abc")
+        reported = usage_report.from_stream(data)
+        assert reported is not None
+        assert (reported.prompt_tokens, reported.completion_tokens) == (5, 3)
+
+
+async def test_a_chat_request_reaches_the_server_as_it_is_but_for_the_operators_fields(caller: Caller) -> None:
+    async with caller.post(seed=7, temperature=0.5, unheard_of=[1, {"x": None}], top_k=9) as response:
+        reply = await response.json()
+        received = json.loads(text_of(reply))
+    assert received == {
+        "model": "theirs",
+        "messages": [{"role": "user", "content": "hi"}],
+        "temperature": 0.5,
+        "unheard_of": [1, {"x": None}],
+        "top_k": 3,
+        "nested": {"a": 1},
+    }
+    assert reply["model"] == "m"
+    assert (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]) == (7, 2)
+    stats = caller.node.engine_stats()["m"]
+    assert (stats.prompt_tokens, stats.completion_tokens) == (7, 2)
+
+
+async def test_ollamas_dialect(caller: Caller) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    async with caller.session.post(caller.url + "/api/chat", json={"model": "m", "messages": messages}) as response:
+        assert response.status == 200, await response.text()
+        lines = [json.loads(line) for line in (await response.text()).splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == "abc"
+    assert (lines[-1]["prompt_eval_count"], lines[-1]["eval_count"]) == (5, 3)
+    async with caller.session.post(caller.url + "/api/chat", json={"model": "m", "keep_alive": 0}) as response:
+        assert response.status == 200, await response.text()
+    await until(lambda: not servers())
+
+
+async def test_usage_of_a_stream_is_asked_for_and_passed_on(caller: Caller) -> None:
+    async with caller.post(stream=True, stream_options={"include_usage": True}) as response:
+        frames = Parser().feed(await response.read())
+    chunks = [json.loads(frame.data) for frame in frames if frame.data.startswith("{")]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk.get("choices")) == "abc"
+    assert (chunks[-1]["usage"]["prompt_tokens"], chunks[-1]["usage"]["completion_tokens"]) == (5, 3)
+
+
+async def test_errors_of_the_server_are_the_clients(caller: Caller) -> None:
+    async with caller.post(text="reject") as response:
+        assert (response.status, (await response.json())["error"]["message"]) == (400, "too spicy")
+    async with caller.post("/v1/completions") as response:
+        assert response.status == 400
+        assert "takes conversations only" in (await response.json())["error"]["message"]
+
+
+async def test_the_budget_of_a_request_is_a_limit_of_the_server(caller: Caller) -> None:
+    async with caller.post(max_completion_tokens=90_000, sent={headers.TOKEN_LIMIT: "5000"}) as response:
+        received = json.loads(text_of(await response.json()))
+    assert 4000 < received["max_tokens"] < 5000
+    assert "max_completion_tokens" not in received
+    async with caller.post(sent={headers.TOKEN_LIMIT: "20"}) as response:
+        assert (await response.json())["error"]["code"] == "insufficient_quota"
+
+
+async def test_a_client_that_leaves_ends_the_response_and_frees_its_slot(caller: Caller, tmp_path: Path) -> None:
+    async with caller.post(text="forever", stream=True) as response:
+        await _first_piece(response)
+        assert caller.node.model("m").load.running == 1
+        waiting = asyncio.create_task(_status(caller))
+        await until(lambda: caller.node.model("m").load.waiting == 1)  # max_concurrent
+    await until((tmp_path / "log").exists)
+    assert await waiting == 200
+    assert caller.node.model("m").load.running == 0
+
+
+async def test_a_crash_in_a_response_is_a_retryable_error_and_the_next_one_is_served(caller: Caller) -> None:
+    async with caller.post(text="crash") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (503, "recovering")
+    await until(lambda: caller.node.model("m").state is ModelState.READY)
+    assert await _status(caller) == 200
+
+
+async def test_a_drain_waits_for_the_response(caller: Caller) -> None:
+    async with caller.post(text="forever", stream=True) as response:
+        await _first_piece(response)
+        unloading = asyncio.create_task(caller.node.unload(UnloadRequest(model_id="m", drain_s=60)))
+        await until(lambda: caller.node.model("m").state is ModelState.UNLOADING)
+        assert len(servers()) == 1
+    await unloading
+    assert not servers()
+
+
+async def test_through_a_gateway(caller: Caller, tmp_path: Path) -> None:
+    """It loads the model on demand, relays, and lists it."""
+    async with through_gateway(caller.url, tmp_path) as url:
+        client = caller.with_url(url)
+        async with client.post() as response:
+            reply = await response.json()
+            assert response.status == 200, reply
+            assert json.loads(text_of(reply))["model"] == "theirs"
+        async with client.post("/v1/messages", stream=True) as response:
+            assert response.status == 200
+            assert b"message_stop" in await response.read()
+        async with client.session.get(f"{client.url}/v1/models") as response:
+            assert "m" in [model["id"] for model in (await response.json())["data"]]
+
+
+async def test_models_of_servers_take_turns_in_the_memory_of_a_node(tmp_path: Path) -> None:
+    """The gateway evicts the one for the other, by their measured sizes."""
+    settings = config("--holds-mb", "64", memory_mb=64)
+    settings["models"] = [{"id": name, "harness": "fake"} for name in ("m", "n")]
+    settings["limits"] = {"memory_mb": 120}
+    async with (
+        running_node(tmp_path, settings) as node,
+        served(node) as (host, port),
+        through_gateway(f"http://{host}:{port}", tmp_path) as url,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
+    ):
+        for model in ("m", "n") * 3:
+            async with Caller(node, url, session).post(model=model) as response:
+                assert response.status == 200, await response.text()
+            assert len(servers()) == 1
+            assert 64 << 20 < (node.model(model).measured_bytes or 0) < 120 << 20
+
+
+async def _first_piece(response: aiohttp.ClientResponse) -> None:
+    """Keepalives come before it."""
+    await response.content.readuntil(b"on and on")
+
+
+async def _status(caller: Caller) -> int:
+    async with caller.post() as response:
+        return int(response.status)

@@ -65,6 +65,7 @@ EVERY_OPTION: dict[str, Any] = {
     "context_tokens": 4096,
     "kv_dtype": "fp8",
     "deterministic": True,
+    "speculation": "off",
     "memory_mb": 100,
     "tensor_parallel": 2,
     "devices": (1, 2, 3, 4),

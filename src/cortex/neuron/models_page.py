@@ -13,11 +13,12 @@ from typing import Any
 from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.registry import FAMILIES
+from cortex.neuron.models.registry import ENCODERS, FAMILIES
 from cortex.neuron.models.text_part import TextPart
 from cortex.neuron.models.transformers.library import COMPARED, EXTRA
 from cortex.neuron.text.output.detect import MARKERS, REASONING_MARKERS, ToolSyntax
 from cortex.neuron.weights.gguf.config import ARCHITECTURES
+from cortex.neuron.weights.gguf.encoders import ENCODERS as GGUF_ENCODERS
 from cortex.neuron.weights.safetensors.published import READABLE_METHODS
 
 Family = Callable[[Mapping[str, Any]], Architecture]
@@ -32,10 +33,17 @@ Generated from the tables of the code by `make docs`; edit those, not this page.
 
 ## Native families
 
-A model's family follows from the `model_type` of its `config.json`; families of one shape share a file of the code.
-**GGUF** has the architecture's name in GGUF files; empty: from safetensors only. **Divided**: `tensor_parallel`
-divides every layer, `pipeline_parallel` divides by layers. **Images**: what becomes of the vision tower of models
-that are published with one.
+A model's family follows from the `model_type` of its `config.json`. **Shape**: families of one shape share a file of
+the code, and this is what it describes. **GGUF** has the architecture's name in GGUF files; empty: from safetensors
+only. **Divided**: `tensor_parallel` divides every layer, `pipeline_parallel` divides by layers. **Images**: what
+becomes of the vision tower of models that are published with one.
+"""
+
+ENCODED = """\
+## Encoders
+
+They make vectors and scores of texts (`/v1/embeddings`, `/v1/rerank`), on one device. Decoders do so too where their
+files describe a pooling: Qwen3-Embedding and Qwen3-Reranker (`qwen3`), EmbeddingGemma (`gemma3_text`).
 """
 
 FORMATS = """\
@@ -81,7 +89,10 @@ def models_page() -> str:
     return "\n".join(
         [
             INTRODUCTION,
-            *_table(["`model_type`", "family", "GGUF", "divided", "images"], sorted(_rows())),
+            *_table(["`model_type`", "shape", "GGUF", "divided", "images"], sorted(_rows())),
+            "",
+            ENCODED,
+            *_table(["`model_type`", "shape", "GGUF"], sorted(_encoder_rows())),
             "",
             LIBRARY.format(extra=EXTRA, compared=compared),
             FORMATS.format(methods=methods, ggml=ggml, recipes=recipes),
@@ -97,15 +108,23 @@ def models_page() -> str:
 
 def _rows() -> Iterator[list[str]]:
     """A row for each family: the types that one class or function reads."""
-    gguf: defaultdict[str, list[str]] = defaultdict(list)
-    for name, (model_type, _) in ARCHITECTURES.items():
-        gguf[model_type].append(f"`{name}`")
+    files = {name: model_type for name, (model_type, _) in ARCHITECTURES.items()}
+    for family, names, gguf in _grouped(FAMILIES, files):
+        yield [_code(*names), _models(family), gguf, _division(family), _images(family)]
+
+
+def _encoder_rows() -> Iterator[list[str]]:
+    for family, names, gguf in _grouped(ENCODERS, GGUF_ENCODERS):
+        yield [_code(*names), _models(family), gguf]
+
+
+def _grouped(families: Mapping[str, Family], files: Mapping[str, str]) -> Iterator[tuple[Family, list[str], str]]:
+    """Each class or function, the types that it reads, and the names of these in GGUF files. `files`: name → type."""
     types: defaultdict[Family, list[str]] = defaultdict(list)
-    for model_type, family in FAMILIES.items():
+    for model_type, family in families.items():
         types[family].append(model_type)
     for family, names in types.items():
-        files = [name for model_type in names for name in gguf[model_type]]
-        yield [_code(*names), _models(family), ", ".join(files), _division(family), _images(family)]
+        yield family, names, _code(*(name for each in names for name, read in files.items() if read == each))
 
 
 def _models(family: Family) -> str:

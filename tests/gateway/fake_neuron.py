@@ -196,7 +196,7 @@ class FakeNeuron:
         app.router.add_get("/v1/models", self._foreign_models)
         app.router.add_post("/{path:v1/.*}", self._inference)
         app.router.add_post("/{path:api/.*}", self._inference)
-        app.router.add_post("/{path:tokenize|detokenize|apply-template}", self._inference)
+        app.router.add_post("/{path:tokenize|detokenize|apply-template|embed|rerank|v2/rerank|score}", self._inference)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=self.tls)

@@ -125,7 +125,7 @@ def test_model_that_cannot_be_divided_is_rejected_before_its_weights_are_read(fa
     [
         ({"model_type": "diffllama"}, "uses the attention of a layer more than once"),
         ({"model_type": "doge"}, "DogeAttention has attention that is not causal, or has a mask of its own"),
-        ({"model_type": "bert", "is_decoder": False}, "neither causal nor a window"),
+        ({"model_type": "electra", "is_decoder": False}, "neither causal nor a window"),
         ({"num_local_experts": "many"}, "MixtralForCausalLM of the transformers library rejects the model's config"),
         ({"num_hidden_layers": 1}, "is this the config of these weights"),
         ({"num_hidden_layers": 3}, "has no tensor 'model.layers.2"),

@@ -92,7 +92,7 @@ def launch(agent: str, model: str | None, arguments: tuple[str, ...], gateway: G
 
     \b
       cortex launch claude
-      cortex launch codex --model Qwen/Qwen3-30B-A3B
+      cortex launch codex --model Qwen/Qwen3-30B-A3B-GGUF
       cortex launch aider -- --yes README.md
     """
     models = gateway.get("/v1/models")["data"]

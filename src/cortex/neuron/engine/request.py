@@ -5,8 +5,10 @@ Plain dataclasses: they import on a bare GPU host, and cross the worker's channe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from cortex.neuron.engine.errors import RequestError
 
@@ -259,3 +261,12 @@ class EngineStats:
     """Draft tokens that were checked, by where they came from."""
     accepted_tokens: dict[str, int] = field(default_factory=dict)
     """Those of them that were drawn."""
+
+    @classmethod
+    def summed(cls, parts: Sequence[EngineStats]) -> EngineStats:
+        totals: dict[str, Any] = {}
+        for name in (each.name for each in fields(cls)):
+            values = [getattr(part, name) for part in parts]
+            counts = [value for value in values if isinstance(value, dict)]
+            totals[name] = dict(sum(map(Counter, counts), Counter())) if counts else sum(values)
+        return cls(**totals)

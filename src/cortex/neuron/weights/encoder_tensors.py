@@ -71,4 +71,4 @@ def encoder_name(model_type: str, name: str) -> str:
 
 
 def is_encoder(model_type: object) -> bool:
-    return model_type in _FAMILIES
+    return isinstance(model_type, str) and model_type in _FAMILIES

@@ -139,11 +139,16 @@ def _add_module(
             raise Unsupported(f"{directory / 'modules.json'} has a module {kind[:80]!r}, which is not supported")
 
 
+def _may_rerank(config: Mapping[str, Any]) -> bool:
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in RERANK_FAMILIES
+
+
 def _named_reranker(directory: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Qwen3-Reranker has the files of a chat model: only its name says what it is. A snapshot of the hub cache has the
     name of its repository in its path."""
     parts = directory.absolute().parts[-3:]
-    if config.get("model_type") not in RERANK_FAMILIES or not any("rerank" in part.lower() for part in parts):
+    if not _may_rerank(config) or not any("rerank" in part.lower() for part in parts):
         return None
     true_token, false_token = _vocabulary_ids(directory, ("yes", "no"))
     steps = [("logit", {"true_token": true_token, "false_token": false_token})]
@@ -165,7 +170,7 @@ def _vocabulary_ids(directory: Path, tokens: tuple[str, ...]) -> list[int]:
 
 
 def _template(config: Mapping[str, Any], directory: Path) -> str:
-    if config.get("model_type") not in RERANK_FAMILIES:
+    if not _may_rerank(config):
         raise Unsupported(f"{directory} compares logits after a prompt of its own, which is only known for Qwen3")
     return RERANK_TEMPLATE
 

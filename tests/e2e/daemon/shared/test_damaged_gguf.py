@@ -43,7 +43,7 @@ def unknown_format(raw: bytearray, _: int) -> None:
 
 
 def unreadable_format(raw: bytearray, _: int) -> None:
-    struct.pack_into("<I", raw, TensorRow(raw, TENSOR).format, gguf.GGMLQuantizationType.MXFP4)
+    struct.pack_into("<I", raw, TensorRow(raw, TENSOR).format, gguf.GGMLQuantizationType.TQ2_0)
 
 
 def not_gguf(raw: bytearray, _: int) -> None:
@@ -103,7 +103,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no GGUF": (not_gguf, "m.gguf is not a GGUF file"),
     "unknown architecture": (unknown_architecture, "zebra"),
     "unknown format": (unknown_format, f"'{TENSOR}' has the unknown number format 77"),
-    "unreadable format": (unreadable_format, f"{TENSOR} is in MXFP4, which is not supported; choose a file in one of"),
+    "unreadable format": (unreadable_format, f"{TENSOR} is in TQ2_0, which is not supported; choose a file in one of"),
     "truncated data": (truncated, "ends at byte"),
     "offset out of range": (out_of_range, f"'{TENSOR}' ends at byte"),
     "offset wraps": (offset_wraps, f"'{TENSOR}' ends at byte"),

@@ -192,7 +192,7 @@ def test_recorded_steps_draw_the_tokens_of_others(
     responses: list[dict[str, list[int]]] = []
     for capture in (runner.default_capture, lambda *_, **__: None):
         monkeypatch.setattr(runner, "default_capture", capture)
-        spec = LoadSpec(str(tmp_path / "model.gguf"), max_num_seqs=3, context_tokens=64)
+        spec = LoadSpec(str(tmp_path / "model.gguf"), max_num_seqs=3, context_tokens=64, speculation="off")
         engine = Engine.load(spec, CPU, lambda *_: None, lambda: False)
         for number in range(6):
             sampling = SamplingParams(temperature=temperature, seed=number)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
@@ -119,9 +119,7 @@ class ReplicaSet:
 
     def total_stats(self) -> EngineStats:
         """All replicas together. The counters include those of lost ones, because they only grow."""
-        parts = [*self._lost_stats, *(each.stats for each in self)]
-        names = [each.name for each in fields(EngineStats)]
-        return EngineStats(**{name: sum(getattr(part, name) for part in parts) for name in names})
+        return EngineStats.summed([*self._lost_stats, *(each.stats for each in self)])
 
     def keep_counters(self, replica: HostReplica) -> None:
         """The replica is lost, or unloaded, and with it what it had cached."""

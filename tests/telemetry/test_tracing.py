@@ -69,7 +69,7 @@ def test_passes_traceparent_on_without_an_endpoint() -> None:
 
 def test_missing_package_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cortex.telemetry.otlp", None)
-    with pytest.raises(SettingsError, match=r"pip install 'cortex-fleet\[telemetry\]'"):
+    with pytest.raises(SettingsError, match=r"pip install '\.\[telemetry\]'"):
         open_tracer(TelemetrySection(endpoint="http://127.0.0.1:1"), "cortex")
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from cortex.neuron.models.errors import UnsupportedModel
 
-EXTRA: Final = "cortex-fleet[neuron,transformers]"
+EXTRA: Final = ".[neuron,transformers]"
 COMPARED: Final = (
     *("apertus", "arcee", "cohere", "cwm", "gemma", "gemma2", "glm", "gpt2", "gpt_bigcode", "gpt_neox", "granite_swa"),
     *("granitemoe", "helium", "minicpm3", "mixtral", "nemotron", "olmo", "olmoe", "opt", "persimmon", "phi", "phimoe"),
@@ -84,7 +84,8 @@ def library_model(model_type: str) -> LibraryModel:
     folder, version = _folder(), library_version()
     if folder is None or version is None:
         raise UnsupportedModel(
-            f"the transformers library, which may have it, is not installed where the node runs: pip install '{EXTRA}'"
+            "the transformers library, which may have it, is not installed where the node runs: run "
+            f"`pip install '{EXTRA}'` in a checkout of cortex"
         )
     installed = f"the installed transformers {version}"
     class_name = _causal_models(folder).get(model_type)

@@ -178,7 +178,7 @@ class ModelLoader:
         InvalidValue for a model whose text is not this node's work."""
         if (upstream := self._harnesses.of(model).upstream(model)) is not None:
             raise InvalidValue(
-                f"{model.id} is run by the server of the harness {upstream.harness}; only it knows their tokens",
+                f"{model.id} is run by the server of the harness {upstream.harness}; only it knows its tokens",
                 param="model",
             )
         survey = self.surveys.get(model.id)

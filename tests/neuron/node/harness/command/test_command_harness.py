@@ -84,6 +84,8 @@ async def test_placed_by_bytes(tmp_path: Path, where: dict[str, Any]) -> None:
         ({"cmd": [*START, "${CONTEXT}"]}, "needs \\$\\{CONTEXT\\}; set `context_tokens`"),
         ({"cmd": [*START, "${NOPE}"]}, "uses \\$\\{NOPE\\}, which does not exist; there are \\$\\{PORT\\}"),
         ({"cmd": [*START, "${env.NOT_THERE}"]}, "environment variable NOT_THERE"),
+        ({"cmd_stop": "stop ${CONTEXT}"}, "needs \\$\\{CONTEXT\\}; set `context_tokens`"),
+        ({"env": {"X": "${NOPE}"}}, "uses \\$\\{NOPE\\}, which does not exist"),
     ],
 )
 async def test_a_server_that_does_not_start_fails_the_load(tmp_path: Path, entry: Any, reason: str) -> None:
@@ -164,6 +166,18 @@ async def test_cmd_stop_ends_the_server(tmp_path: Path) -> None:
         [process] = servers()
         await node.unload(UnloadRequest(model_id="m"))
         assert (tmp_path / "stopped").read_text().strip() == str(process)
+
+
+async def test_a_cmd_stop_that_cannot_be_run_leaves_no_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entry = HarnessEntry(name="fake", cmd=START, memory_mb=16, cmd_stop="stop ${env.STOPPER}")
+    environment = {**os.environ, "STOPPER": "x"}
+    harness = CommandHarness(entry, NeuronConfig(), read_devices, environment)
+    async with running_node(tmp_path, {"models": [{"id": "m"}]}, harnesses=(harness,)) as node:
+        await node.load(LoadRequest(model_id="m", harness="fake"), wait=True)
+        del environment["STOPPER"]
+        await node.unload(UnloadRequest(model_id="m"))
+        assert not servers()
+    assert "m: cmd_stop cannot be run (the harness fake needs the environment variable STOPPER" in caplog.text
 
 
 async def test_processes_that_left_the_group_end_with_the_server(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.call import Sink, UpstreamCall
 from cortex.neuron.config import HarnessEntry, NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
-from cortex.neuron.node.harness.command.expansion import Expansion, uses
+from cortex.neuron.node.harness.command.expansion import Expansion, expanded_texts, uses
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
@@ -24,6 +24,7 @@ from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
+from cortex.tasks import finish_all
 from cortex.wire.errors import LoadFailed, Recovering, shorten
 from cortex.wire.node.protocol import Capabilities, Device
 from cortex.wire.node.sampling import SamplingDefaults
@@ -152,7 +153,9 @@ class CommandHarness:
                 raise LoadFailed(f"{model.id} has `{name}`, which the harness {self._entry.name} does not support")
         if model.id.startswith("-"):
             raise LoadFailed(f"{shorten(model.id)} could be taken for an option of a command; choose another id")
-        self._expansion(model, Path(), (), 0).command(self._entry.cmd)  # before anything is downloaded
+        expansion = self._expansion(model, Path(), (), 0)  # before anything is downloaded, or a server is to be ended
+        for text in expanded_texts(self._entry):
+            expansion.text(text)
 
     def needs_files(self, model: KnownModel) -> bool:  # noqa: ARG002 - as Harness has it
         return uses(self._entry, "MODEL_PATH")
@@ -218,7 +221,7 @@ class CommandHarness:
         return ServerOfModel(model.id, self._entry, self._hosts)
 
     async def close(self) -> None:
-        await asyncio.gather(*(host.unload() for host in self._hosts.values()))
+        await finish_all("unloading at the end", *(host.unload() for host in self._hosts.values()))
 
     def _expansion(
         self, model: KnownModel, path: Path, devices: Sequence[Device], port: int, pid: int = 0

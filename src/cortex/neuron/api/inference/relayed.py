@@ -69,6 +69,7 @@ class RelayedSession:
         self._principal = principal
         self._token_limit = token_limit
         self._call: UpstreamCall | None = None
+        self._num_sent_bytes = 0
         self._num_deltas = 0
         self._gateway_s = gateway_s
         self._stopwatch: Stopwatch
@@ -76,10 +77,11 @@ class RelayedSession:
 
     @property
     def usage(self) -> Usage:
-        """What the server reported; until then, and where it reports nothing, the pieces of its response count."""
+        """What the server reported; until then, and where it reports nothing, the bytes that it was sent and the pieces
+        of its response count."""
         total = total_usage(self._finishes)
         is_reported = total.prompt_tokens or total.completion_tokens
-        return total if is_reported else Usage(completion_tokens=self._num_deltas)
+        return total if is_reported else Usage(prompt_tokens=self._num_sent_bytes, completion_tokens=self._num_deltas)
 
     async def run(self, deliver: Deliver) -> None:
         """As `Session.run`."""
@@ -118,6 +120,7 @@ class RelayedSession:
             self._stopwatch = Stopwatch(arrived_s, time.monotonic(), self._gateway_s)
             response.deliver = receive_events
             self._call = self._upstream.send(_PATH, _JSON, body, response)
+            self._num_sent_bytes = len(body)
             try:
                 await response.ended
             except UpstreamFault as fault:
@@ -125,6 +128,10 @@ class RelayedSession:
                 if lost.done():
                     raise lost.result() from None
                 raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
+            except CortexError:
+                if response.is_rejected:
+                    self._num_sent_bytes = 0
+                raise
             used = self.usage
             self._upstream.finished(self._id, used.prompt_tokens, used.completion_tokens)
         finally:
@@ -188,6 +195,11 @@ class _Response:
         kind = next((value for name, value in headers if name == b"content-type"), b"")
         if status >= 400 or not kind.startswith(_EVENT_STREAM):
             self._decoder = None  # an error, or a server that does not stream
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether the server took no work for it."""
+        return 400 <= self._status < 500
 
     def chunk_receiver(self) -> None:
         """Every read is parsed."""

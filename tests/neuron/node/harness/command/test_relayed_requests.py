@@ -164,6 +164,17 @@ async def test_a_client_that_leaves_ends_the_response_and_frees_its_slot(caller:
     assert caller.node.model("m").load.running == 0
 
 
+async def test_the_prompt_of_a_client_that_leaves_counts_by_its_bytes(caller: Caller) -> None:
+    padding = "x" * 5000
+    sent = {**GATEWAY_HEADERS, headers.ATTEMPT_ID: "attempt"}
+    async with caller.post(text="forever", stream=True, user=padding, sent=sent) as response:
+        await _first_piece(response)
+    async with caller.session.get(f"{caller.url}/requests/attempt/usage") as response:
+        usage = await response.json()
+    assert 5000 < usage["prompt_tokens"] < 6000
+    assert usage["completion_tokens"] >= 1
+
+
 async def test_a_crash_in_a_response_is_a_retryable_error_and_the_next_one_is_served(caller: Caller) -> None:
     async with caller.post(text="crash") as response:
         assert (response.status, (await response.json())["error"]["code"]) == (503, "recovering")

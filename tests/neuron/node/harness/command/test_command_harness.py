@@ -15,7 +15,8 @@ import pytest
 from faulty_models import running_node, write_model
 
 from cortex.neuron.config import HarnessEntry, NeuronConfig
-from cortex.neuron.node.harness.command.harness import CommandHarness
+from cortex.neuron.node.harness.command.harness import CommandEstimates, CommandHarness, ServedFiles
+from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.discovery import read_devices
 from cortex.wire.errors import InsufficientCapacity, InvalidValue, LoadFailed
@@ -42,7 +43,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 async def test_a_model_is_loaded_measured_and_unloaded(tmp_path: Path) -> None:
-    async with running_node(tmp_path, config(model={"context_tokens": 900})) as node:
+    async with running_node(tmp_path, config(model={"context_tokens": 900}, memory_mb=1)) as node:
         assert "fake" in node.discovery.harnesses
         status = await load(node)
         assert (status.state, status.harness, status.family) == (ModelState.READY, "fake", "fake")
@@ -54,7 +55,30 @@ async def test_a_model_is_loaded_measured_and_unloaded(tmp_path: Path) -> None:
         assert not is_running(process)
         # The next load is placed by what the first one took.
         status = await load(node)
-        assert status.estimate_bytes == status.measured_bytes != 16 << 20
+        assert status.estimate_bytes == status.measured_bytes != 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("memory_mb", "measured_mb", "expected_mb"),
+    [
+        (None, None, 125),
+        (None, 0, 125),
+        (None, 99, 125),
+        (None, 100, 100),
+        (None, 300, 300),
+        (200, None, 200),
+        (200, 0, 200),
+        (200, 300, 300),
+    ],
+)
+def test_a_measurement_that_is_too_small_does_not_count(
+    memory_mb: int | None, measured_mb: int | None, expected_mb: int
+) -> None:
+    measured = {} if measured_mb is None else {"m": measured_mb << 20}
+    entry = HarnessEntry(name="fake", cmd=START, memory_mb=memory_mb)
+    facts = ServedFiles(Path(), "fake", "", 100 << 20, 0, 1)
+    estimates = CommandEstimates(NeuronConfig(), entry, measured)
+    assert estimates.whole_bytes(KnownModel(id="m", source="m"), facts) == expected_mb << 20
 
 
 async def test_closing_the_node_ends_the_server(tmp_path: Path) -> None:

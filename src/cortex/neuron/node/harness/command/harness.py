@@ -53,7 +53,9 @@ class ServedFiles:
 
 @dataclass(frozen=True, slots=True)
 class CommandEstimates(NodeLimits):
-    """By the size that was measured at the last load, before that by what the operator expects, or by the files."""
+    """By the size that was measured at the last load, before that by what the operator expects, or by the files. A
+    measurement may be too small, because a server takes memory later or another model left the device during the load:
+    the operator's size is the least, and one below the size of the files does not count."""
 
     entry: HarnessEntry
     measured: dict[str, int] = field(default_factory=dict)
@@ -65,12 +67,13 @@ class CommandEstimates(NodeLimits):
     smallest_bytes = expected_bytes = least_bytes
 
     def whole_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
-        if (measured := self.measured.get(model.id)) is not None:
-            return measured
+        measured = self.measured.get(model.id, 0)
         # Not `model.memory_bytes`, which may be no more than the ceiling of a gateway.
         own = (entry.memory_mb for entry in (*self.config.models, *self.config.default_models) if entry.id == model.id)
         expected_mb = next((size for size in own if size is not None), self.entry.memory_mb)
-        return facts.num_bytes * 5 // 4 if expected_mb is None else expected_mb << 20
+        if expected_mb is not None:
+            return max(measured, expected_mb << 20)
+        return measured if measured and measured >= facts.num_bytes else facts.num_bytes * 5 // 4
 
     def footprint(self, model: KnownModel, facts: ServedFiles, devices: Sequence[Device]) -> Footprint:  # noqa: ARG002
         whole = self.whole_bytes(model, facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,8 +15,12 @@ from typing import Any
 import pytest
 from faulty_models import running_node, write_model
 
+from cortex.http.ticker import Ticker
+from cortex.http.upstream.pool import Pool
 from cortex.neuron.config import HarnessEntry, NeuronConfig
+from cortex.neuron.node.harness.command import host
 from cortex.neuron.node.harness.command.harness import CommandEstimates, CommandHarness, ServedFiles
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.discovery import read_devices
@@ -118,6 +123,53 @@ async def test_a_server_that_does_not_start_fails_the_load(tmp_path: Path, entry
             await load(node)
         assert node.model("m").state is ModelState.FAILED
         assert not servers()
+
+
+class SilentSink:
+    def on_progress(self, *_: Any) -> None: ...
+
+
+class FailingSink:
+    def on_progress(self, *_: Any) -> None:
+        raise RuntimeError("no progress")
+
+
+@pytest.mark.parametrize("fails_at", ["health", "measurement"])
+async def test_a_failed_start_leaves_no_connection(monkeypatch: pytest.MonkeyPatch, fails_at: str) -> None:
+    closed: list[Pool] = []
+
+    class WatchedPool(Pool):
+        def close(self) -> None:
+            super().close()
+            closed.append(self)
+
+    monkeypatch.setattr(host, "Pool", WatchedPool)
+    readings = [0]
+
+    def free_bytes() -> int:
+        if not readings:
+            raise RuntimeError("no reading")
+        return readings.pop()
+
+    flags = ("--is-never-healthy",) if fails_at == "health" else ()
+    start = [sys.executable, "-S", SERVER, *flags, "--port"]
+    command = ServerCommand(lambda port: [*start, str(port)], lambda *_: [], lambda _: os.environ)
+    entry = HarnessEntry(name="fake", cmd=START)
+    server = CommandHost(
+        "m",
+        entry,
+        command,
+        ServerMemory((0,), free_bytes, 1),
+        server_info("fake", None),
+        Ticker(asyncio.get_running_loop()),
+        free_port,
+        lambda _: None,
+    )
+    sink: Any = FailingSink() if fails_at == "health" else SilentSink()
+    with pytest.raises(RuntimeError):
+        await server.load(sink)
+    assert server.pool is None
+    assert len(closed) == 1
 
 
 async def test_an_unload_ends_a_server_that_is_starting(tmp_path: Path) -> None:

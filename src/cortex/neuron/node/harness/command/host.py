@@ -96,6 +96,7 @@ class CommandHost:
             if self._server is not None:
                 self._server.kill()
                 await self._server.ended()
+            self._gone()
             raise
         self.on_measured(measured)
         self.resident = Resident(replace(self.info, weight_bytes=measured), measured, measured)
@@ -126,13 +127,13 @@ class CommandHost:
                     f"(health.path {health.path}, health.timeout_s){server.last_lines}",
                 )
             healthy.result()
+            self.pool = pool
+            return True
         finally:
             healthy.cancel()
             ended.cancel()
-            if not healthy.done() or healthy.cancelled():
+            if self.pool is not pool:
                 pool.close()
-        self.pool = pool
-        return True
 
     async def _wait_until_healthy(self, pool: Pool, server: ServerProcess, sink: ModelSink) -> None:
         expected = max(1, self.memory.expected_bytes)

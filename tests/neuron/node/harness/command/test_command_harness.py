@@ -291,6 +291,28 @@ async def test_tokens_are_the_servers_affair(tmp_path: Path) -> None:
             await node.texts.encode("m", "text", principal="")
 
 
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+def test_the_servers_group_ends_where_children_are_not_listed(ends_by_itself: bool) -> None:
+    program = (
+        "import sys\n"
+        "from cortex.neuron.node.harness.command import guard\n"
+        "def absent(): raise FileNotFoundError\n"
+        "guard._children = absent\n"
+        "sys.exit(guard.main(sys.argv[1:]))\n"
+    )
+    script = f"sleep 600 & echo $$ $!; {'exit 3' if ends_by_itself else 'wait'}"
+    command = [sys.executable, "-c", program, "/bin/sh", "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        processes = [int(process) for process in parent.stdout.readline().split()]
+        if not ends_by_itself:
+            parent.stdin.close()
+        assert parent.wait() == (3 if ends_by_itself else 128 + signal.SIGKILL)
+    while any(is_running(process) for process in processes):
+        pass
+
+
 def test_the_server_dies_with_the_node(tmp_path: Path) -> None:
     """Also by SIGKILL, and also what it has forked away."""
     log = tmp_path / "log"

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cortex.tasks import FAILING_AFTER, Supervisor, run_once
+from cortex.tasks import FAILING_AFTER, Supervisor, finish_all, run_once
 
 
 async def test_failed_task_is_logged_counted_and_started_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,3 +98,19 @@ async def test_failure_of_single_work_is_logged(caplog: pytest.LogCaptureFixture
     await asyncio.gather(run_once(work(), "import the engine"), return_exceptions=True)
     assert "background task failed: import the engine" in caplog.text
     assert "RuntimeError: boom" in caplog.text
+
+
+async def test_a_failure_is_logged_and_ends_no_other_work(caplog: pytest.LogCaptureFixture) -> None:
+    finished: list[str] = []
+
+    async def fail() -> None:
+        raise RuntimeError("boom")
+
+    async def finish() -> None:
+        await asyncio.sleep(0)
+        finished.append("it")
+
+    await finish_all("closing", fail(), finish())
+    assert finished == ["it"]
+    assert "closing failed" in caplog.text
+    assert "boom" in caplog.text

@@ -117,6 +117,13 @@ def run_once(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     return task
 
 
+async def finish_all(what: str, *work: Coroutine[Any, Any, object]) -> None:
+    """Runs all of it at once, to the end. A failure is logged and ends none of the others."""
+    for outcome in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            log.error("%s failed", what, exc_info=outcome)
+
+
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (problem := task.exception()) is not None:
         log.error("background task failed: %s", task.get_name(), exc_info=problem)

@@ -71,7 +71,7 @@ class HarnessEntry(Section, frozen=True):
     """Fields that are left out of every request to the server."""
     memory_mb: Count | None = None
     """The memory that a model is expected to take before its first load, unless it has a `memory_mb` of its own;
-    afterwards the measured size counts. Absent: a quarter more than its files."""
+    afterwards the measured size counts where it is larger. Absent: a quarter more than its files."""
     max_concurrent: Count | None = None
     """Requests that a server runs at once; more wait in the queue of the node. Absent: `limits.max_num_seqs`."""
     stop_timeout_s: Seconds = 10.0

@@ -16,6 +16,7 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Stopwatch
 from cortex.neuron.api.inference.engine_requests import within_limit
+from cortex.neuron.api.inference.media_urls import check_media
 from cortex.neuron.api.inference.session import Deliver, Phase, ready
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.harness.upstream import Upstream
@@ -35,8 +36,8 @@ _MAX_BODY_BYTES = 32 << 20
 """The longest response that is not streamed."""
 _LOSS_S = 1.0
 """A server that closes a connection may have died, which is noticed a moment later."""
-_OTHER_LIMITS = ("max_completion_tokens", "n_predict")
-"""Fields that servers may read in place of `max_tokens`."""
+_LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
+"""Fields that servers may read as the limit of a response."""
 
 
 class RelayedSession:
@@ -69,6 +70,7 @@ class RelayedSession:
         self._principal = principal
         self._token_limit = token_limit
         self._call: UpstreamCall | None = None
+        self._num_sent_bytes = 0
         self._num_deltas = 0
         self._gateway_s = gateway_s
         self._stopwatch: Stopwatch
@@ -76,10 +78,11 @@ class RelayedSession:
 
     @property
     def usage(self) -> Usage:
-        """What the server reported; until then, and where it reports nothing, the pieces of its response count."""
+        """What the server reported; until then, and where it reports nothing, the bytes that it was sent and the pieces
+        of its response count."""
         total = total_usage(self._finishes)
         is_reported = total.prompt_tokens or total.completion_tokens
-        return total if is_reported else Usage(completion_tokens=self._num_deltas)
+        return total if is_reported else Usage(prompt_tokens=self._num_sent_bytes, completion_tokens=self._num_deltas)
 
     async def run(self, deliver: Deliver) -> None:
         """As `Session.run`."""
@@ -118,6 +121,7 @@ class RelayedSession:
             self._stopwatch = Stopwatch(arrived_s, time.monotonic(), self._gateway_s)
             response.deliver = receive_events
             self._call = self._upstream.send(_PATH, _JSON, body, response)
+            self._num_sent_bytes = len(body)
             try:
                 await response.ended
             except UpstreamFault as fault:
@@ -125,6 +129,10 @@ class RelayedSession:
                 if lost.done():
                     raise lost.result() from None
                 raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
+            except CortexError:
+                if response.is_rejected:
+                    self._num_sent_bytes = 0
+                raise
             used = self.usage
             self._upstream.finished(self._id, used.prompt_tokens, used.completion_tokens)
         finally:
@@ -156,9 +164,17 @@ class RelayedSession:
         fields, without = self._upstream.fields, self._upstream.stripped_fields
         if self._token_limit is not None:
             num_bytes = len(self._packed.whole if self._chat is None else self._chat)
+            num_choices = fields.get("n")  # the operator's, in place of the client's
+            if isinstance(num_choices, int) and num_choices > 0:
+                head = msgspec.structs.replace(head, sampling=msgspec.structs.replace(head.sampling, n=num_choices))
             limited = within_limit(head, num_bytes, self._token_limit)
-            fields = {"max_tokens": limited.sampling.max_tokens, **fields}
-            without = (*without, *_OTHER_LIMITS)
+            set_limits = [limit for name in _LIMITS if isinstance(limit := fields.get(name), int) and limit >= 0]
+            dropped = (*_LIMITS, "best_of")  # which has more candidates than the budget knows of
+            fields = {name: value for name, value in fields.items() if name not in dropped}
+            fields["max_tokens"] = min(
+                limit for limit in (limited.sampling.max_tokens, *set_limits) if limit is not None
+            )
+            without = (*without, *dropped)
         if head.prompt is not None:
             raise InvalidValue(
                 f"{head.model} is run by the server of the harness {self._upstream.harness}, which takes conversations "
@@ -167,10 +183,13 @@ class RelayedSession:
             )
         if self._chat is None:
             request: GenerateRequest = unpack(self._packed.whole)
-            return replace_fields(openai_chat.build(request), fields, without=without)
-        if head.stream:
-            fields = {"stream_options": {"include_usage": True}, **fields}
-        return replace_fields(self._chat, fields, without=without)
+            chat = openai_chat.build(request)
+        else:
+            chat = self._chat
+            if head.stream:
+                fields = {"stream_options": {"include_usage": True}, **fields}
+        check_media(chat)
+        return replace_fields(chat, fields, without=without)
 
 
 class _Response:
@@ -188,6 +207,11 @@ class _Response:
         kind = next((value for name, value in headers if name == b"content-type"), b"")
         if status >= 400 or not kind.startswith(_EVENT_STREAM):
             self._decoder = None  # an error, or a server that does not stream
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether the server took no work for it."""
+        return 400 <= self._status < 500
 
     def chunk_receiver(self) -> None:
         """Every read is parsed."""

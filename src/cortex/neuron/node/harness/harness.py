@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
+from cortex.tasks import finish_all
 from cortex.wire.errors import ModelUnsupported, shorten
 
 
@@ -87,4 +87,4 @@ class Harnesses:
         return self.named(model.harness)
 
     async def close(self) -> None:
-        await asyncio.gather(*(harness.close() for harness in set(self._by_name.values())))
+        await finish_all("closing a harness", *(harness.close() for harness in set(self._by_name.values())))

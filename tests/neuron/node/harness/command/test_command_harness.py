@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,8 +15,13 @@ from typing import Any
 import pytest
 from faulty_models import running_node, write_model
 
+from cortex.http.ticker import Ticker
+from cortex.http.upstream.pool import Pool
 from cortex.neuron.config import HarnessEntry, NeuronConfig
-from cortex.neuron.node.harness.command.harness import CommandHarness
+from cortex.neuron.node.harness.command import host
+from cortex.neuron.node.harness.command.harness import CommandEstimates, CommandHarness, ServedFiles
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
+from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.discovery import read_devices
 from cortex.wire.errors import InsufficientCapacity, InvalidValue, LoadFailed
@@ -42,7 +48,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 async def test_a_model_is_loaded_measured_and_unloaded(tmp_path: Path) -> None:
-    async with running_node(tmp_path, config(model={"context_tokens": 900})) as node:
+    async with running_node(tmp_path, config(model={"context_tokens": 900}, memory_mb=1)) as node:
         assert "fake" in node.discovery.harnesses
         status = await load(node)
         assert (status.state, status.harness, status.family) == (ModelState.READY, "fake", "fake")
@@ -54,7 +60,30 @@ async def test_a_model_is_loaded_measured_and_unloaded(tmp_path: Path) -> None:
         assert not is_running(process)
         # The next load is placed by what the first one took.
         status = await load(node)
-        assert status.estimate_bytes == status.measured_bytes != 16 << 20
+        assert status.estimate_bytes == status.measured_bytes != 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("memory_mb", "measured_mb", "expected_mb"),
+    [
+        (None, None, 125),
+        (None, 0, 125),
+        (None, 99, 125),
+        (None, 100, 100),
+        (None, 300, 300),
+        (200, None, 200),
+        (200, 0, 200),
+        (200, 300, 300),
+    ],
+)
+def test_a_measurement_that_is_too_small_does_not_count(
+    memory_mb: int | None, measured_mb: int | None, expected_mb: int
+) -> None:
+    measured = {} if measured_mb is None else {"m": measured_mb << 20}
+    entry = HarnessEntry(name="fake", cmd=START, memory_mb=memory_mb)
+    facts = ServedFiles(Path(), "fake", "", 100 << 20, 0, 1)
+    estimates = CommandEstimates(NeuronConfig(), entry, measured)
+    assert estimates.whole_bytes(KnownModel(id="m", source="m"), facts) == expected_mb << 20
 
 
 async def test_closing_the_node_ends_the_server(tmp_path: Path) -> None:
@@ -84,6 +113,8 @@ async def test_placed_by_bytes(tmp_path: Path, where: dict[str, Any]) -> None:
         ({"cmd": [*START, "${CONTEXT}"]}, "needs \\$\\{CONTEXT\\}; set `context_tokens`"),
         ({"cmd": [*START, "${NOPE}"]}, "uses \\$\\{NOPE\\}, which does not exist; there are \\$\\{PORT\\}"),
         ({"cmd": [*START, "${env.NOT_THERE}"]}, "environment variable NOT_THERE"),
+        ({"cmd_stop": "stop ${CONTEXT}"}, "needs \\$\\{CONTEXT\\}; set `context_tokens`"),
+        ({"env": {"X": "${NOPE}"}}, "uses \\$\\{NOPE\\}, which does not exist"),
     ],
 )
 async def test_a_server_that_does_not_start_fails_the_load(tmp_path: Path, entry: Any, reason: str) -> None:
@@ -92,6 +123,53 @@ async def test_a_server_that_does_not_start_fails_the_load(tmp_path: Path, entry
             await load(node)
         assert node.model("m").state is ModelState.FAILED
         assert not servers()
+
+
+class SilentSink:
+    def on_progress(self, *_: Any) -> None: ...
+
+
+class FailingSink:
+    def on_progress(self, *_: Any) -> None:
+        raise RuntimeError("no progress")
+
+
+@pytest.mark.parametrize("fails_at", ["health", "measurement"])
+async def test_a_failed_start_leaves_no_connection(monkeypatch: pytest.MonkeyPatch, fails_at: str) -> None:
+    closed: list[Pool] = []
+
+    class WatchedPool(Pool):
+        def close(self) -> None:
+            super().close()
+            closed.append(self)
+
+    monkeypatch.setattr(host, "Pool", WatchedPool)
+    readings = [0]
+
+    def free_bytes() -> int:
+        if not readings:
+            raise RuntimeError("no reading")
+        return readings.pop()
+
+    flags = ("--is-never-healthy",) if fails_at == "health" else ()
+    start = [sys.executable, "-S", SERVER, *flags, "--port"]
+    command = ServerCommand(lambda port: [*start, str(port)], lambda *_: [], lambda _: os.environ)
+    entry = HarnessEntry(name="fake", cmd=START)
+    server = CommandHost(
+        "m",
+        entry,
+        command,
+        ServerMemory((0,), free_bytes, 1),
+        server_info("fake", None),
+        Ticker(asyncio.get_running_loop()),
+        free_port,
+        lambda _: None,
+    )
+    sink: Any = FailingSink() if fails_at == "health" else SilentSink()
+    with pytest.raises(RuntimeError):
+        await server.load(sink)
+    assert server.pool is None
+    assert len(closed) == 1
 
 
 async def test_an_unload_ends_a_server_that_is_starting(tmp_path: Path) -> None:
@@ -166,6 +244,18 @@ async def test_cmd_stop_ends_the_server(tmp_path: Path) -> None:
         assert (tmp_path / "stopped").read_text().strip() == str(process)
 
 
+async def test_a_cmd_stop_that_cannot_be_run_leaves_no_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entry = HarnessEntry(name="fake", cmd=START, memory_mb=16, cmd_stop="stop ${env.STOPPER}")
+    environment = {**os.environ, "STOPPER": "x"}
+    harness = CommandHarness(entry, NeuronConfig(), read_devices, environment)
+    async with running_node(tmp_path, {"models": [{"id": "m"}]}, harnesses=(harness,)) as node:
+        await node.load(LoadRequest(model_id="m", harness="fake"), wait=True)
+        del environment["STOPPER"]
+        await node.unload(UnloadRequest(model_id="m"))
+        assert not servers()
+    assert "m: cmd_stop cannot be run (the harness fake needs the environment variable STOPPER" in caplog.text
+
+
 async def test_processes_that_left_the_group_end_with_the_server(tmp_path: Path) -> None:
     async with running_node(tmp_path, config("--forks", "--log", str(tmp_path / "log"))) as node:
         await load(node)
@@ -199,6 +289,28 @@ async def test_tokens_are_the_servers_affair(tmp_path: Path) -> None:
     async with running_node(tmp_path, config()) as node:
         with pytest.raises(InvalidValue, match="run by the server of the harness fake"):
             await node.texts.encode("m", "text", principal="")
+
+
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+def test_the_servers_group_ends_where_children_are_not_listed(ends_by_itself: bool) -> None:
+    program = (
+        "import sys\n"
+        "from cortex.neuron.node.harness.command import guard\n"
+        "def absent(): raise FileNotFoundError\n"
+        "guard._children = absent\n"
+        "sys.exit(guard.main(sys.argv[1:]))\n"
+    )
+    script = f"sleep 600 & echo $$ $!; {'exit 3' if ends_by_itself else 'wait'}"
+    command = [sys.executable, "-c", program, "/bin/sh", "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        processes = [int(process) for process in parent.stdout.readline().split()]
+        if not ends_by_itself:
+            parent.stdin.close()
+        assert parent.wait() == (3 if ends_by_itself else 128 + signal.SIGKILL)
+    while any(is_running(process) for process in processes):
+        pass
 
 
 def test_the_server_dies_with_the_node(tmp_path: Path) -> None:

@@ -47,10 +47,10 @@ class Caller:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def caller(tmp_path: Path) -> AsyncIterator[Caller]:
+async def caller(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Caller]:
     entry: dict[str, Any] = {
         "upstream_model": "theirs",
-        "set_params": {"top_k": 3, "nested": {"a": 1}},
+        "set_params": {"top_k": 3, "nested": {"a": 1}, **getattr(request, "param", {})},
         "strip_params": ["seed"],
     }
     settings = config("--log", str(tmp_path / "log"), max_concurrent=1, **entry)
@@ -153,6 +153,34 @@ async def test_the_budget_of_a_request_is_a_limit_of_the_server(caller: Caller) 
         assert (await response.json())["error"]["code"] == "insufficient_quota"
 
 
+@pytest.mark.parametrize(
+    ("caller", "least", "most"),
+    [
+        ({"max_tokens": 100}, 100, 100),
+        ({"max_tokens": 90_000}, 4000, 5000),
+        ({"max_completion_tokens": 90_000, "n_predict": 200}, 200, 200),
+        ({"n_predict": -1, "best_of": 3, "n": 2}, 2000, 2500),
+    ],
+    indirect=["caller"],
+)
+async def test_the_operators_fields_do_not_lift_the_budget(caller: Caller, least: int, most: int) -> None:
+    async with caller.post(max_tokens=80_000, best_of=8, sent={headers.TOKEN_LIMIT: "5000"}) as response:
+        received = json.loads(text_of(await response.json()))
+    assert least <= received["max_tokens"] <= most
+    assert not {"max_completion_tokens", "n_predict", "best_of"} & received.keys()
+
+
+async def test_the_server_is_sent_no_address_to_fetch(caller: Caller) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}]
+    async with caller.post(messages=[{"role": "user", "content": parts}]) as response:
+        assert response.status == 400
+        assert "may not fetch http://169.254.169.254/latest" in (await response.json())["error"]["message"]
+    image = {"type": "image", "source": {"type": "url", "url": "http://169.254.169.254/latest"}}
+    async with caller.post("/v1/messages", messages=[{"role": "user", "content": [image]}]) as response:
+        assert response.status == 400
+        assert "may not fetch" in (await response.json())["error"]["message"]
+
+
 async def test_a_client_that_leaves_ends_the_response_and_frees_its_slot(caller: Caller, tmp_path: Path) -> None:
     async with caller.post(text="forever", stream=True) as response:
         await _first_piece(response)
@@ -162,6 +190,17 @@ async def test_a_client_that_leaves_ends_the_response_and_frees_its_slot(caller:
     await until((tmp_path / "log").exists)
     assert await waiting == 200
     assert caller.node.model("m").load.running == 0
+
+
+async def test_the_prompt_of_a_client_that_leaves_counts_by_its_bytes(caller: Caller) -> None:
+    padding = "x" * 5000
+    sent = {**GATEWAY_HEADERS, headers.ATTEMPT_ID: "attempt"}
+    async with caller.post(text="forever", stream=True, user=padding, sent=sent) as response:
+        await _first_piece(response)
+    async with caller.session.get(f"{caller.url}/requests/attempt/usage") as response:
+        usage = await response.json()
+    assert 5000 < usage["prompt_tokens"] < 6000
+    assert usage["completion_tokens"] >= 1
 
 
 async def test_a_crash_in_a_response_is_a_retryable_error_and_the_next_one_is_served(caller: Caller) -> None:

@@ -12,10 +12,14 @@ from cortex.wire.errors import LoadFailed
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 
 
+def expanded_texts(entry: HarnessEntry) -> tuple[str, ...]:
+    """Where the variables of a server are replaced."""
+    return (*arguments(entry.cmd), *arguments(entry.cmd_stop), *entry.env.values())
+
+
 def uses(entry: HarnessEntry, variable: str) -> bool:
     """Whether the server's command or environment has `${variable}`."""
-    texts = (*arguments(entry.cmd), *arguments(entry.cmd_stop), *entry.env.values())
-    return any(f"${{{variable}}}" in text for text in texts)
+    return any(f"${{{variable}}}" in text for text in expanded_texts(entry))
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,11 +48,18 @@ def main(command: list[str]) -> int:
                 break
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGTERM)
-    while rest := _children():
-        for process in rest:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        code = _reap(server.pid, wait=True) or code  # the children of those that ended are children of this process now
+    try:
+        while rest := _children():
+            for process in rest:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            # The children of those that ended are children of this process now.
+            code = _reap(server.pid, wait=True) or code
+    except OSError:  # this system does not list them: the server's group is all that can be found
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(server.pid, signal.SIGKILL)
+        while code is None:
+            code = _reap(server.pid, wait=True)
     return 128 + signal.SIGKILL if code is None else code
 
 
@@ -75,6 +82,7 @@ def _reap(server: int, *, wait: bool = False) -> int | None:
 
 
 def _children() -> list[int]:
+    """Raises OSError on systems that do not tell."""
     with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
         return [int(process) for process in file.read().split()]
 

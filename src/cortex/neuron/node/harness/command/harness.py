@@ -15,7 +15,7 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.call import Sink, UpstreamCall
 from cortex.neuron.config import HarnessEntry, NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
-from cortex.neuron.node.harness.command.expansion import Expansion, uses
+from cortex.neuron.node.harness.command.expansion import Expansion, expanded_texts, uses
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
@@ -24,6 +24,7 @@ from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
+from cortex.tasks import finish_all
 from cortex.wire.errors import LoadFailed, Recovering, shorten
 from cortex.wire.node.protocol import Capabilities, Device
 from cortex.wire.node.sampling import SamplingDefaults
@@ -52,7 +53,9 @@ class ServedFiles:
 
 @dataclass(frozen=True, slots=True)
 class CommandEstimates(NodeLimits):
-    """By the size that was measured at the last load, before that by what the operator expects, or by the files."""
+    """By the size that was measured at the last load, before that by what the operator expects, or by the files. A
+    measurement may be too small, because a server takes memory later or another model left the device during the load:
+    the operator's size is the least, and one below the size of the files does not count."""
 
     entry: HarnessEntry
     measured: dict[str, int] = field(default_factory=dict)
@@ -64,12 +67,13 @@ class CommandEstimates(NodeLimits):
     smallest_bytes = expected_bytes = least_bytes
 
     def whole_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
-        if (measured := self.measured.get(model.id)) is not None:
-            return measured
+        measured = self.measured.get(model.id, 0)
         # Not `model.memory_bytes`, which may be no more than the ceiling of a gateway.
         own = (entry.memory_mb for entry in (*self.config.models, *self.config.default_models) if entry.id == model.id)
         expected_mb = next((size for size in own if size is not None), self.entry.memory_mb)
-        return facts.num_bytes * 5 // 4 if expected_mb is None else expected_mb << 20
+        if expected_mb is not None:
+            return max(measured, expected_mb << 20)
+        return measured if measured and measured >= facts.num_bytes else facts.num_bytes * 5 // 4
 
     def footprint(self, model: KnownModel, facts: ServedFiles, devices: Sequence[Device]) -> Footprint:  # noqa: ARG002
         whole = self.whole_bytes(model, facts)
@@ -152,7 +156,9 @@ class CommandHarness:
                 raise LoadFailed(f"{model.id} has `{name}`, which the harness {self._entry.name} does not support")
         if model.id.startswith("-"):
             raise LoadFailed(f"{shorten(model.id)} could be taken for an option of a command; choose another id")
-        self._expansion(model, Path(), (), 0).command(self._entry.cmd)  # before anything is downloaded
+        expansion = self._expansion(model, Path(), (), 0)  # before anything is downloaded, or a server is to be ended
+        for text in expanded_texts(self._entry):
+            expansion.text(text)
 
     def needs_files(self, model: KnownModel) -> bool:  # noqa: ARG002 - as Harness has it
         return uses(self._entry, "MODEL_PATH")
@@ -218,7 +224,7 @@ class CommandHarness:
         return ServerOfModel(model.id, self._entry, self._hosts)
 
     async def close(self) -> None:
-        await asyncio.gather(*(host.unload() for host in self._hosts.values()))
+        await finish_all("unloading at the end", *(host.unload() for host in self._hosts.values()))
 
     def _expansion(
         self, model: KnownModel, path: Path, devices: Sequence[Device], port: int, pid: int = 0

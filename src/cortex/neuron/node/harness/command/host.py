@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,9 @@ from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import LoadRejected, ModelSink, Resident, SleepRejected
 from cortex.tasks import run_once
+from cortex.wire.errors import LoadFailed
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _HEALTH_S = 5.0
@@ -92,6 +96,7 @@ class CommandHost:
             if self._server is not None:
                 self._server.kill()
                 await self._server.ended()
+            self._gone()
             raise
         self.on_measured(measured)
         self.resident = Resident(replace(self.info, weight_bytes=measured), measured, measured)
@@ -122,13 +127,13 @@ class CommandHost:
                     f"(health.path {health.path}, health.timeout_s){server.last_lines}",
                 )
             healthy.result()
+            self.pool = pool
+            return True
         finally:
             healthy.cancel()
             ended.cancel()
-            if not healthy.done() or healthy.cancelled():
+            if self.pool is not pool:
                 pool.close()
-        self.pool = pool
-        return True
 
     async def _wait_until_healthy(self, pool: Pool, server: ServerProcess, sink: ModelSink) -> None:
         expected = max(1, self.memory.expected_bytes)
@@ -176,10 +181,17 @@ class CommandHost:
         if self.memory.free_bytes is None:  # with the caches that its requests have filled
             self.on_measured(max(resident.measured_bytes, await asyncio.to_thread(lambda: server.num_bytes)))
         free_before = await self._free_bytes()
-        stop = self.command.stop(self._port, server.pid or 0)
-        await server.stop(self.entry.stop_timeout_s, stop, self.command.env(self._port))
+        await server.stop(self.entry.stop_timeout_s, *self._stop_command(server))
         self._gone()
         return await self._reclaimed(resident.process_bytes, free_before)
+
+    def _stop_command(self, server: ServerProcess) -> tuple[list[str], Mapping[str, str]]:
+        """It was checked before the load, but the node's environment may have changed: the server ends all the same."""
+        try:
+            return self.command.stop(self._port, server.pid or 0), self.command.env(self._port)
+        except LoadFailed as problem:
+            log.warning("%s: cmd_stop cannot be run (%s); SIGTERM is sent instead", self.model_id, problem)
+            return [], {}
 
     async def _reclaimed(self, expected_bytes: int, free_before: int) -> Reclaimed:
         """Of the host's memory nothing is left with the processes. The driver of a GPU may free it later."""

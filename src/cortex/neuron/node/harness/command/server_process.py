@@ -107,7 +107,7 @@ class ServerProcess:
             stopper = await asyncio.create_subprocess_exec(
                 *command, env=dict(env), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: an argument with a NUL
             log.warning("%s: cmd_stop cannot be started (%s); SIGTERM is sent instead", self._name, error)
             self._write(b"T")
             return

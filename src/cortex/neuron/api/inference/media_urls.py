@@ -1,0 +1,46 @@
+"""Media of a conversation that a server would fetch by their addresses. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from cortex.wire.errors import InvalidValue, shorten
+
+_ADDRESS = re.compile(r"\s*([a-z][a-z0-9+.-]*://|file:)", re.IGNORECASE)
+_TEXTS = frozenset({"text", "refusal", "thinking", "reasoning"})
+"""Fields of a part that are never an address, whatever they hold."""
+
+
+def check_media(chat: bytes) -> None:
+    """Raises InvalidValue for media in a chat request that are not in it: the model's server would fetch them from
+    inside the node's network, or from its files, for a client that may reach neither."""
+    messages = msgspec.json.decode(chat).get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list | dict):
+            _check("", content)
+
+
+def _check(name: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for each, inner in value.items():
+            if each not in _TEXTS:
+                _check(each, inner)
+    elif isinstance(value, list):
+        for inner in value:
+            _check(name, inner)
+    elif isinstance(value, str) and _is_address(name, value):
+        raise InvalidValue(
+            f"this model's server may not fetch {shorten(value)}; send the media in the request, as a `data:` URL "
+            "with base64",
+            param="messages",
+        )
+
+
+def _is_address(name: str, value: str) -> bool:
+    """A path is one too where the field is for URLs."""
+    is_data = value[:5].lower() == "data:"
+    return not is_data and (name.lower().endswith("url") or _ADDRESS.match(value) is not None)

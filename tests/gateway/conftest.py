@@ -62,9 +62,8 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 for node in foreign
             ]
             section = GatewaySection(
-                listen=Listen("127.0.0.1:0"),
                 metrics_listen=None,
-                **({"poll_interval_s": 0.05, "keepalive_s": 0.3} | gateway),
+                **({"listen": Listen("127.0.0.1:0"), "poll_interval_s": 0.05, "keepalive_s": 0.3} | gateway),
             )
             config = Config(
                 gateway=section,

@@ -44,7 +44,7 @@ class RequestRouter:
         """
         section = config.gateway
         self._cross_site = CrossSiteCheck((*section.allowed_hosts, section.listen.host), section.cors_origins)
-        self._control.cross_site = self._cross_site
+        self._control.cross_site = self._ollama.cross_site = self._cross_site
         self._accepted_host = None
         self._checks_host = is_open and section.listen.is_loopback
 

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from cortex.gateway.ledger.keys import generate
+from cortex.settings import Listen
 from cortex.wire.events import Usage
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.protocol import ModelState
@@ -151,6 +152,16 @@ async def test_other_keys_do_not_unload(neurons: StartNeuron, start_gateway: Sta
     status, reply = await client.post("/api/chat", {"model": "m", "keep_alive": 0}, **bearer)
     assert (status, reply["code"]) == (403, "operator_only")
     assert (await client.post("/api/chat", chat(stream=False, keep_alive=0), **bearer))[0] == 200
+    assert not node.unload_requests
+
+
+async def test_names_of_others_do_not_unload_without_a_key(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    node = await neurons("beast", sizes={"m": GB}, states={"m": READY})
+    client = await start_gateway(node, listen=Listen("0.0.0.0:0"))
+    rebound = {"host": "evil.example"}
+    status, reply = await client.post("/api/chat", {"model": "m", "keep_alive": 0}, **rebound)
+    assert (status, reply["code"]) == (403, "cross_site_request")
+    assert (await client.post("/api/chat", chat(stream=False, keep_alive=0), **rebound))[0] == 200
     assert not node.unload_requests
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
+from cortex.settings import Listen
 from cortex.wire.node.protocol import ModelState, Progress, PullStatus
 
 from ...fake_neuron import GB
@@ -96,6 +97,20 @@ async def test_delete_needs_files(client: Client) -> None:
     async with client.session.delete(client.url + "/api/delete", json={"model": "org/gguf"}) as response:
         assert response.status == 404
         assert "No node has files" in msgspec.json.decode(await response.read())["error"]
+
+
+async def test_names_of_others_reach_only_listings_without_a_key(node: FakeNeuron, start_gateway: StartGateway) -> None:
+    client = await start_gateway(node, catalogue=CATALOGUE, listen=Listen("0.0.0.0:0"))
+    rebound = {"host": "evil.example"}
+    assert (await client.get("/api/tags", **rebound))[0] == 200
+    assert (await client.post("/api/show", {"model": "big"}, **rebound))[0] == 200
+    status, reply = await client.post("/api/pull", {"model": "org/new"}, **rebound)
+    assert (status, reply["code"]) == (403, "cross_site_request")
+    async with client.session.delete(
+        client.url + "/api/delete", json={"model": "org/big"}, headers=rebound
+    ) as response:
+        assert response.status == 403
+    assert not node.pull_requests
 
 
 async def test_keys_are_needed_unless_the_listing_is_open(node: FakeNeuron, start_gateway: StartGateway) -> None:

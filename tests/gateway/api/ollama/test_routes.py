@@ -99,6 +99,27 @@ async def test_delete_needs_files(client: Client) -> None:
         assert "No node has files" in msgspec.json.decode(await response.read())["error"]
 
 
+async def test_deletes_what_is_named_and_nothing_that_it_stands_for(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    one = await neurons("one", sizes={"org/a": GB}, quants_on_disk={"org/a": "Q4_K_M"})
+    other = await neurons("other", sizes={"org/a": GB}, quants_on_disk={"org/a": "Q8_0"})
+    client = await start_gateway(one, other, catalogue=Catalogue(aliases={"a": "org/a", "gpt-*": "org/a"}))
+
+    async def delete(name: str) -> int:
+        async with client.session.delete(client.url + "/api/delete", json={"model": name}) as response:
+            return response.status
+
+    for name in ("a", "a:latest", "gpt-4", "org/a:Q6_K"):
+        assert await delete(name) == 404, name
+    assert not one.delete_requests + other.delete_requests
+    assert await delete("hf.co/org/a:Q8_0") == 200
+    assert not one.delete_requests
+    assert [(each.model_id, each.quant) for each in other.delete_requests] == [("org/a", "Q8_0")]
+    assert await delete("org/a") == 200
+    assert one.delete_requests[0].quant is None
+
+
 async def test_names_of_others_reach_only_listings_without_a_key(node: FakeNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(node, catalogue=CATALOGUE, listen=Listen("0.0.0.0:0"))
     rebound = {"host": "evil.example"}

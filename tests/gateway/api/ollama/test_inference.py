@@ -144,6 +144,24 @@ async def test_unloads_instead_of_a_response_or_after_it(neurons: StartNeuron, s
     assert client.gateway.dispatcher.pins == frozenset()
 
 
+async def test_model_that_is_used_stays(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    gate = asyncio.Event()
+    node = await neurons(
+        "beast", sizes={"m": GB}, states={"m": READY}, dialects=NATIVE, respond=stream_lines, stream_gate=gate
+    )
+    client = await start_gateway(node)
+    async with client.session.post(client.url + "/api/chat", json=chat()) as response:
+        await response.content.readline()
+        assert (await client.post("/api/generate", {"model": "m", "keep_alive": 0}))[0] == 200
+        gate.set()
+        assert json.loads((await response.content.read()).splitlines()[-1])["done"]
+    assert not node.unload_requests
+    assert (await client.post("/api/generate", {"model": "other", "keep_alive": 0}))[0] == 404
+    await until(lambda: not client.gateway.dispatcher.in_flight)
+    await client.post("/api/generate", {"model": "m", "keep_alive": 0})
+    await until(lambda: node.unload_requests)
+
+
 async def test_other_keys_do_not_unload(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     key = generate("user")
     node = await neurons("beast", sizes={"m": GB}, states={"m": READY})

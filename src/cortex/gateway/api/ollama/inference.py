@@ -60,14 +60,11 @@ class OllamaInference:
         name = received.envelope.facts.model
         try:
             self._check_operator(received)
-            model = self._inference.services.dispatcher.resolve(name).model_id
-            try:
-                self._operator.unload(model)
-            except ModelNotFound:
-                pass  # it is loaded nowhere
+            self._inference.services.dispatcher.resolve(name)  # raises ModelNotFound
         except CortexError as error:
             self._inference.reject(received, error)
             return
+        self._unload_idle(name)
         body = received.route.state_reply(name, unloads=True)
         received.span.end({})
         received.exchange.respond(200, (*JSON_HEADERS, *received.route.id_headers(received.id)), body)
@@ -86,7 +83,7 @@ class OllamaInference:
                 if node not in in_use and not self._operator.is_pinned(ModelOnNode(node, model)):
                     self._operator.unload(model, node)
         except (ModelNotFound, ModelInUse, ModelNotAllowed):
-            log.debug("%s was not unloaded after a response", name)
+            log.debug("%s was not unloaded", name)
 
 
 class _AfterResponse:

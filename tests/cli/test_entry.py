@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,3 +55,14 @@ def test_notice_about_the_configuration_is_printed_once(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     notice = "models_config in cortex.toml line 1 is now called `gateway.models`: rename it"
     assert done.stderr.count(notice) == 1, done.stderr
+
+
+def test_option_for_ollamas_port_leaves_a_configured_address(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        addresses = f'listen = "127.0.0.1:0"\nmetrics_listen = "127.0.0.1:0"\nollama_listen = "127.0.0.1:{port}"\n'
+        (tmp_path / "cortex.toml").write_text(f"[gateway]\n{addresses}")
+        code = "import sys; sys.argv = ['cortex', 'serve', '--ollama']; from cortex.cli.entry import cortex; cortex()"
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr

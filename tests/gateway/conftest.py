@@ -61,11 +61,8 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 NeuronSection(name=node.name, endpoint=node.endpoint, kind="openai", key_env=key_env)
                 for node in foreign
             ]
-            section = GatewaySection(
-                listen=Listen("127.0.0.1:0"),
-                metrics_listen=None,
-                **({"poll_interval_s": 0.05, "keepalive_s": 0.3} | gateway),
-            )
+            defaults: dict[str, Any] = {"listen": Listen("127.0.0.1:0"), "poll_interval_s": 0.05, "keepalive_s": 0.3}
+            section = GatewaySection(metrics_listen=None, **(defaults | gateway))
             config = Config(
                 gateway=section,
                 neurons=tuple(sections),

@@ -100,6 +100,9 @@ class FakeNeuron:
     load_requests: list[LoadRequest] = field(default_factory=list)
     unload_requests: list[UnloadRequest] = field(default_factory=list)
     pull_requests: list[FilesRequest] = field(default_factory=list)
+    delete_requests: list[FilesRequest] = field(default_factory=list)
+    quants_on_disk: dict[str, str] = field(default_factory=dict)
+    """The quantisation of the files that it has of a model."""
     pull: PullStatus | None = None
     """The latest download; a test ends it by replacing it."""
     hub: dict[str, HubRepository] = field(default_factory=dict)
@@ -135,6 +138,7 @@ class FakeNeuron:
             estimate_bytes=self.estimates.get(model, self.sizes[model]),
             measured_bytes=self.sizes[model] if state in (ModelState.READY, ModelState.ASLEEP) else None,
             host_bytes=self.sizes[model] // 2 if state is ModelState.ASLEEP else 0,
+            disk_bytes=self.sizes[model] if model in self.quants_on_disk else None,
             context_tokens=32768,
             max_input_tokens=30000,
             max_output_tokens=8192,
@@ -269,6 +273,9 @@ class FakeNeuron:
         wanted = msgspec.json.decode(await request.read(), type=FilesRequest)
         if self.states.get(wanted.model_id) is ModelState.READY:
             return _json({"error": {"message": f"{wanted.model_id} is in memory", "code": "model_in_use"}}, 409)
+        if wanted.quant is not None and wanted.quant != self.quants_on_disk.get(wanted.model_id):
+            return _json({"error": {"message": f"no files of {wanted.quant}", "code": "model_not_found"}}, 404)
+        self.delete_requests.append(wanted)
         return _json(DeletedFiles(model_id=wanted.model_id, freed_bytes=1234))
 
     async def _hub(self, request: web.Request) -> web.Response:

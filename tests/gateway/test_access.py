@@ -13,6 +13,7 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
+from cortex.settings import Listen
 
 if TYPE_CHECKING:
     from .started_gateway import StartGateway
@@ -70,6 +71,20 @@ async def test_gateway_that_never_had_keys_stays_open(start_gateway: StartGatewa
 async def test_gateway_without_keys_creates_no_database(start_gateway: StartGateway, tmp_path: Path) -> None:
     await start_gateway()
     assert not (tmp_path / "cortex-spend.db").exists()
+
+
+async def test_address_for_ollama_is_part_of_the_access_checks(
+    start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await start_gateway(ollama_listen=Listen("0.0.0.0:0"))
+    (warning,) = [record.getMessage() for record in caplog.records if "anybody who can reach" in record.getMessage()]
+    assert 'ollama_listen = "127.0.0.1:0"' in warning
+    section = msgspec.structs.replace(client.gateway.config.gateway, ollama_listen=Listen("gpu.example.com:11434"))
+    renamed = msgspec.structs.replace(client.gateway.config, gateway=section)
+    named = {"host": "gpu.example.com:11434"}
+    assert (await client.get("/fleet/status", **named))[0] == 403
+    await client.gateway.reconfigure(renamed, Catalogue())
+    assert (await client.get("/fleet/status", **named))[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/fleet/events", "/fleet/activity/events"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -108,6 +109,20 @@ def test_drops_the_reports_behind_the_last_line(piece_bytes: int) -> None:
     boundary = LineBoundary()
     passed = b"".join(boundary.push(stream[at : at + piece_bytes]) for at in range(0, len(stream), piece_bytes))
     assert passed + boundary.flush() == lines
+
+
+@pytest.mark.parametrize("before", [b"", b'{"done":true}\n'])
+def test_reports_of_any_length_are_neither_held_nor_passed_on(before: bytes) -> None:
+    boundary = LineBoundary()
+    tracemalloc.start()
+    try:
+        assert boundary.push(before + b": " + b"x" * 300_000) == before
+        for _ in range(3):
+            assert boundary.push(b"\n: " + b"x" * 300_000) == b""
+        assert tracemalloc.get_traced_memory()[0] < 200_000
+    finally:
+        tracemalloc.stop()
+    assert (boundary.flush(), boundary.escape()) == (b"", b"")
 
 
 def test_spaces_between_lines_leave_room_for_other_keepalives() -> None:

@@ -55,7 +55,7 @@ class GatewaySection(Section, frozen=True):
     Changes need a restart."""
     ollama_listen: Listen | None = None
     """A second address of the API, for clients that look for Ollama by themselves: `0.0.0.0:11434`. `--ollama` of
-    `cortex serve` and `cortex up` sets it."""
+    `cortex up` sets it, and that of `cortex serve` where it is not configured."""
     tls_cert: Path | None = None
     """A certificate with its chain, in PEM, relative to this file: API and metrics are then HTTPS only. A renewed file
     is used at once."""

@@ -43,8 +43,10 @@ class RequestRouter:
         Where only local programs may use it, and without a key, every request must use a name of this gateway.
         """
         section = config.gateway
-        self._cross_site = CrossSiteCheck((*section.allowed_hosts, section.listen.host), section.cors_origins)
-        self._control.cross_site = self._cross_site
+        addresses = (section.listen, section.ollama_listen)
+        hosts = (*section.allowed_hosts, *(address.host for address in addresses if address is not None))
+        self._cross_site = CrossSiteCheck(hosts, section.cors_origins)
+        self._control.cross_site = self._ollama.cross_site = self._cross_site
         self._accepted_host = None
         self._checks_host = is_open and section.listen.is_loopback
 

@@ -171,7 +171,7 @@ class Gateway:
             open_paths,
         )
         self._page = Page(self._metering.meter, is_secure=self._certificate is not None)
-        ollama = OllamaInference(self._inference, operator)
+        ollama = OllamaInference(self._inference, operator, self._control.cross_site)
         self._router = RequestRouter(self._inference, self._responses, ollama, self._control, self._page)
         self.server = api_server(
             self._router.handle,

@@ -92,11 +92,12 @@ class LineBoundary:
 
     def push(self, data: bytes) -> bytes:
         data, self._held = self._held + data, b""
-        if data.startswith(b":") and not self.inside:
-            self._held = data
-            return b""
-        comment = data.find(b"\n:") + 1
-        end = comment or data.rfind(b"\n") + 1
+        comment = 0 if data.startswith(b":") and not self.inside else data.find(b"\n:") + 1 or None
+        if comment is not None:
+            self.inside = False
+            self._held = b":"  # what follows is not needed here
+            return data[:comment]
+        end = data.rfind(b"\n") + 1
         rest = data[end:]
         if len(rest) > _MAX_HELD_BYTES or (self.inside and not end):
             self.inside = True

@@ -26,6 +26,8 @@ def public(error: CortexError) -> CortexError:
     """`error` without what only operators may see; the same object if it is about the request alone."""
     kind = type(error)
     message = _MESSAGES.get(kind) or (_MESSAGES[LoadFailed] if isinstance(error, LoadFailed) else None)
+    if kind is errors.UnsupportedModality and error.details.get("models"):
+        message = "The model cannot do this; GET /v1/models lists what each can."
     if message is None:
         return error
     return kind(message, param=error.param, retry_after_s=error.retry_after_s)

@@ -64,6 +64,21 @@ async def test_prompt_with_more_bytes_than_the_context_has_tokens_gets_a_respons
     await ledger.close()
 
 
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/embeddings", "input"), ("/api/embed", "input"), ("/api/embeddings", "prompt")]
+)
+async def test_texts_beyond_the_budget_are_not_sent(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str, field: str
+) -> None:
+    alice = generate("alice", balance_tokens=100)
+    foreign = await neurons("foreign", sizes={"e": GB})
+    client = await start_gateway(foreign=(foreign,), keys=(alice.section,))
+    body = {"model": "e", field: "x" * 1000}
+    status, reply = await client.post(path, body, authorization=f"Bearer {alice.text}")
+    assert status == 429, reply
+    assert not foreign.seen
+
+
 async def test_choice_without_a_limit_gets_no_more_than_servers_accept(tmp_path: Path) -> None:
     alice = generate("alice", balance_tokens=BALANCE)
     ledger, meter = await opened(str(tmp_path / "ledger.db"), alice)

@@ -15,7 +15,7 @@ from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.redaction import ErrorRedaction
 from cortex.http.upstream.faults import ResponseTooLarge
 from cortex.wire.errors import Family, UpstreamUnavailable
-from cortex.wire.node.protocol import ModelState
+from cortex.wire.node.protocol import Capabilities, ModelState
 
 from ..fake_neuron import GB
 
@@ -89,6 +89,23 @@ async def test_near_misses_name_only_models_of_the_key(keyed: Keyed) -> None:
     )
     status, body = await keyed.client.post("/v1/chat/completions", {"model": "mine-3", "messages": []}, **keyed.limited)
     assert "mine-1" in body["error"]["message"]
+
+
+async def test_models_for_another_task_are_named_only_to_their_keys(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    names = ("chat-a", "secret-embedder")
+    capabilities = {"chat-a": Capabilities(), "secret-embedder": Capabilities(chat=False, embeddings=True)}
+    states = dict.fromkeys(names, READY)
+    node = await neurons("beast", sizes=dict.fromkeys(names, GB), states=states, capabilities=capabilities)
+    user, limited = generate("user"), generate("limited", models=("chat-a",))
+    client = await start_gateway(node, keys=(user.section, limited.section))
+    body = {"model": "chat-a", "input": "x"}
+    status, hidden = await client.post("/v1/embeddings", body, authorization=f"Bearer {limited.text}")
+    assert (status, hidden["error"]["code"]) == (400, "unsupported_modality")
+    assert is_clean(hidden)
+    _, shown = await client.post("/v1/embeddings", body, authorization=f"Bearer {user.text}")
+    assert "use secret-embedder" in shown["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])

@@ -112,6 +112,9 @@ async def test_openai_client_embeds_texts_in_order_with_the_model_s_tokens_and_p
             await api.sdk.chat.completions.create(model="embedder", messages=[{"role": "user", "content": "x"}])
         with pytest.raises(openai.BadRequestError, match="chat is a chat model and makes no embeddings; use embedder"):
             await api.sdk.embeddings.create(model="chat", input="x")
+        status, body = await api.post("/v1/embeddings", {"model": "chat", "input": "x"}, **{PRINCIPAL: "somebody"})
+        assert (status, body["error"]["code"]) == (400, "unsupported_modality")
+        assert "embedder" not in str(body), "a gateway's client may not know the other models"
         assert api.node.model("chat").state is ModelState.COLD
 
         status_of = api.node.model("embedder")

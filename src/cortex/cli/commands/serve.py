@@ -34,8 +34,9 @@ def serve(config: Path | None, ollama: bool) -> None:
     config = config or file_here("cortex.toml")
     logs.hold()
     if ollama:
-        host = load(config, os.environ).gateway.listen.host
-        os.environ["CORTEX_GATEWAY__OLLAMA_LISTEN"] = address(host, PORT)
+        section = load(config, os.environ).gateway
+        if section.ollama_listen is None:
+            os.environ["CORTEX_GATEWAY__OLLAMA_LISTEN"] = address(section.listen.host, PORT)
     try:
         uvloop.run(serve_gateway(load(config, os.environ), config))
     except CannotListen as error:

@@ -26,7 +26,7 @@ from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.meter import Meter
-from cortex.gateway.proxy.listener import OPEN_PATHS
+from cortex.gateway.proxy.listener import OLLAMA_LISTINGS, OPEN_PATHS
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import ROUTES, error_response, family_of, json_response
 from cortex.http.cross_site import CrossSiteCheck
@@ -123,7 +123,7 @@ class Control:
 
         `has_effects`: a request there may change something. Elsewhere the error is that of the route."""
         host = _text(request.header(b"host"))
-        is_public = request.path in self._open_paths or path.startswith(("/v1/", "/api/"))
+        is_public = request.path in (*self._open_paths, *OLLAMA_LISTINGS) or path.startswith("/v1/")
         if not is_public and self.meter.key(request) is None:
             self.cross_site.check_host(host)
         if request.method in (b"GET", b"HEAD"):

@@ -138,9 +138,9 @@ class FileRoutes:
         """Download `model`, also `MODEL:QUANT`, to the node that suits it. Raises CortexError."""
         return self._pull(_Pull(model=model), by)
 
-    async def delete(self, node: str, model: str) -> None:
-        """Delete the files of a model from a node. Raises CortexError."""
-        await _delete(self._client(node), FilesRequest(model_id=model))
+    async def delete(self, node: str, model: str, quant: str | None) -> None:
+        """Delete the files of a model from a node, or one quantisation of them. Raises CortexError."""
+        await _delete(self._client(node), FilesRequest(model_id=model, quant=quant))
 
     def _pull(self, wanted: _Pull, by: str) -> Job:
         files = self._files(wanted)

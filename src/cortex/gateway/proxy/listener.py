@@ -21,7 +21,8 @@ PAGE_FILES = b"/page/"
 """The prefix of the page's files, which are the same for everybody."""
 OPEN_PATHS = (b"/", b"/health", b"/ready", SESSION_PATH)
 """Paths that need no key, in addition to those of `PAGE_FILES`."""
-LISTING_PATHS = (b"/v1/models", b"/models", b"/props", b"/api/version", b"/api/tags", b"/api/ps", b"/api/show")
+OLLAMA_LISTINGS = (b"/api/version", b"/api/tags", b"/api/ps", b"/api/show")
+LISTING_PATHS = (b"/v1/models", b"/models", b"/props", *OLLAMA_LISTINGS)
 """Paths that need no key either, with `gateway.open_listing`."""
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""

@@ -83,9 +83,9 @@ class OutgoingBody:
         Raises InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot
         receive a limit for the tokens of the prompt.
         """
+        limit = None if lease.has_lifecycle else self._foreign_limit()
         if self._route.target:
             return self._edited is not None or not is_parsed_elsewhere(self._received)
-        limit = None if lease.has_lifecycle else self._foreign_limit()
         form = (self._route.generates and self._route.dialect not in lease.dialects, limit)
         if form != self._form:
             self._form, self._edited, self._translated = form, None, None

@@ -43,8 +43,8 @@ def shown_to(key: KeySection | None, error: CortexError) -> CortexError:
 
 
 def _names_only_models_of(key: KeySection, error: CortexError) -> bool:
-    """Whether it is the catalogue's error for an unknown name, whose suggestions are all models of the key."""
-    suggestions = error.details.get("near_misses")
+    """Whether it suggests models, for an unknown name or for what one cannot do, and all are models of the key."""
+    suggestions = error.details.get("near_misses", error.details.get("models"))
     return isinstance(suggestions, list) and all(may_use(key, model) for model in suggestions)
 
 

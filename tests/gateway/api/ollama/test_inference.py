@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from cortex.gateway.ledger.keys import generate
+from cortex.settings import Listen
 from cortex.wire.events import Usage
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.protocol import ModelState
@@ -143,6 +144,24 @@ async def test_unloads_instead_of_a_response_or_after_it(neurons: StartNeuron, s
     assert client.gateway.dispatcher.pins == frozenset()
 
 
+async def test_model_that_is_used_stays(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    gate = asyncio.Event()
+    node = await neurons(
+        "beast", sizes={"m": GB}, states={"m": READY}, dialects=NATIVE, respond=stream_lines, stream_gate=gate
+    )
+    client = await start_gateway(node)
+    async with client.session.post(client.url + "/api/chat", json=chat()) as response:
+        await response.content.readline()
+        assert (await client.post("/api/generate", {"model": "m", "keep_alive": 0}))[0] == 200
+        gate.set()
+        assert json.loads((await response.content.read()).splitlines()[-1])["done"]
+    assert not node.unload_requests
+    assert (await client.post("/api/generate", {"model": "other", "keep_alive": 0}))[0] == 404
+    await until(lambda: not client.gateway.dispatcher.in_flight)
+    await client.post("/api/generate", {"model": "m", "keep_alive": 0})
+    await until(lambda: node.unload_requests)
+
+
 async def test_other_keys_do_not_unload(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     key = generate("user")
     node = await neurons("beast", sizes={"m": GB}, states={"m": READY})
@@ -151,6 +170,16 @@ async def test_other_keys_do_not_unload(neurons: StartNeuron, start_gateway: Sta
     status, reply = await client.post("/api/chat", {"model": "m", "keep_alive": 0}, **bearer)
     assert (status, reply["code"]) == (403, "operator_only")
     assert (await client.post("/api/chat", chat(stream=False, keep_alive=0), **bearer))[0] == 200
+    assert not node.unload_requests
+
+
+async def test_names_of_others_do_not_unload_without_a_key(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    node = await neurons("beast", sizes={"m": GB}, states={"m": READY})
+    client = await start_gateway(node, listen=Listen("0.0.0.0:0"))
+    rebound = {"host": "evil.example"}
+    status, reply = await client.post("/api/chat", {"model": "m", "keep_alive": 0}, **rebound)
+    assert (status, reply["code"]) == (403, "cross_site_request")
+    assert (await client.post("/api/chat", chat(stream=False, keep_alive=0), **rebound))[0] == 200
     assert not node.unload_requests
 
 

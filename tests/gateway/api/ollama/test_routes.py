@@ -11,6 +11,7 @@ import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
+from cortex.settings import Listen
 from cortex.wire.node.protocol import ModelState, Progress, PullStatus
 
 from ...fake_neuron import GB
@@ -96,6 +97,41 @@ async def test_delete_needs_files(client: Client) -> None:
     async with client.session.delete(client.url + "/api/delete", json={"model": "org/gguf"}) as response:
         assert response.status == 404
         assert "No node has files" in msgspec.json.decode(await response.read())["error"]
+
+
+async def test_deletes_what_is_named_and_nothing_that_it_stands_for(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    one = await neurons("one", sizes={"org/a": GB}, quants_on_disk={"org/a": "Q4_K_M"})
+    other = await neurons("other", sizes={"org/a": GB}, quants_on_disk={"org/a": "Q8_0"})
+    client = await start_gateway(one, other, catalogue=Catalogue(aliases={"a": "org/a", "gpt-*": "org/a"}))
+
+    async def delete(name: str) -> int:
+        async with client.session.delete(client.url + "/api/delete", json={"model": name}) as response:
+            return response.status
+
+    for name in ("a", "a:latest", "gpt-4", "org/a:Q6_K"):
+        assert await delete(name) == 404, name
+    assert not one.delete_requests + other.delete_requests
+    assert await delete("hf.co/org/a:Q8_0") == 200
+    assert not one.delete_requests
+    assert [(each.model_id, each.quant) for each in other.delete_requests] == [("org/a", "Q8_0")]
+    assert await delete("org/a") == 200
+    assert one.delete_requests[0].quant is None
+
+
+async def test_names_of_others_reach_only_listings_without_a_key(node: FakeNeuron, start_gateway: StartGateway) -> None:
+    client = await start_gateway(node, catalogue=CATALOGUE, listen=Listen("0.0.0.0:0"))
+    rebound = {"host": "evil.example"}
+    assert (await client.get("/api/tags", **rebound))[0] == 200
+    assert (await client.post("/api/show", {"model": "big"}, **rebound))[0] == 200
+    status, reply = await client.post("/api/pull", {"model": "org/new"}, **rebound)
+    assert (status, reply["code"]) == (403, "cross_site_request")
+    async with client.session.delete(
+        client.url + "/api/delete", json={"model": "org/big"}, headers=rebound
+    ) as response:
+        assert response.status == 403
+    assert not node.pull_requests
 
 
 async def test_keys_are_needed_unless_the_listing_is_open(node: FakeNeuron, start_gateway: StartGateway) -> None:

@@ -10,22 +10,25 @@ from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.proxy.inference import Inference, ReceivedRequest
 from cortex.gateway.proxy.routes import JSON_HEADERS, Route
+from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.observer import Outcome
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.wire.dialects.openai_responses.kept import KeptResponse
-from cortex.wire.errors import CortexError, ModelInUse, ModelNotAllowed, ModelNotFound, OperatorOnly
+from cortex.wire.errors import CortexError, CrossSiteRequest, ModelInUse, ModelNotAllowed, ModelNotFound, OperatorOnly
 
 log = logging.getLogger(__name__)
 
 
 class OllamaInference:
     """Serves the routes that generate. Whom a model may be taken from is a matter of operators: other keys do not
-    unload it."""
+    unload it, and neither do web pages of others where no key is needed."""
 
-    def __init__(self, inference: Inference, operator: OperatorCommands) -> None:
+    def __init__(self, inference: Inference, operator: OperatorCommands, cross_site: CrossSiteCheck) -> None:
         self._inference = inference
         self._operator = operator
+        self.cross_site = cross_site
+        """Replaced by a reload."""
 
     def begin(self, exchange: Exchange, route: Route) -> None:
         """Take over an exchange of `route`."""
@@ -36,23 +39,32 @@ class OllamaInference:
         if facts.unloads and facts.loads_only:
             self._unload_only(received)
             return
-        may_unload = facts.unloads and (received.key is None or received.key.operator)
-        ended = partial(self._unload_idle, facts.model) if may_unload else None
-        self._inference.serve(received, None if ended is None else _AfterResponse(ended))
+        keeper: _AfterResponse | None = None
+        if facts.unloads:
+            try:
+                self._check_operator(received)
+                keeper = _AfterResponse(partial(self._unload_idle, facts.model))
+            except (OperatorOnly, CrossSiteRequest) as error:
+                log.debug("%s stays loaded after a response: %s", facts.model, error)
+        self._inference.serve(received, keeper)
+
+    def _check_operator(self, received: ReceivedRequest) -> None:
+        """Raises OperatorOnly or CrossSiteRequest where the client may not unload."""
+        if received.key is None:
+            host = received.exchange.request.header(b"host")
+            self.cross_site.check_host(None if host is None else host.decode("latin-1"))
+        elif not received.key.operator:
+            raise OperatorOnly("Only an operator's key unloads models; leave keep_alive out.")
 
     def _unload_only(self, received: ReceivedRequest) -> None:
         name = received.envelope.facts.model
         try:
-            if received.key is not None and not received.key.operator:
-                raise OperatorOnly("Only an operator's key unloads models; leave keep_alive out.")
-            model = self._inference.services.dispatcher.resolve(name).model_id
-            try:
-                self._operator.unload(model)
-            except ModelNotFound:
-                pass  # it is loaded nowhere
+            self._check_operator(received)
+            self._inference.services.dispatcher.resolve(name)  # raises ModelNotFound
         except CortexError as error:
             self._inference.reject(received, error)
             return
+        self._unload_idle(name)
         body = received.route.state_reply(name, unloads=True)
         received.span.end({})
         received.exchange.respond(200, (*JSON_HEADERS, *received.route.id_headers(received.id)), body)
@@ -71,7 +83,7 @@ class OllamaInference:
                 if node not in in_use and not self._operator.is_pinned(ModelOnNode(node, model)):
                     self._operator.unload(model, node)
         except (ModelNotFound, ModelInUse, ModelNotAllowed):
-            log.debug("%s was not unloaded after a response", name)
+            log.debug("%s was not unloaded", name)
 
 
 class _AfterResponse:

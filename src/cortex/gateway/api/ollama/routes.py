@@ -34,6 +34,7 @@ from cortex.wire.errors import (
     shorten,
 )
 from cortex.wire.fields import body as wire_body
+from cortex.wire.model_names import split_quant
 
 PREFIX = "/api/"
 POLL_S = 0.25
@@ -106,8 +107,13 @@ class OllamaRoutes:
         return models.show(listing.described(self._dispatcher.fleet, resolution.spec, self._created, name))
 
     async def _delete(self, name: str) -> Response:
-        """Deletes the files of a model from every node that has them."""
+        """Deletes the files of a model, or the quantisation that `name` has, from every node that has them."""
         resolution = self._dispatcher.resolve(name)
+        if resolution.alias is not None:
+            raise ModelNotFound(
+                f"{shorten(name)} is an alias: delete {resolution.model_id}, if that is what you mean.", param="model"
+            )
+        quant = None if name == resolution.model_id else split_quant(name)[1]
         nodes = [
             node.name
             for node in self._dispatcher.fleet.nodes
@@ -115,8 +121,14 @@ class OllamaRoutes:
         ]
         if not nodes:
             raise ModelNotFound(f"No node has files of {shorten(name)} in its cache.", param="model")
+        absent: list[ModelNotFound] = []
         for node in nodes:
-            await self._files.delete(node, resolution.model_id)
+            try:
+                await self._files.delete(node, resolution.model_id, quant)
+            except ModelNotFound as error:  # it has another quantisation
+                absent.append(error)
+        if len(absent) == len(nodes):
+            raise absent[0]
         return Response(200, (), b"")
 
     def _pull(self, exchange: Exchange, by: str) -> None:

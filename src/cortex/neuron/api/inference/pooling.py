@@ -55,7 +55,8 @@ class PoolingRoutes:
                 request = await shared.parser.parse_pooling(path, http.body, bodies.client_of(http))
                 served = shared.backend.served(request.model)  # raises ModelNotFound
                 watch.model = request.model
-                check_task(shared.backend, request.model, served, request.task)
+                is_of_gateway = bool(bodies.principal_of(http))
+                check_task(shared.backend, request.model, served, request.task, is_of_gateway=is_of_gateway)
                 try:
                     return await self._respond(call, request, watch)
                 except asyncio.CancelledError:
@@ -101,7 +102,7 @@ class PoolingRoutes:
         shared = self.inference
         watch.phase = lambda: "load"
         served = await shared.drain_gate.wait_for(ready(shared.backend, request.model))
-        check_task(shared.backend, request.model, served, request.task)
+        check_task(shared.backend, request.model, served, request.task, is_of_gateway=bool(principal))
         pooling, context_tokens = served.pooling, served.context_tokens
         if pooling is None or context_tokens is None:
             raise LoadFailed(f"{request.model} is being loaded again; try again")

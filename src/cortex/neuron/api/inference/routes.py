@@ -71,9 +71,10 @@ class Inference:
                 packed = await self.parser.parse(name, http.body, bodies.client_of(http), strip_billing=strip_billing)
                 served = self.backend.served(packed.head.model)  # raises ModelNotFound
                 watch.model = packed.head.model
-                check_task(self.backend, packed.head.model, served, "chat")
+                is_of_gateway = bool(bodies.principal_of(http))
+                check_task(self.backend, packed.head.model, served, "chat", is_of_gateway=is_of_gateway)
                 try:
-                    with self.departures.request(packed.head, is_of_gateway=bool(bodies.principal_of(http))):
+                    with self.departures.request(packed.head, is_of_gateway=is_of_gateway):
                         return await self._respond(call, name, packed, watch)
                 except asyncio.CancelledError:
                     if attempt_id := http.text(_ATTEMPT_ID):

@@ -81,7 +81,7 @@ class Session:
                 ]
             )
             return
-        check_task(self._backend, request.model, served, "chat")
+        check_task(self._backend, request.model, served, "chat", is_of_gateway=bool(self._principal))
         self.phase = "render"
         text = await self._drain_gate.wait_for(self._backend.texts.text(request.model))
         preparing = self._backend.texts.prepare(self._packed, principal=self._principal)

@@ -15,17 +15,20 @@ _OUTPUTS: dict[Task, str] = {"chat": "generates no text", "embed": "makes no emb
 _CAPABILITIES: dict[Task, str] = {"chat": "chat", "embed": "embeddings", "score": "rerank"}
 
 
-def check_task(backend: Backend, model_id: str, served: ServedModel, task: Task) -> None:
-    """Raises UnsupportedModality. A model that is not known yet passes: it is checked again once it is loaded."""
+def check_task(backend: Backend, model_id: str, served: ServedModel, task: Task, *, is_of_gateway: bool) -> None:
+    """Raises UnsupportedModality; it names no other models to a gateway, whose client may not know them.
+
+    A model that is not known yet passes: it is checked again once it is loaded."""
     is_known = served.pooling is not None or served.context_tokens is not None
     actual: Task = served.pooling.task if served.pooling is not None else "chat"
     if actual == task or not is_known:
         return
+    problem = f"{model_id} is {_KINDS[actual]} and {_OUTPUTS[task]}"
+    if is_of_gateway:
+        raise UnsupportedModality(f"{problem}; GET /v1/models lists what each model can.")
     others = [status.id for status in backend.models() if _can(status.capabilities, task)]
     advice = f"use {others[0]}" if others else f"no model of this node can: load {_KINDS[task]}"
-    raise UnsupportedModality(
-        f"{model_id} is {_KINDS[actual]} and {_OUTPUTS[task]}; {advice}.", details={"models": others[:8]}
-    )
+    raise UnsupportedModality(f"{problem}; {advice}.", details={"models": others[:8]})
 
 
 def _can(capabilities: Capabilities, task: Task) -> bool:

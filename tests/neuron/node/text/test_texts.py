@@ -69,7 +69,7 @@ class Source:
 
     async def encode_texts(self, texts: TextsToEncode, rules: PromptRules, *, is_long: bool) -> PackedTexts:
         """One token for each character."""
-        self.calls.append(f"encode {len(texts.texts)}")
+        self.calls.append(f"encode {len(texts.texts)} {'long' if is_long else 'short'}")
         ids = b"".join(packed([ord(character) for character in text]) for text in texts.texts)
         return PackedTexts(ids, tuple(map(len, texts.texts)), ())
 
@@ -221,3 +221,9 @@ async def test_text_work_over_the_deadline_is_rejected_and_ended(opened: list[So
     with pytest.raises(PreparationLimitExceeded, match=r"0\.01 s .text\.timeout_s"):
         await texts.prepare(SHORT, principal="p")
     assert opened[0].calls == ["read", "short", "short cancelled"]
+
+
+async def test_queries_count_for_the_length_of_pairs(texts: Texts, opened: list[Source]) -> None:
+    for query in ("q", "q" * (1 << 20)):
+        await texts.encode_texts("m", TextsToEncode(("d",), (query,)), principal="a")
+    assert opened[0].calls[-2:] == ["encode 1 short", "encode 1 long"]

@@ -16,6 +16,8 @@ from cortex.wire.prompt_overflow import text_too_long
 
 MAX_TOKENS: Final = 1 << 22
 """Of all texts of a request together."""
+MAX_CHARACTERS: Final = 8 * MAX_TOKENS
+"""Of all pairs of a request together, each with its query: a query that all documents share counts once for each."""
 MAX_ELEMENTS: Final = 1 << 23
 """Of all vectors of a response together: as numbers they take about 160 MB."""
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
@@ -34,6 +36,8 @@ def texts_to_encode(request: PoolingRequest, pooling: PoolingConfig, context_tok
         max_tokens = context_tokens if max_tokens < 0 else min(max_tokens, context_tokens)
     if request.tokens:
         return None
+    if request.task == "score":
+        _check_pairs(request, pooling)
     texts, queries = request.texts, request.queries
     if pooling.lowercase:
         texts, queries = tuple(map(str.lower, texts)), tuple(map(str.lower, queries))
@@ -46,6 +50,20 @@ def texts_to_encode(request: PoolingRequest, pooling: PoolingConfig, context_tok
     instruction = request.instruction or INSTRUCTION
     pairs = zip(queries, texts, strict=True)
     return TextsToEncode(tuple(_filled(pooling.template, instruction, *pair) for pair in pairs), (), max_tokens)
+
+
+def _check_pairs(request: PoolingRequest, pooling: PoolingConfig) -> None:
+    """Raises InvalidValue for more text than one request should have, before any pair is built."""
+    num_pairs = len(request.texts)
+    around = 0 if pooling.template is None else len(pooling.template) + len(request.instruction or INSTRUCTION)
+    in_queries = sum(map(len, request.queries)) * (num_pairs if len(request.queries) == 1 else 1)
+    total = sum(map(len, request.texts)) + in_queries + around * num_pairs
+    if total > MAX_CHARACTERS:
+        raise InvalidValue(
+            f"{num_pairs} documents, each with its query, have {total} characters; one request may have "
+            f"{MAX_CHARACTERS}. Send a shorter query, or the documents in several requests.",
+            param="text_1" if request.shape == "score" else "query",
+        )
 
 
 def _filled(template: str, instruction: str, query: str, document: str) -> str:

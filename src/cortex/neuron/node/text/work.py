@@ -144,7 +144,7 @@ class TextWork:
     async def encode_texts(self, texts: TextsToEncode, principal: str) -> PooledTexts:
         """The tokens of texts that are pooled. Many texts are divided among the worker processes."""
         parts = _divided(texts, self._limits.num_workers)
-        is_long = sum(map(len, texts.texts)) > _LONG_BYTES
+        is_long = sum(map(len, (*texts.texts, *texts.queries))) > _LONG_BYTES
 
         async def encode(part: TextsToEncode) -> PackedTexts:
             async with self._slot(principal, is_long=is_long):

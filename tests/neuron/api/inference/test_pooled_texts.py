@@ -57,6 +57,8 @@ def test_template_is_filled_without_reading_the_texts_as_one() -> None:
     encode = texts_to_encode(request, TEMPLATE, 16)
     assert encode is not None
     assert encode.texts == (f"<{INSTRUCTION}|{{document}}|{{query}}>", f"<{INSTRUCTION}|{{document}}|d>")
+    spans = [[text[slice(*span)] for span in each] for text, each in zip(encode.texts, encode.literal, strict=True)]
+    assert spans == [[INSTRUCTION, "{document}", "{query}"], [INSTRUCTION, "{document}", "d"]]
 
 
 @pytest.mark.parametrize("pooling", [TEMPLATE, PAIRS])

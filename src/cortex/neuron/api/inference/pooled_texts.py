@@ -49,7 +49,8 @@ def texts_to_encode(request: PoolingRequest, pooling: PoolingConfig, context_tok
         return TextsToEncode(texts, queries, max_tokens, request.truncates_left)
     instruction = request.instruction or INSTRUCTION
     pairs = zip(queries, texts, strict=True)
-    return TextsToEncode(tuple(_filled(pooling.template, instruction, *pair) for pair in pairs), (), max_tokens)
+    filled, literal = zip(*(_filled(pooling.template, instruction, *pair) for pair in pairs), strict=True)
+    return TextsToEncode(filled, (), max_tokens, literal=literal)
 
 
 def _check_pairs(request: PoolingRequest, pooling: PoolingConfig) -> None:
@@ -66,14 +67,17 @@ def _check_pairs(request: PoolingRequest, pooling: PoolingConfig) -> None:
         )
 
 
-def _filled(template: str, instruction: str, query: str, document: str) -> str:
-    """Not by `str.format`: the texts may have braces, and one text must not become a part of another."""
+def _filled(template: str, instruction: str, query: str, document: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """The template with the texts, and where they are in it: they must not end the template's turns. Not by
+    `str.format`: the texts may have braces, and one text must not become a part of another."""
     parts = {"{instruction}": instruction, "{query}": query, "{document}": document}
-    written, rest = [], template
+    written, rest, spans = "", template, []
     for name, text in parts.items():
         before, _, rest = rest.partition(name)
-        written += [before, text]
-    return "".join((*written, rest))
+        written += before
+        spans.append((len(written), len(written) + len(text)))
+        written += text
+    return written + rest, tuple(spans)
 
 
 def _prompt(request: PoolingRequest, pooling: PoolingConfig) -> str:

@@ -223,6 +223,11 @@ def _divided(texts: TextsToEncode, num_parts: int) -> list[TextsToEncode]:
     if bounds[-1] < len(texts.texts):
         bounds.append(len(texts.texts))
     return [
-        replace(texts, texts=texts.texts[first:end], queries=texts.queries[first:end])
+        replace(
+            texts,
+            texts=texts.texts[first:end],
+            queries=texts.queries[first:end],
+            literal=texts.literal[first:end],
+        )
         for first, end in pairwise(bounds)
     ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.prompt import PromptRules, Rendered
 from cortex.neuron.text.truncation import render_within
+from cortex.wire.errors import InvalidValue
 from cortex.wire.requests import GenerateRequest
 
 
@@ -36,9 +37,18 @@ def prepare(text: TextModel, request: GenerateRequest, rules: PromptRules) -> Pr
     grammar = text.grammar(request, rules)
     has_budget = text.reasoning_budget(request) is not None and text.may_reason(request)
     response_grammar = text.response_grammar(request, rules) if has_budget else None
-    # No response is longer than the context.
-    prediction = tuple(text.encode(request.prediction or "")[: rules.context_tokens])
-    return Prepared(prompts, grammar, response_grammar, prediction)
+    return Prepared(prompts, grammar, response_grammar, _prediction(text, request.prediction or "", rules))
+
+
+def _prediction(text: TextModel, prediction: str, rules: PromptRules) -> tuple[int, ...]:
+    # Not the error of a long prompt: clients would shorten the conversation in vain.
+    if rules.max_characters is not None and len(prediction) > rules.max_characters:
+        raise InvalidValue(
+            f"Invalid value for 'prediction': it has {len(prediction)} characters, at most {rules.max_characters} are "
+            "allowed on this node (text.max_prompt_mb in neuron.toml). Send a shorter one, or none.",
+            param="prediction",
+        )
+    return tuple(text.encode(prediction)[: rules.context_tokens])  # no response is longer than the context
 
 
 def _capped(rules: PromptRules, most: int | None) -> PromptRules:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
-from cortex.neuron.api.inference.pooled_texts import INSTRUCTION, check_lengths, engine_texts, texts_to_encode
+from cortex.neuron.api.inference.pooled_texts import (
+    INSTRUCTION,
+    MAX_CHARACTERS,
+    check_lengths,
+    engine_texts,
+    texts_to_encode,
+)
 from cortex.neuron.engine.request import PooledTexts
 from cortex.neuron.models.pooling.config import NormalizeStep, PoolingConfig
 from cortex.wire.errors import ContextLengthExceeded, InvalidValue
@@ -13,6 +22,7 @@ from cortex.wire.pooling.request import PoolingRequest
 PROMPTS = {"query": "q: ", "passage": "p: ", "fact": "f: "}
 STEPS = (NormalizeStep(),)
 EMBEDDER = PoolingConfig("embed", ("mean",), STEPS, prompts=PROMPTS, default_prompt="fact", dimensions=(4,))
+PAIRS = PoolingConfig("score", ("cls",))
 TEMPLATE = PoolingConfig("score", ("last",), template="<{instruction}|{query}|{document}>")
 
 
@@ -47,6 +57,20 @@ def test_template_is_filled_without_reading_the_texts_as_one() -> None:
     encode = texts_to_encode(request, TEMPLATE, 16)
     assert encode is not None
     assert encode.texts == (f"<{INSTRUCTION}|{{document}}|{{query}}>", f"<{INSTRUCTION}|{{document}}|d>")
+    spans = [[text[slice(*span)] for span in each] for text, each in zip(encode.texts, encode.literal, strict=True)]
+    assert spans == [[INSTRUCTION, "{document}", "{query}"], [INSTRUCTION, "{document}", "d"]]
+
+
+@pytest.mark.parametrize("pooling", [TEMPLATE, PAIRS])
+@pytest.mark.parametrize(("changes", "param"), [({"shape": "rerank"}, "query"), ({"shape": "score"}, "text_1")])
+def test_shared_query_counts_once_for_each_document(
+    pooling: PoolingConfig, changes: dict[str, Any], param: str
+) -> None:
+    fits = PoolingRequest("m", texts=("d",) * 64, queries=("q" * (MAX_CHARACTERS // 4096),), **changes)
+    assert texts_to_encode(fits, pooling, 16) is not None
+    with pytest.raises(InvalidValue, match="4096 documents") as raised:
+        texts_to_encode(msgspec.structs.replace(fits, texts=("d",) * 4096), pooling, 16)
+    assert raised.value.param == param
 
 
 def test_tokens_of_the_client_are_not_tokenised_again() -> None:

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
+import pytest
+
+from cortex.neuron.engine.speculation import suffix_match
 from cortex.neuron.engine.speculation.drafter import Drafter
 
 
@@ -41,6 +45,26 @@ def test_only_new_tokens_of_the_prediction_are_counted() -> None:
     text += [9, 8]
     assert drafter.follow_prediction() == 1
     assert drafter.follow_prediction() == 0
+
+
+def test_prediction_is_indexed_when_it_is_followed_and_only_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    indexed: list[int] = []
+
+    class Counted(suffix_match.NGrams):
+        def __init__(self, order: int, corpus: Sequence[int]) -> None:
+            indexed.append(len(corpus))
+            super().__init__(order, corpus)
+
+    monkeypatch.setattr(suffix_match, "NGrams", Counted)
+    text, other = [1], [1]
+    on, off = Drafter(text, (5, 6, 7, 8)), Drafter(other, (5, 6, 7, 8), is_on=False)
+    assert indexed == []
+    other += [5, 6, 9, 8]
+    assert off.follow_prediction() == 3
+    assert indexed == []
+    text += [5, 6]
+    assert on.follow_prediction() == 2
+    assert set(indexed) == {4}
 
 
 def test_many_unfollowed_tokens_are_caught_up_with() -> None:

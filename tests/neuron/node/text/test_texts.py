@@ -28,6 +28,7 @@ class Source:
         self.path = path
         self.idle_s = 0.0
         self.calls: list[str] = []
+        self.literal: list[tuple[tuple[int, int], ...]] = []
         self.rules: list[PromptRules] = []
         self.error: Exception | None = None
         self.has_read = asyncio.Event()
@@ -69,7 +70,8 @@ class Source:
 
     async def encode_texts(self, texts: TextsToEncode, rules: PromptRules, *, is_long: bool) -> PackedTexts:
         """One token for each character."""
-        self.calls.append(f"encode {len(texts.texts)}")
+        self.calls.append(f"encode {len(texts.texts)} {'long' if is_long else 'short'}")
+        self.literal += texts.literal
         ids = b"".join(packed([ord(character) for character in text]) for text in texts.texts)
         return PackedTexts(ids, tuple(map(len, texts.texts)), ())
 
@@ -221,3 +223,17 @@ async def test_text_work_over_the_deadline_is_rejected_and_ended(opened: list[So
     with pytest.raises(PreparationLimitExceeded, match=r"0\.01 s .text\.timeout_s"):
         await texts.prepare(SHORT, principal="p")
     assert opened[0].calls == ["read", "short", "short cancelled"]
+
+
+async def test_queries_count_for_the_length_of_pairs(texts: Texts, opened: list[Source]) -> None:
+    for query in ("q", "q" * (1 << 20)):
+        await texts.encode_texts("m", TextsToEncode(("d",), (query,)), principal="a")
+    assert opened[0].calls[-2:] == ["encode 1 short", "encode 1 long"]
+
+
+async def test_divided_texts_keep_their_literal_parts(opened: list[Source]) -> None:
+    texts = make_texts(opened, {}, TextLimits(workers=3, timeout_s=30.0))
+    literal = tuple(((0, end),) for end in (1, 2, 3))
+    await texts.encode_texts("m", TextsToEncode(("d" * (1 << 15),) * 3, literal=literal), principal="a")
+    assert sorted(opened[0].literal) == list(literal)
+    assert opened[0].calls.count("encode 1 short") == 3

@@ -16,6 +16,8 @@ from cortex.wire.prompt_overflow import text_too_long
 
 MAX_TOKENS: Final = 1 << 22
 """Of all texts of a request together."""
+MAX_CHARACTERS: Final = 8 * MAX_TOKENS
+"""Of all pairs of a request together, each with its query: a query that all documents share counts once for each."""
 MAX_ELEMENTS: Final = 1 << 23
 """Of all vectors of a response together: as numbers they take about 160 MB."""
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
@@ -34,6 +36,8 @@ def texts_to_encode(request: PoolingRequest, pooling: PoolingConfig, context_tok
         max_tokens = context_tokens if max_tokens < 0 else min(max_tokens, context_tokens)
     if request.tokens:
         return None
+    if request.task == "score":
+        _check_pairs(request, pooling)
     texts, queries = request.texts, request.queries
     if pooling.lowercase:
         texts, queries = tuple(map(str.lower, texts)), tuple(map(str.lower, queries))
@@ -45,17 +49,35 @@ def texts_to_encode(request: PoolingRequest, pooling: PoolingConfig, context_tok
         return TextsToEncode(texts, queries, max_tokens, request.truncates_left)
     instruction = request.instruction or INSTRUCTION
     pairs = zip(queries, texts, strict=True)
-    return TextsToEncode(tuple(_filled(pooling.template, instruction, *pair) for pair in pairs), (), max_tokens)
+    filled, literal = zip(*(_filled(pooling.template, instruction, *pair) for pair in pairs), strict=True)
+    return TextsToEncode(filled, (), max_tokens, literal=literal)
 
 
-def _filled(template: str, instruction: str, query: str, document: str) -> str:
-    """Not by `str.format`: the texts may have braces, and one text must not become a part of another."""
+def _check_pairs(request: PoolingRequest, pooling: PoolingConfig) -> None:
+    """Raises InvalidValue for more text than one request should have, before any pair is built."""
+    num_pairs = len(request.texts)
+    around = 0 if pooling.template is None else len(pooling.template) + len(request.instruction or INSTRUCTION)
+    in_queries = sum(map(len, request.queries)) * (num_pairs if len(request.queries) == 1 else 1)
+    total = sum(map(len, request.texts)) + in_queries + around * num_pairs
+    if total > MAX_CHARACTERS:
+        raise InvalidValue(
+            f"{num_pairs} documents, each with its query, have {total} characters; one request may have "
+            f"{MAX_CHARACTERS}. Send a shorter query, or the documents in several requests.",
+            param="text_1" if request.shape == "score" else "query",
+        )
+
+
+def _filled(template: str, instruction: str, query: str, document: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """The template with the texts, and where they are in it: they must not end the template's turns. Not by
+    `str.format`: the texts may have braces, and one text must not become a part of another."""
     parts = {"{instruction}": instruction, "{query}": query, "{document}": document}
-    written, rest = [], template
+    written, rest, spans = "", template, []
     for name, text in parts.items():
         before, _, rest = rest.partition(name)
-        written += [before, text]
-    return "".join((*written, rest))
+        written += before
+        spans.append((len(written), len(written) + len(text)))
+        written += text
+    return written + rest, tuple(spans)
 
 
 def _prompt(request: PoolingRequest, pooling: PoolingConfig) -> str:

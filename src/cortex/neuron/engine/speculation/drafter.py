@@ -45,12 +45,13 @@ class Drafter:
     """Belongs to the engine thread. `text` is the sequence's tokens: it grows, and is only read."""
 
     def __init__(self, text: list[int], prediction: tuple[int, ...] = (), *, is_on: bool = True) -> None:
-        """`is_on`: whether it is asked for drafts; if not, it only says how much of the prediction appeared."""
+        """`is_on`: whether it is asked for drafts; if not, it only says how much of the prediction appeared at its
+        place."""
         self.is_on = is_on
         self._text = text
         self._lookup: SuffixMatch | None = None
         """Made when it is first needed: the index of a long prompt takes some milliseconds."""
-        self._prediction = SuffixMatch(list(prediction), text, is_prediction=True) if prediction else None
+        self._prediction = SuffixMatch(prediction, text, is_prediction=True, searches=is_on) if prediction else None
         self._odds = {kind: list(odds) for kind, odds in _FIRST_ODDS.items()}
 
     def draft(self, count: int) -> Draft:

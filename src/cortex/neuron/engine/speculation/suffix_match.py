@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,7 @@ _FACTOR: Final = 0x9E3779B97F4A7C15
 _WORD: Final = (1 << 64) - 1
 
 
-class _NGrams:
+class NGrams:
     """Where each sequence of `order` tokens ends in a corpus: the index after its last token. Different sequences may
     share a key, so the caller compares."""
 
@@ -70,9 +71,12 @@ class _NGrams:
 class SuffixMatch:
     """The place of a growing text in a corpus. Belongs to the engine thread."""
 
-    def __init__(self, corpus: list[int], text: list[int], *, is_prediction: bool = False) -> None:
-        """Both lists are kept and only read; `text` grows. They may be the same. `is_prediction`: the rest of the text
-        is expected to be the corpus, with changes."""
+    def __init__(
+        self, corpus: Sequence[int], text: list[int], *, is_prediction: bool = False, searches: bool = True
+    ) -> None:
+        """Both are kept and only read; `text` grows. They may be the same. `is_prediction`: the rest of the text is
+        expected to be the corpus, with changes. `searches`: false: a text that leaves the corpus, but for replaced
+        tokens of a prediction, is not found in it again, and nothing is indexed."""
         self._corpus = corpus
         self._text = text
         self._seen = len(text)
@@ -85,10 +89,16 @@ class SuffixMatch:
         """Where the text left a prediction, and is expected to return to it."""
         self.num_followed = 0
         """Tokens of the text that were the expected ones."""
-        self._grams = [_NGrams(order, corpus if is_prediction else corpus[:-1]) for order in _ORDERS]
+        self._orders = _ORDERS if searches else ()
         if not is_prediction:
             self._search()
             self._add()
+
+    @cached_property
+    def _grams(self) -> list[NGrams]:
+        """Made at the first search: the index of a long prediction takes some milliseconds."""
+        corpus = self._corpus if self._is_prediction else self._corpus[:-1]
+        return [NGrams(order, corpus) for order in self._orders]
 
     @property
     def num_pending(self) -> int:
@@ -130,7 +140,7 @@ class SuffixMatch:
         """Up to `count` tokens that are expected next. A text that repeats itself is expected to go on doing so."""
         if self.place is None:
             return ()
-        tokens = self._corpus[self.place : self.place + count]
+        tokens = list(self._corpus[self.place : self.place + count])
         period = len(tokens)
         while not self._is_prediction and len(tokens) < count:
             tokens.append(tokens[-period])

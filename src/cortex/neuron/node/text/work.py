@@ -144,7 +144,7 @@ class TextWork:
     async def encode_texts(self, texts: TextsToEncode, principal: str) -> PooledTexts:
         """The tokens of texts that are pooled. Many texts are divided among the worker processes."""
         parts = _divided(texts, self._limits.num_workers)
-        is_long = sum(map(len, texts.texts)) > _LONG_BYTES
+        is_long = sum(map(len, (*texts.texts, *texts.queries))) > _LONG_BYTES
 
         async def encode(part: TextsToEncode) -> PackedTexts:
             async with self._slot(principal, is_long=is_long):
@@ -223,6 +223,11 @@ def _divided(texts: TextsToEncode, num_parts: int) -> list[TextsToEncode]:
     if bounds[-1] < len(texts.texts):
         bounds.append(len(texts.texts))
     return [
-        replace(texts, texts=texts.texts[first:end], queries=texts.queries[first:end])
+        replace(
+            texts,
+            texts=texts.texts[first:end],
+            queries=texts.queries[first:end],
+            literal=texts.literal[first:end],
+        )
         for first, end in pairwise(bounds)
     ]

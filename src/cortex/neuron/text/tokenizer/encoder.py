@@ -32,6 +32,9 @@ class TextsToEncode:
     max_tokens: int | None = None
     """Longer texts are cut off; of a pair, the longer part. None: nothing is cut off."""
     from_left: bool = False
+    literal: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """For each text, its parts in which no control token begins: their first characters and their ends. Empty: texts
+    and pairs are read with their control tokens."""
 
 
 @dataclass(frozen=True, slots=True)

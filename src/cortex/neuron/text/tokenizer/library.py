@@ -7,9 +7,11 @@ process. Imports on a bare GPU host: the engine's grammar masks need the library
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,7 +94,12 @@ class LibraryTokenizer:
 
     def encode_texts(self, texts: TextsToEncode) -> EncodedTexts:
         """The tokens of documents, or of pairs of a query and a document, as the model was trained with them."""
-        inputs: list[str] | list[tuple[str, str]] = list(texts.texts)
+        in_pieces: dict[int, Encoding] = {}  # only what needs it: a batch is faster
+        for index, (text, spans) in enumerate(zip(texts.texts, texts.literal, strict=True) if texts.literal else ()):
+            if literal_at := self._literal_at(text, spans):
+                in_pieces[index] = self._encode_literal(text, literal_at)
+        inputs: list[str] | list[tuple[str, str]]
+        inputs = ["" if index in in_pieces else text for index, text in enumerate(texts.texts)]
         if texts.queries:
             inputs = list(zip(texts.queries, texts.texts, strict=True))
         if texts.max_tokens is not None:
@@ -101,10 +108,36 @@ class LibraryTokenizer:
             self.backend.enable_truncation(max(texts.max_tokens, least), direction=direction)
         try:
             found = self.backend.encode_batch(inputs, add_special_tokens=True)
+            for index, encoding in in_pieces.items():
+                found[index] = self.backend.post_process(encoding, add_special_tokens=True)
         finally:
             self.backend.no_truncation()
         segments = [each.type_ids.index(1) if 1 in each.type_ids else 0 for each in found] if texts.queries else []
         return EncodedTexts([each.ids for each in found], segments)
+
+    def _literal_at(self, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
+        """The characters in `spans` at which control tokens begin; one may end after its span."""
+        pattern, longest = self._controls
+        return [
+            found.start()
+            for start, end in spans
+            for found in pattern.finditer(text, start, end + longest - 1)
+            if found.start() < end
+        ]
+
+    @cached_property
+    def _controls(self) -> tuple[re.Pattern[str], int]:
+        """Finds where control tokens begin, and the length of the longest. With a look-ahead, because one may begin
+        inside another."""
+        texts = sorted(self.vocabulary.control_texts)
+        # Without control tokens, nothing is found.
+        return re.compile(f"(?={'|'.join(map(re.escape, texts)) or '(?!)'})"), max(map(len, texts), default=1)
+
+    def _encode_literal(self, text: str, literal_at: Sequence[int]) -> Encoding:
+        """In pieces that break the control tokens at these characters."""
+        bounds = (0, *(at + 1 for at in literal_at), len(text))
+        pieces = [text[start:end] for start, end in pairwise(bounds)]
+        return Encoding.merge(self.backend.encode_batch(pieces, add_special_tokens=False))
 
     def encoding(self, text: str) -> Encoding:
         """Like `encode`, with each token's position in `text`."""

@@ -51,6 +51,8 @@ def request_body(body: bytes, model: str | None = None) -> bytes:
     }
     if (dimensions := fields.integer("dimensions", low=1, high=LARGEST_COUNT)) is not None:
         sent["dimensions"] = dimensions
+    if fields.flag("truncate"):
+        sent["truncate_prompt_tokens"] = -1  # as many as the model takes
     return msgspec.json.encode(sent)
 
 

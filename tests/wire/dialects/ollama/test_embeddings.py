@@ -1,0 +1,23 @@
+"""Ollama's embeddings in terms of those of OpenAI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from cortex.wire.dialects.ollama import embeddings
+from cortex.wire.errors import InvalidValue
+from cortex.wire.pooling.parse import parse_embeddings
+
+
+@pytest.mark.parametrize(("fields", "truncate_to"), [({"truncate": True}, -1), ({"truncate": False}, None), ({}, None)])
+def test_texts_are_truncated_only_if_the_client_says_so(fields: dict[str, Any], truncate_to: int | None) -> None:
+    body = msgspec.json.encode({"model": "e", "input": ["a"], **fields})
+    assert parse_embeddings(embeddings.request_body(body)).truncate_to == truncate_to
+
+
+def test_truncate_is_a_flag() -> None:
+    with pytest.raises(InvalidValue, match="truncate"):
+        embeddings.request_body(b'{"model": "e", "input": "a", "truncate": 8}')

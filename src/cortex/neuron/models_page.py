@@ -59,7 +59,8 @@ LIBRARY = """\
 
 With `pip install '{extra}'` in a checkout, a node also runs models that no native family has, if the
 installed `transformers` library has a causal language model of their `model_type` which accepts other attention
-implementations. The library's modules compute; weights, KV pages, batches, prefix cache, sleep and quantised linear layers are those of the native families.
+implementations. The library's modules compute; weights, KV pages, batches, prefix cache, sleep and quantised linear
+layers are those of the native families.
 
 - From safetensors. Code in a model's repository is never run.
 - `tensor_parallel` divides the linear layers that the library has a plan for; experts and embeddings are whole on

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..gateway.started_gateway import StartGateway
 
 
-TRIES = 3
+TRIES = 8
 """A busy machine may pause the loop; what occupies it does so every time."""
 MAX_UNITS = 12
 """How long a callback may take, in units of `unit_s`, which are about two milliseconds on a slow core."""
@@ -115,7 +115,6 @@ async def test_no_body_occupies_the_loop_of_a_gateway(
         client = await start_gateway(node, catalogue=Catalogue(aliases=aliases))
     port = int(client.url.rpartition(":")[2])
     await asyncio.to_thread(post, port, "/v1/chat/completions", b"{" + b" " * (2 << 20))  # starts the processes
-    allowed_s = MAX_UNITS * unit_s()
     too_long = {}
     # The largest bodies that are parsed on the loop, the largest that are relayed without, and larger ones.
     for num_bytes in (LARGE_BYTES - 1, LARGE_RELAYED_BYTES - 1, scaled(2, 16) << 20):
@@ -124,10 +123,11 @@ async def test_no_body_occupies_the_loop_of_a_gateway(
                 with watched(monkeypatch) as watch:
                     status = await asyncio.to_thread(post, port, path, body)
                 assert status in (200, 400, 413), (name, num_bytes, status)
-                if watch.worst_s <= allowed_s:
+                took = watch.worst_s / unit_s()  # as fast as the machine is now
+                if took <= MAX_UNITS:
                     break
             else:
-                too_long[name, num_bytes] = (round(watch.worst_s / unit_s(), 1), watch.what)
+                too_long[name, num_bytes] = (round(took, 1), watch.what)
     assert not too_long
 
 
@@ -153,7 +153,6 @@ async def test_no_request_with_state_occupies_the_loop_of_a_gateway_or_its_threa
     node.respond = stored_response
     client = await start_gateway(node)
     port = int(client.url.rpartition(":")[2])
-    allowed_s = MAX_UNITS * unit_s()
     too_long = {}
     with ThreadPoolExecutor(1, "client") as clients:
 
@@ -183,9 +182,9 @@ async def test_no_request_with_state_occupies_the_loop_of_a_gateway_or_its_threa
             for _ in range(TRIES):
                 with watched(monkeypatch) as watch:
                     await sent(to, **fields)
-                if max(watch.worst_s, watch.threads_s) <= allowed_s:
+                took = max(watch.worst_s, watch.threads_s) / unit_s()  # as fast as the machine is now
+                if took <= MAX_UNITS:
                     break
             else:
-                took = (round(watch.worst_s / unit_s(), 1), round(watch.threads_s / unit_s(), 1))
-                too_long[name] = (*took, watch.what)
+                too_long[name] = (round(took, 1), watch.what)
     assert not too_long

@@ -85,7 +85,7 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 class _ErrorEnvelope(msgspec.Struct, frozen=True):
     error: _ErrorBody | str
-    """Text in Ollama's dialect, whose code is beside it."""
+    """A string in the dialect of Ollama, which has the code in `code`."""
     code: str | int | None = None
 
 

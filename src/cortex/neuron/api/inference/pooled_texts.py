@@ -15,11 +15,11 @@ from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.prompt_overflow import text_too_long
 
 MAX_TOKENS: Final = 1 << 22
-"""Of all texts of a request together."""
+"""The limit for all texts of a request together."""
 MAX_CHARACTERS: Final = 8 * MAX_TOKENS
-"""Of all pairs of a request together, each with its query: a query that all documents share counts once for each."""
+"""The limit for all pairs of a request together. A query that all documents share counts once for each of them."""
 MAX_ELEMENTS: Final = 1 << 23
-"""Of all vectors of a response together: as numbers they take about 160 MB."""
+"""The limit for all vectors of a response together: as JSON they take about 160 MB."""
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 """What rerankers with instructions look for, unless a request says otherwise."""
 _PROMPTS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -39,6 +39,7 @@ from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.model import TransformersModel
 from cortex.neuron.models.transformers.network import Network
+from cortex.neuron.weights.adapter import ADAPTER_KEY, with_adapter
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
@@ -101,7 +102,12 @@ def load_model(
 
     def fill(parameters: Parameters) -> None:
         placements = [
-            Placement(binding.source, binding.destination, transform=binding.transform, shape=binding.shape)
+            Placement(
+                binding.source,
+                binding.destination,
+                transform=with_adapter(checkpoint, binding.source, binding.transform),
+                shape=binding.shape,
+            )
             for binding in parameters.bindings_from(checkpoint.tensors)
         ]
         packed = [
@@ -119,6 +125,8 @@ def load_model(
 
     try:
         whole.check_layer_count(checkpoint.tensors)
+        if spec.quant is not None and ADAPTER_KEY in checkpoint.config:
+            raise LoadError("a model with an adapter cannot be quantised at load; load its repository for one task")
         return build_model(
             checkpoint.config,
             spec,

@@ -80,6 +80,9 @@ class PooledTexts:
     """The first elements of each vector, as many as this; None: all."""
     normalize: bool = False
     """At length one, after vectors are cut."""
+    num_queries: int = 0
+    """The first texts are queries: one for each of the others, or one for all. The result is then no vectors but the
+    cosine of each other text with its query."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,16 +46,22 @@ class _Request:
         return ids[self.offsets[index] : self.offsets[index + 1]]
 
     def result(self) -> NDArray[np.float32]:
-        """The vectors as the request wants them."""
-        vectors = self.vectors[:, : self.texts.dimensions]
-        if not self.texts.normalize:
+        """The vectors as the request wants them, or the cosines."""
+        vectors, num_queries = self.vectors[:, : self.texts.dimensions], self.texts.num_queries
+        if not self.texts.normalize and not num_queries:
             return vectors
         lengths = np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
         normal: NDArray[np.float32] = (vectors / lengths).astype("<f4")
-        return normal
+        return normal if not num_queries else np.einsum("ij,ij->i", *_pairs(normal, num_queries)).astype("<f4")
 
     def first_segment(self, index: int) -> int:
         return self.texts.first_segments[index] if self.texts.first_segments else 0
+
+
+def _pairs(vectors: NDArray[np.float32], num_queries: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The queries, each as often as it is needed, and the texts they belong to."""
+    queries, texts = np.split(vectors, [num_queries])
+    return np.broadcast_to(queries, texts.shape), texts
 
 
 @dataclass(frozen=True, slots=True)

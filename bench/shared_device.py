@@ -16,6 +16,7 @@ import json
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from urllib.parse import urlsplit
@@ -90,7 +91,7 @@ def gaps_ms(neuron: Neuron, num_tokens: int) -> list[float]:
         if line.startswith(b"data: {"):
             times_s.append(time.perf_counter())
     connection.close()
-    gaps = [(after - before) * 1e3 for before, after in zip(times_s, times_s[1:], strict=False)]
+    gaps = [(after - before) * 1e3 for before, after in pairwise(times_s)]
     assert len(gaps) > num_tokens // 2, f"the stream had {len(times_s)} events"
     return gaps
 

@@ -34,6 +34,7 @@ TINY: dict[str, Any] = {
 }
 POOLING: dict[str, Any] = {"task": "embed", "modes": ["cls"], "steps": [("normalize", {})]}
 """What the files that `write_encoder` writes say, for an engine without files."""
+MODULES = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SPACE = "▁"
@@ -45,8 +46,8 @@ def write_encoder(shape: dict[str, Any], folder: Path) -> None:
     weights = RandomWeights()
     save_file({name: weights.of(size) for name, size in _tensors(shape)}, folder / "model.safetensors")
     modules = [
-        {"path": path, "type": f"sentence_transformers.models.{kind}"}
-        for path, kind in (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(MODULES)
     ]
     files: dict[str, Any] = {
         "config.json": {"architectures": ["XLMRobertaModel"], **shape},

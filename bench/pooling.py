@@ -140,12 +140,14 @@ def print_profile(engine: PoolingEngine, texts: PooledTexts, device: torch.devic
 
 
 class Peer:
-    """The same texts in Sentence Transformers, with the weights' own dtype and its usual batches of 32."""
+    """The same texts in Sentence Transformers, in its usual batches of 32; on a CPU in float32, which is the fastest
+    dtype of most of them."""
 
     def __init__(self, checkpoint: Path, ids: np.ndarray[Any, Any], device: torch.device) -> None:
         from sentence_transformers import SentenceTransformer
 
-        self._model = SentenceTransformer(str(checkpoint), device=str(device)).eval()
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self._model = SentenceTransformer(str(checkpoint), device=str(device), model_kwargs={"dtype": dtype}).eval()
         tokens = torch.from_numpy(ids.astype(np.int64)).to(device)
         self._batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in tokens.split(32)]
         self.seconds()

@@ -38,8 +38,8 @@ GREEDY = SamplingParams(temperature=0.0)
 PROMPT_TOKENS, RESPONSE_TOKENS = 512, 512
 EDIT_ODDS = (0.81, 0.74, 0.70, 0.68, 0.66)
 """How often the tokens of a draft are accepted in edits of code by lookup, as vLLM reports it for five draft tokens:
-the share of drafts whose token at this position was accepted. Nothing is known of later positions, so nothing is drafted
-there."""
+the share of drafts whose token at this position was accepted. Nothing is known of later positions, so nothing is
+drafted there."""
 ROW_BLOCK = 4096
 Tokens = tuple[int, ...]
 

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,10 +23,11 @@ from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats,
 from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sleep import ModelSleep
-from cortex.neuron.engine.speculation.drafter import Drafter
+from cortex.neuron.engine.speculation.drafter import Drafter, ProposalKind
 from cortex.neuron.engine.speculation.speculation import FastestWidths, Speculation, WidthRule
 from cortex.neuron.engine.step_loop import Counters, StepLoop
 from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.proposer import Proposer
 
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
 RESERVED_TOKENS = 512
@@ -144,16 +145,20 @@ class Engine:
             checkpoints = RecurrentCheckpoints(limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)
         scheduler = Scheduler(KVPages(memory.num_pages, memory.page_tokens), limits, checkpoints)
         runner = self._new_runner()
-        speculation = Speculation(self._width_rule(runner), self._new_drafter, is_on=self._checks_drafts)
+        kind: ProposalKind | None = None if self._proposer is None else "mtp"
+        speculation = Speculation(
+            self._width_rule(runner), self._new_drafter, is_on=self._checks_drafts, proposals=kind
+        )
         shared = (self._constraints, self._counters, speculation)
         return StepLoop(scheduler, runner, *shared, overlaps=self._overlaps)
 
     def _fastest_widths(self, runner: Runner) -> WidthRule:
-        return FastestWidths(SIZES, STEP_GROWTH[self._device.type], lambda: runner.max_draft_tokens)
+        growth, cost = STEP_GROWTH[self._device.type], self._loaded.proposal_cost
+        return FastestWidths(SIZES, growth, lambda: runner.max_draft_tokens, cost)
 
     def _new_runner(self) -> Runner:
         size = block_tokens(self._device) if self._spec.deterministic else None
-        return Runner(*self._runner_arguments(), block_tokens=size, checks_drafts=self._checks_drafts)
+        return Runner(*self._runner_arguments(), block_tokens=size, **self._runner_options())
 
     @property
     def _checks_drafts(self) -> bool:
@@ -163,6 +168,14 @@ class Engine:
         memory, limits = self._loaded.memory, self._limits
         sizes = (memory.page_tokens, limits.max_rows, limits.context_tokens, limits.step_tokens)
         return (self.model, *sizes, memory.states)
+
+    def _runner_options(self) -> dict[str, Any]:
+        return {"checks_drafts": self._checks_drafts, "proposer": self._proposer}
+
+    @property
+    def _proposer(self) -> Proposer | None:
+        """What computes draft tokens on the device; None: nothing does."""
+        return self.model.prediction
 
     def _awake(self) -> RequestLoop:
         if self._loop is None:

@@ -35,7 +35,7 @@ from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.models.pooling.model import PooledModel
 from cortex.neuron.models.registry import open_model, read_architecture
-from cortex.neuron.models.sizes import WeightStorage
+from cortex.neuron.models.sizes import WeightStorage, head_bytes, weight_bytes
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.model import TransformersModel
 from cortex.neuron.models.transformers.network import Network
@@ -59,6 +59,8 @@ class LoadedModel:
     weight_bytes: int
     memory: SequenceMemory
     notes: tuple[str, ...]
+    proposal_cost: float = 0.0
+    """What a draft token that is computed on the device takes, in proportion to a step: see `FastestWidths`."""
 
     @property
     def model(self) -> Decoder:
@@ -94,6 +96,8 @@ def load_model(
     progress("resolve", 0, 0)
     try:
         checkpoint, whole = open_model(Path(spec.path))
+        if spec.speculation == "mtp":
+            whole = whole.with_head(checkpoint.tensors)
         if group is not None and spec.stage is None:  # a stage reads whole tensors, those of its layers
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(group.shard))
     except (CheckpointError, UnsupportedModel) as error:
@@ -180,6 +184,8 @@ def build_model(
     if isinstance(whole, TransformersArchitecture):
         network = Network.of(whole)
         whole, packing = network.architecture, whole.packing_of(packing or {})
+    if spec.speculation == "mtp":
+        whole = whole.with_head(tensors)
     architecture = _share_of(whole, spec, group)
     if architecture.pooling is not None and spec.deterministic:
         raise UnsupportedModel("deterministic is only for models that generate text; omit it")
@@ -216,7 +222,17 @@ def build_model(
         weight_bytes=parameters.num_bytes,
         memory=memory,
         notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
+        proposal_cost=_proposal_cost(architecture, storage),
     )
+
+
+def _proposal_cost(architecture: Architecture, storage: WeightStorage) -> float:
+    """A small step takes as long as its weights take to be read: those of the head and the output matrix, here."""
+    if architecture.head is None:
+        return 0.0
+    config = architecture.config
+    own = head_bytes(architecture, storage) + storage.linear_bytes(config.hidden, {"lm_head": config.vocab})
+    return own / max(1, weight_bytes(architecture, storage))
 
 
 def kv_cache_dtype(spec: LoadSpec, dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -185,18 +185,16 @@ class Runner:
             # The draw replaces the rows' latest tokens.
             proposes = self._proposals is not None and plan.num_proposals is not None
             tokens = self._tokens(inputs) if proposes else None
-            if any(row.outputs.scores is not None for row in plan.rows):
-                drawn, hidden = self._forward(plan, inputs, draws, mask, scores)
-            else:
-                is_single, num_tokens = plan.num_singles == len(plan.rows), plan.num_tokens
-                is_small = is_single or plan.only_decodes
-                graphs = self._graphs if is_single else self._draft_graphs if is_small else None
-                with self._threads.decoding(num_tokens) if self._threads and is_small else nullcontext():
-                    if graphs is not None and graphs.fits(num_tokens):
-                        drawn, hidden = self._replay(graphs, plan, inputs, draws, mask)
-                    else:
-                        drawn, hidden = self._forward(plan, inputs, draws, mask, scores)
-            proposed = self._propose(plan, inputs, tokens, drawn, hidden)
+            is_single, num_tokens = plan.num_singles == len(plan.rows), plan.num_tokens
+            is_scored = any(row.outputs.scores is not None for row in plan.rows)
+            is_small = not is_scored and (is_single or plan.only_decodes)
+            graphs = None if not is_small else self._graphs if is_single else self._draft_graphs
+            with self._threads.decoding(num_tokens) if self._threads and is_small else nullcontext():
+                if graphs is not None and graphs.fits(num_tokens):
+                    drawn, hidden = self._replay(graphs, plan, inputs, draws, mask)
+                else:
+                    drawn, hidden = self._forward(plan, inputs, draws, mask, scores)
+                proposed = self._propose(plan, inputs, tokens, drawn, hidden)
             launched = Launched(self.device, plan.rows, drawn, scores, proposed)
             if self._states is not None:
                 self._states.copy(plan.saves)

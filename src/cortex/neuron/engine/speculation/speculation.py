@@ -23,8 +23,8 @@ MAX_ROWS: Final = 32
 """Larger batches get no drafts: reading the weights takes a small part of their steps."""
 MAX_WIDTH: Final = 31
 """Most draft tokens of a row."""
-FIRST_PROPOSALS: Final = 2
-"""Draft tokens that are computed at the end of a prompt, if nothing else runs."""
+_COST_PACE: Final = 0.3
+"""The weight of the latest step in the cost of proposed tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class FastestWidths:
     ) -> None:
         """`sizes` and `growth`: see `StepCosts`. `max_tokens`: of a step that checks drafts, if it is to be fast.
         `proposal_cost`: what one proposed token for each row adds to the time of a step, in proportion to a step
-        without drafts."""
+        without drafts, until it is measured: in the first step of each sequence."""
         self._max_tokens = max_tokens
         self._proposal_cost = proposal_cost
         self._costs = StepCosts(sizes, growth)
@@ -101,10 +101,14 @@ class FastestWidths:
 
     def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool, num_proposals: int = 0) -> None:
         plain_s = self._costs.plain(num_tokens)
-        if num_proposals and (plain_s is None or not checks_drafts):
-            return  # how long it takes without them is not known
-        proposing_s = num_proposals * self._proposal_cost * (plain_s or 0.0)
-        self._costs.record(num_tokens, max(seconds - proposing_s, seconds / 2), checks_drafts=checks_drafts)
+        if not num_proposals:
+            self._costs.record(num_tokens, seconds, checks_drafts=checks_drafts)
+        elif plain_s is not None and checks_drafts:
+            proposing_s = num_proposals * self._proposal_cost * plain_s
+            self._costs.record(num_tokens, max(seconds - proposing_s, plain_s), checks_drafts=True)
+        elif plain_s is not None:
+            measured = max(0.0, seconds / plain_s - 1) / num_proposals
+            self._proposal_cost += (min(measured, 3.0) - self._proposal_cost) * _COST_PACE
 
 
 class Speculation:
@@ -143,10 +147,7 @@ class Speculation:
         if len(decoding) > MAX_ROWS:
             return nothing
         odds = [sequence.drafter.proposal_chances for sequence in decoding if _wants_proposals(sequence)]
-        if is_mixed and not odds:
-            return FIRST_PROPOSALS
-        num_tokens = max(1, len(decoding))
-        return (self.rule.num_proposals(odds, num_tokens) if odds else 0) or nothing
+        return (self.rule.num_proposals(odds, len(decoding)) if odds else 0) or nothing
 
     def is_likely(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> bool:
         """Whether the next step would check drafts, as far as is known before the last one is read."""

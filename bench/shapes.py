@@ -170,6 +170,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1536,
         "routed_scaling_factor": 1.8,
         "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
         "vocab_size": 154880,
         "max_position_embeddings": 202752,
         "rope_theta": 1e6,

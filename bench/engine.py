@@ -279,11 +279,11 @@ def main() -> None:
         torch.cuda.set_device(0)
     limits = gpu_limits(device) if is_gpu else cpu_limits()
     start = time.perf_counter()
-    spec = LoadSpec(  # random weights repeat themselves, and drafts would be right: bench/speculation.py has those
+    spec = LoadSpec(
         str(arguments.checkpoint or ""),
         max_num_seqs=arguments.max_num_seqs,
         deterministic=arguments.deterministic,
-        speculation="off",
+        speculation="off",  # random models repeat themselves: lookup would measure itself (bench/speculation.py does)
     )
     if arguments.checkpoint is not None:
         engine = Engine(load_model(spec, device, lambda *_: None, lambda: False), spec)

@@ -14,8 +14,9 @@ from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.execution.batch_invariant import block_tokens
 from cortex.neuron.engine.execution.graphs import SIZES
 from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.filling import Progress
 from cortex.neuron.engine.kv_pages import KVPages
-from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
+from cortex.neuron.engine.loading import LoadedModel, load_model
 from cortex.neuron.engine.memory.plan import STEP_TOKENS
 from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
@@ -27,7 +28,6 @@ from cortex.neuron.engine.speculation.drafter import Drafter, ProposalKind
 from cortex.neuron.engine.speculation.speculation import FastestWidths, Speculation, WidthRule
 from cortex.neuron.engine.step_loop import Counters, StepLoop
 from cortex.neuron.models.decoder import Decoder
-from cortex.neuron.models.proposer import Proposer
 
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
 RESERVED_TOKENS = 512
@@ -137,7 +137,8 @@ class Engine:
 
     def _new_loop(self) -> RequestLoop:
         """Builds what runs requests. The memory for sequences must be allocated."""
-        memory, limits = self._loaded.memory, self._limits
+        loaded, limits = self._loaded, self._limits
+        memory = loaded.memory
         checkpoints = None
         if self.model.architecture.is_recurrent:
             # Slots: one for each row, one for padding rows, then the checkpoints.
@@ -145,7 +146,9 @@ class Engine:
             checkpoints = RecurrentCheckpoints(limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)
         scheduler = Scheduler(KVPages(memory.num_pages, memory.page_tokens), limits, checkpoints)
         runner = self._new_runner()
-        kind: ProposalKind | None = None if self._proposer is None else "mtp"
+        kind: ProposalKind | None = None
+        if loaded.proposer is not None:
+            kind = "mtp" if loaded.draft is None else "draft"
         speculation = Speculation(
             self._width_rule(runner), self._new_drafter, is_on=self._checks_drafts, proposals=kind
         )
@@ -170,12 +173,7 @@ class Engine:
         return (self.model, *sizes, memory.states)
 
     def _runner_options(self) -> dict[str, Any]:
-        return {"checks_drafts": self._checks_drafts, "proposer": self._proposer}
-
-    @property
-    def _proposer(self) -> Proposer | None:
-        """What computes draft tokens on the device; None: nothing does."""
-        return self.model.prediction
+        return {"checks_drafts": self._checks_drafts, "proposer": self._loaded.proposer}
 
     def _awake(self) -> RequestLoop:
         if self._loop is None:

@@ -40,6 +40,8 @@ class PredictionHead:
         self, model: Trunk, config: PredictionConfig, hidden: int, layer: Callable[[Tensor, Batch], Tensor]
     ) -> None:
         """`layer`: the one that `config` describes. `hidden`: the size of hidden states."""
+        self.carried_size = hidden
+        self.group = model.parameters.group
         self._layer = layer
         self._model = model
         self._carries_norm = config.carries_norm

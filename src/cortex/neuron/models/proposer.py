@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.layers.parallel import ParallelGroup
 
 
 class Proposer(Protocol):
@@ -16,6 +17,16 @@ class Proposer(Protocol):
     starts_from_hidden: bool
     """Whether what `absorb` returns at a position predicts the token after the one that follows it. Otherwise the first
     draft token comes from an `extend` by the token that follows."""
+
+    @property
+    def carried_size(self) -> int:
+        """The columns of what is carried."""
+        ...
+
+    @property
+    def group(self) -> ParallelGroup:
+        """The ranks that compute it together."""
+        ...
 
     def absorb(self, following: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
         """Computes the tokens of a step that the model has computed: `hidden` are the model's residual streams after

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,15 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.errors import LoadError
+from cortex.neuron.engine.loading import build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.speculation.drafter import Draft
 from cortex.neuron.layers.parameters import Parameters
 
-from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes
+from ...tiny_models import llama_config, llama_weights, tiny_delta, tiny_experts, tiny_sizes
 
 CPU = torch.device("cpu")
 END = 256
@@ -225,3 +228,57 @@ def test_responses_with_a_prediction_head_are_those_without_drafts(folder: Path,
 def _counted(prompt: tuple[int, ...]) -> tuple[int, ...]:
     """A prompt that the counting model continues, as long as another."""
     return tuple((prompt[0] + index) % 256 for index in range(len(prompt)))
+
+
+def save_llama(path: Path, folder: Path, noise: float, num_layers: int = 2) -> Path:
+    """A model that counts, with the tokenizer in `folder`. `noise`: what is added to its weights."""
+    config = llama_config(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=num_layers)
+    shutil.copytree(folder, path)
+    (path / "config.json").write_text(json.dumps(config))
+    weights = llama_weights(config, std=0.08)
+    embedding = torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(1))
+    weights["model.embed_tokens.weight"] = embedding
+    weights["lm_head.weight"] = 0.4 * embedding.roll(1, dims=0)
+    generator = torch.Generator().manual_seed(2)
+    for name, tensor in weights.items():
+        weights[name] = tensor + noise * torch.randn(tensor.shape, generator=generator)
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+def test_responses_with_a_draft_model_are_those_without_drafts(folder: Path, tmp_path: Path) -> None:
+    large, small = (save_llama(tmp_path / name, folder, noise) for name, noise in (("large", 0.0), ("small", 0.02)))
+    requests = [replace(request, prompt=_counted(request.prompt)) for request in some_requests(7)]
+    options = {"dtype": "float32", "context_tokens": 128, "deterministic": True, "max_num_seqs": 4}
+    specs = [
+        LoadSpec(str(large), speculation="off", **options),
+        LoadSpec(str(large), speculation="draft", draft_path=str(small), **options),
+    ]
+    plain, engine = (
+        Engine(
+            load_model(spec, CPU, lambda *_: None, lambda: False), spec, width_rule=lambda _: rule, moves_weights=True
+        )
+        for spec, rule in zip(specs, [AnyWidths(random.Random(seed)) for seed in range(2)], strict=True)
+    )
+    expected = responses(plain, requests)
+    assert responses(engine, requests) == expected
+    assert engine.info.weight_bytes == 2 * plain.info.weight_bytes
+    assert engine.info.kv_bytes == 2 * plain.info.kv_bytes
+    assert engine.sleep() > 2 * plain.info.weight_bytes - 1
+    engine.wake(lambda *_: None)
+    assert responses(engine, requests) == expected
+    stats = engine.stats()
+    for each in (plain, engine):
+        each.close()
+    assert 20 < stats.accepted_tokens["draft"] < stats.drafted_tokens["draft"]
+
+
+def test_draft_models_with_another_tokenizer_are_rejected(folder: Path, tmp_path: Path) -> None:
+    large, small = (save_llama(tmp_path / name, folder, 0.0) for name in ("large", "small"))
+    tokenizer = json.loads((small / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (small / "tokenizer.json").write_text(json.dumps(tokenizer))
+    spec = LoadSpec(str(large), speculation="draft", draft_path=str(small))
+    with pytest.raises(LoadError, match="another tokenizer"):
+        load_model(spec, CPU, lambda *_: None, lambda: False)

@@ -39,13 +39,12 @@ class Proposals:
         page_table: Tensor,
         page_tokens: int,
         context_tokens: int,
-        carried: tuple[int, torch.dtype],
-        group: ParallelGroup,
+        hidden: tuple[int, torch.dtype],
         upload: Upload,
         capture: Capture | None,
     ) -> None:
-        """`page_table`: of the first KV group. `carried`: the size and dtype of what the proposer carries. `group`: the
-        ranks that compute it together. `capture`: how its passes are captured as graphs; None: they are not."""
+        """`page_table`: of the first KV group. `hidden`: the size and dtype of the model's hidden states. `capture`: how
+        passes are captured as graphs; None: they are not."""
         self._proposer = proposer
         self._page_table = page_table
         self._page_tokens = page_tokens
@@ -54,9 +53,11 @@ class Proposals:
         self._absorbing: _Graphs | None = None
         self._extending: _Graphs | None = None
         if capture is not None:
-            shared = (carried, page_table, capture, group)
-            self._absorbing = _Graphs(self._absorb_step, 5, GraphSizes(ABSORB_SIZES[-1], ABSORB_SIZES), *shared)
-            self._extending = _Graphs(self._extend_step, 4, GraphSizes(EXTEND_SIZES[-1], EXTEND_SIZES), *shared)
+            size, dtype = hidden
+            absorbed, extended = (GraphSizes(sizes[-1], sizes) for sizes in (ABSORB_SIZES, EXTEND_SIZES))
+            shared = (dtype, page_table, capture, proposer.group)
+            self._absorbing = _Graphs(self._absorb_step, 5, absorbed, size, *shared)
+            self._extending = _Graphs(self._extend_step, 4, extended, proposer.carried_size, *shared)
 
     @property
     def graphs(self) -> list[SizedGraphs]:
@@ -86,7 +87,7 @@ class Proposals:
             given = self._upload(np.stack((owners, inputs.positions, inputs.slots[0])))
             carried, proposed = self._absorbing.replay(torch.cat((given, tokens[None], following[None])), hidden)
         else:
-            carried = self._proposer.absorb(following, hidden, replace(batch(), tokens=following, groups=()))
+            carried = self._proposer.absorb(following, hidden, replace(batch(), tokens=tokens, groups=()))
         if not count or drawn is None:
             return None
         rows, picked, draws = self._accepted(plan, inputs, tokens, drawn)
@@ -169,7 +170,8 @@ class _Graphs(SizedGraphs):
         step: Callable[[Tensor, Tensor], Outputs],
         num_integers: int,
         sizes: GraphSizes,
-        carried: tuple[int, torch.dtype],
+        columns: int,
+        dtype: torch.dtype,
         page_table: Tensor,
         capture: Capture,
         group: ParallelGroup,
@@ -177,7 +179,8 @@ class _Graphs(SizedGraphs):
         super().__init__(sizes, capture, group, page_table.device)
         self._run = step
         self._num_integers = num_integers
-        self._carried = carried
+        self._columns = columns
+        self._dtype = dtype
         self._padding_row = len(page_table) - 1
 
     def replay(self, integers: Tensor, carried: Tensor) -> Outputs:
@@ -193,10 +196,9 @@ class _Graphs(SizedGraphs):
         return tuple(output[:count] for output in captured.outputs)
 
     def _inputs(self, size: int) -> tuple[Tensor, ...]:
-        columns, dtype = self._carried
         memory = torch.zeros((self._num_integers, size), dtype=torch.int64, device=self._device)
         memory[0] = self._padding_row
-        return memory, torch.zeros((size, columns), dtype=dtype, device=self._device)
+        return memory, torch.zeros((size, self._columns), dtype=self._dtype, device=self._device)
 
     def _step(self, *inputs: Tensor) -> Outputs:
         integers, carried = inputs

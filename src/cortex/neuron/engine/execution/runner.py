@@ -120,17 +120,14 @@ class Runner:
         """The positions that the pages of each row reach in the first KV group."""
         self._proposals: Proposals | None = None
         if proposer is not None:
-            self._proposals = Proposals(
-                proposer,
-                self._page_tables[0],
-                page_tokens,
-                context_tokens,
-                (model.config.hidden, model.parameters.dtype),
-                group,
-                self._upload,
-                # With memory of its own: its passes run between a step and the reading of the step's results.
-                CudaCapture(may_fail=True) if isinstance(capture, CudaCapture) and not is_batch_invariant else None,
-            )
+            # Ranks capture the same graphs in the same order, and a draft model is on the first one alone.
+            is_captured = isinstance(capture, CudaCapture) and not is_batch_invariant
+            is_captured &= self._draws_alone or proposer.group is group
+            tables = (self._page_tables[0], page_tokens, context_tokens)
+            hidden = (model.config.hidden, model.parameters.dtype)
+            # With memory of its own: its passes run between a step and the reading of the step's results.
+            own = CudaCapture(may_fail=True) if is_captured else None
+            self._proposals = Proposals(proposer, *tables, hidden, self._upload, own)
         self._prompt_plans = PromptPlans(model, 0 if is_batch_invariant else min(step_tokens, context_tokens))
 
     def prepare(self) -> bool:

@@ -96,6 +96,11 @@ class Tool(Value, frozen=True):
     is_custom: bool = False
     """Whether the client expects free text instead of JSON arguments. To the model it is a function with the one text
     parameter `input`; the codecs translate its calls."""
+    shape: Literal["local_shell", "shell", "apply_patch"] | None = None
+    """The published type of tool that the client runs, whose calls are items of their own type (Responses API)."""
+    namespace: str | None = None
+    """The group that the tool is of, and its name there (Responses API); `name` has both."""
+    own_name: str | None = None
 
 
 class ToolChoice(Value, frozen=True):

@@ -131,8 +131,8 @@ def test_parses_a_codex_request() -> None:
         Text(text="Calling."),
         ToolCall(id="call_1", name="exec_command", arguments='{"cmd": "echo 42"}'),
     )
-    assert [tool.name for tool in request.tools] == ["exec_command"]
-    assert request.dropped_tools == ("namespace", "web_search")
+    assert [tool.name for tool in request.tools] == ["exec_command", "multi_agent_v1__spawn"]
+    assert request.dropped_tools == ("web_search",)
     assert request.thinking == Thinking(summarized=True)
 
 

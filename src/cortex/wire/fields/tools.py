@@ -84,6 +84,11 @@ class ToolList:
                 if name not in known:
                     raise entry.invalid("name", f"no tool named '{shorten(name)}' is in 'tools'")
                 names.append(name)
+            elif kind == "namespace":
+                group = entry.required_text("name")
+                names += [tool.name for tool in self.tools if tool.namespace == group]
+            else:
+                names += [tool.name for tool in self.tools if tool.shape == kind]
         if not names:
             return ToolChoice(mode="none", parallel=choice.parallel)
         return ToolChoice(mode=choice.mode, parallel=choice.parallel, allowed=tuple(dict.fromkeys(names)))

@@ -101,12 +101,12 @@ def test_parsing_keeps_the_billing_line() -> None:
 def test_parses_tools_and_tool_choice() -> None:
     weather = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
     request = read(
-        tools=[weather, {"type": "bash_20250124", "name": "bash"}],
+        tools=[weather, {"type": "code_execution_20250825", "name": "code_execution"}],
         tool_choice={"type": "any", "disable_parallel_tool_use": True},
     )
     assert request.tools == (Tool(name="weather", description="d", parameters={"type": "object"}),)
     assert request.tool_choice == ToolChoice(mode="required", parallel=False)
-    assert request.dropped_tools == ("bash_20250124",)
+    assert request.dropped_tools == ("code_execution_20250825",)
     assert read(tools=[weather], tool_choice={"type": "tool", "name": "weather"}).tool_choice.name == "weather"
     assert read(tools=[weather], tool_choice={"type": "none"}).tool_choice.mode == "none"
     with pytest.raises(InvalidValue) as caught:

@@ -74,7 +74,7 @@ def test_joins_items_of_one_assistant_turn() -> None:
     assert request.dropped_tools == ("web_search_call",)
 
 
-@pytest.mark.parametrize("kind", ["computer_call", "local_shell_call_output", "shell_call", "apply_patch_call", "new"])
+@pytest.mark.parametrize("kind", ["computer_call", "mcp_call", "new"])
 def test_rejects_items_that_the_model_would_not_see(kind: str) -> None:
     with pytest.raises(InvalidValue, match=f"'{kind}' are not supported") as caught:
         read(input=[{"role": "user", "content": "x"}, {"type": kind, "id": "i"}])
@@ -90,9 +90,9 @@ def test_rejects_a_choice_among_tools_that_do_not_run_here(choice: Any) -> None:
 def test_repeats_only_the_tools_that_are_in_force() -> None:
     weather = {"type": "function", "name": "weather"}
     patch = {"type": "custom", "name": "patch"}
-    request = read(tools=[weather, {"type": "shell"}, patch, {"type": "file_search"}])
+    request = read(tools=[weather, {"type": "computer"}, patch, {"type": "file_search"}])
     assert request.metadata["tools"] == [weather, patch]
-    assert request.dropped_tools == ("shell", "file_search")
+    assert request.dropped_tools == ("computer", "file_search")
 
 
 def test_shows_a_custom_tool_to_the_model_as_a_function_with_one_text() -> None:
@@ -115,11 +115,11 @@ def test_shows_a_custom_tool_to_the_model_as_a_function_with_one_text() -> None:
 def test_drops_and_lists_unsupported_tools() -> None:
     weather = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
     request = read(
-        tools=[weather, {"type": "web_search"}, {"type": "image_generation"}, {"type": "namespace"}],
+        tools=[weather, {"type": "web_search"}, {"type": "image_generation"}],
         tool_choice={"type": "function", "name": "weather"},
     )
     assert request.tools == (Tool(name="weather", parameters={"type": "object"}, strict=True),)
-    assert request.dropped_tools == ("web_search", "image_generation", "namespace")
+    assert request.dropped_tools == ("web_search", "image_generation")
     assert request.tool_choice == ToolChoice(mode="named", name="weather")
 
 

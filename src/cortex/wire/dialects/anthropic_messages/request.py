@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cortex.wire.dialects.anthropic_messages.client_tools import read_client_tool
 from cortex.wire.dialects.anthropic_messages.content import read_blocks, read_text_blocks
 from cortex.wire.dialects.openai_chat.request import CONTINUE
 from cortex.wire.errors import shorten
@@ -104,12 +105,16 @@ def _is_prefilled(messages: list[Message]) -> bool:
 
 
 def _read_tools(fields: Fields) -> ToolList:
-    """The custom tools. Tools of other types run on the vendor's servers and are dropped."""
+    """The tools that the client runs. Others run on the vendor's servers and are dropped."""
     found = ToolList()
     for tool in fields.objects("tools"):
         kind = tool.text("type") or "custom"
         if kind != "custom":
-            found.dropped.append(kind)
+            published = read_client_tool(tool, kind)
+            if published is None:
+                found.dropped.append(kind)
+            else:
+                found.tools.append(published)
             continue
         found.tools.append(
             Tool(

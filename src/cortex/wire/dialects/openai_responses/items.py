@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cortex.wire.dialects.openai_responses.client_tools import CALLS, OUTPUTS, full_name, read_call
 from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.fields.body import Fields, json_text
 from cortex.wire.fields.custom_tools import arguments_of
@@ -19,6 +20,7 @@ from cortex.wire.requests import Image, Message, Part, Reasoning, Role, Text, To
 _ROLES: dict[str, Role] = {"system": "system", "developer": "developer", "assistant": "assistant"}
 
 
+_RESULTS = OUTPUTS | {"function_call_output", "custom_tool_call_output"}
 _WITHOUT_EFFECT = frozenset(kind.name for kind in ITEMS if kind.treatment is Treatment.TOLERATED)
 
 
@@ -87,9 +89,13 @@ def _read_item(item: Fields, conversation: _Conversation, noted: list[str]) -> N
             conversation.add_call(_read_call(item, read_arguments(item, "arguments")))
         case "custom_tool_call":
             conversation.add_call(_read_call(item, arguments_of(item.text("input") or "")))
-        case "function_call_output" | "custom_tool_call_output":
+        case _ if kind in CALLS:
+            conversation.add_call(read_call(item, CALLS[kind]))
+        case _ if kind in _RESULTS:
             result = ToolResult(
-                call_id=item.required_text("call_id"), parts=tuple(_read_content(item, "output", as_json=True))
+                call_id=item.text("call_id") or item.required_text("id"),
+                parts=tuple(_read_content(item, "output", as_json=True)),
+                is_error=item.text("status") == "failed",
             )
             conversation.add(Message(role="tool", parts=(result,)))
         case "item_reference":
@@ -102,7 +108,9 @@ def _read_item(item: Fields, conversation: _Conversation, noted: list[str]) -> N
 
 def _read_call(item: Fields, arguments: str) -> ToolCall:
     return ToolCall(
-        id=item.text("call_id") or item.required_text("id"), name=item.required_text("name"), arguments=arguments
+        id=item.text("call_id") or item.required_text("id"),
+        name=full_name(item.text("namespace"), item.required_text("name")),
+        arguments=arguments,
     )
 
 

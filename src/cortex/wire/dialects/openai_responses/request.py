@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from cortex.wire.dialects.openai_responses.client_tools import SHAPES, add_tool, check_names, full_name
 from cortex.wire.dialects.openai_responses.items import read_input
 from cortex.wire.errors import shorten
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
@@ -113,7 +114,8 @@ def _read_sampling(fields: Fields) -> Sampling:
 def _read_tools(fields: Fields) -> ToolList:
     found = ToolList()
     for tool in fields.objects("tools"):
-        found.add(tool, tool.text("type") or "function")
+        add_tool(found, tool, tool.text("type") or "function")
+    check_names(found, fields)
     return found
 
 
@@ -128,6 +130,10 @@ def _read_tool_choice(fields: Fields, found: ToolList) -> ToolChoice:
             resolved = found.resolve(fields, choice.text("mode") or "auto", None, parallel=parallel)
             return found.restrict(resolved, choice)
         case "function" | "custom" | None:
-            return found.resolve(fields, "named", choice.text("name"), parallel=parallel)
+            name = choice.text("name")
+            name = full_name(choice.text("namespace"), name) if name else None
+            return found.resolve(fields, "named", name, parallel=parallel)
+        case kind if kind in SHAPES:
+            return found.resolve(fields, "named", kind, parallel=parallel)
         case other:
             raise fields.invalid("tool_choice", f"tools of type '{shorten(other)}' do not run here; name a function")

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from cortex.wire.dialects.openai_chat.stream import logprobs_body
 from cortex.wire.dialects.openai_chunks import output_details
+from cortex.wire.dialects.openai_responses.client_tools import ID_PREFIXES, call_fields
 from cortex.wire.events import Finish, TokenLogprob, Usage
 from cortex.wire.fields.custom_tools import input_of
-from cortex.wire.requests import GenerateRequest, Reasoning, Text, ToolCall
+from cortex.wire.requests import GenerateRequest, Reasoning, Text, Tool, ToolCall
 from cortex.wire.response import Block
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -71,9 +72,12 @@ def failed(response: dict[str, Any], items: Sequence[dict[str, Any]], code: str,
 _ID_PREFIXES: dict[type[Block], str] = {Text: "msg", Reasoning: "rs", ToolCall: "fc"}
 
 
-def item_id(kind: type[Block], response_id: str, position: int, *, is_custom: bool = False) -> str:
-    """An id from the response's id, so that a streamed and a whole response have the same item ids."""
-    prefix = "ctc" if is_custom else _ID_PREFIXES[kind]
+def item_id(kind: type[Block], response_id: str, position: int, tool: Tool | None = None) -> str:
+    """An id from the response's id, so that a streamed and a whole response have the same item ids. `tool` is that of
+    a call."""
+    prefix = _ID_PREFIXES[kind]
+    if tool is not None:
+        prefix = ID_PREFIXES[tool.shape] if tool.shape else "ctc" if tool.is_custom else prefix
     return f"{prefix}_{response_id.removeprefix('resp_')}_{position}"
 
 
@@ -83,23 +87,13 @@ def item_body(
     logprobs: Sequence[TokenLogprob],
     *,
     status: Status,
-    is_custom: bool = False,
+    tool: Tool | None = None,
     summarized: bool = False,
 ) -> dict[str, Any]:
-    """An output item. Text and reasoning items have exactly one part. `is_custom`: the call is of a custom tool.
+    """An output item. Text and reasoning items have exactly one part. `tool` is that of a call, if the request has it.
     `summarized`: reasoning is the item's summary, word for word; models write no other."""
-    if isinstance(block, ToolCall) and is_custom:
-        call = {"call_id": block.id, "name": block.name, "input": input_of(block.arguments)}
-        return {"id": id, "type": "custom_tool_call", **call, "status": status}
     if isinstance(block, ToolCall):
-        return {
-            "id": id,
-            "type": "function_call",
-            "call_id": block.id,
-            "name": block.name,
-            "arguments": block.arguments,
-            "status": status,
-        }
+        return {"id": id, **_call_body(block, tool), "status": status}
     if isinstance(block, Reasoning):
         content = [] if summarized else [{"type": "reasoning_text", "text": block.text}]
         summary = [{"type": "summary_text", "text": block.text}] if summarized else []
@@ -111,6 +105,17 @@ def item_body(
         "logprobs": logprobs_body(logprobs)["content"],
     }
     return {"id": id, "type": "message", "role": "assistant", "status": status, "content": [part]}
+
+
+def _call_body(call: ToolCall, tool: Tool | None) -> dict[str, Any]:
+    if tool is not None and tool.shape is not None and (fields := call_fields(tool.shape, call)) is not None:
+        return {"type": f"{tool.shape}_call", "call_id": call.id, **fields}
+    named: dict[str, Any] = {"call_id": call.id, "name": call.name}
+    if tool is not None and tool.namespace is not None:
+        named |= {"name": tool.own_name, "namespace": tool.namespace}
+    if tool is not None and tool.is_custom:
+        return {"type": "custom_tool_call", **named, "input": input_of(call.arguments)}
+    return {"type": "function_call", **named, "arguments": call.arguments}
 
 
 def _usage_body(usage: Usage) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from cortex.wire.events import (
     UsageSoFar,
 )
 from cortex.wire.fields.custom_tools import InputDecoder
-from cortex.wire.requests import GenerateRequest, Reasoning, Text, ToolCall
+from cortex.wire.requests import GenerateRequest, Reasoning, Text, Tool, ToolCall
 from cortex.wire.response import Block, gather
 from cortex.wire.sse import frame
 
@@ -59,7 +59,9 @@ class Encoder:
         self._id = id
         self._shows_reasoning = request.thinking.shown
         self._summarized = request.thinking.summarized
-        self._custom_tools = request.custom_tools
+        self._tools = {tool.name: tool for tool in request.tools}
+        self._called: Tool | None = None
+        """The tool of the open call, if the request has it."""
         self._input: InputDecoder | None = None
         """Decodes the input of the open call, if it calls a custom tool."""
         self._sequence_number = 0
@@ -121,9 +123,12 @@ class Encoder:
     def _item_id(self) -> str:
         kind = ToolCall if isinstance(self._open, ToolCallStart) else self._open
         assert kind is not None, "only an open item has an id"
-        return item_id(kind, self._id, len(self._done_items), is_custom=self._input is not None)
+        return item_id(kind, self._id, len(self._done_items), self._called)
 
     def _continue_call(self, arguments: str) -> bytes:
+        if self._called is not None and self._called.shape is not None:
+            self._pieces.append(arguments)
+            return b""
         if self._input is None:
             return self._piece("response.function_call_arguments.delta", arguments)
         self._pieces.append(arguments)
@@ -149,8 +154,10 @@ class Encoder:
     def _begin(self, opened: ToolCallStart | type[Text] | type[Reasoning]) -> bytes:
         encoded = self._end()
         self._open, self._pieces, self._logprobs = opened, [], []
-        is_custom = isinstance(opened, ToolCallStart) and opened.name in self._custom_tools
-        self._input = InputDecoder() if is_custom else None
+        self._called = self._tools.get(opened.name) if isinstance(opened, ToolCallStart) else None
+        self._input = InputDecoder() if self._called is not None and self._called.is_custom else None
+        if self._called is not None and self._called.shape is not None:
+            return encoded  # its item needs all of its arguments
         item = self._item("in_progress")
         empty: dict[str, list[Any]] = {name: [] for name in ("content", "summary") if name in item}
         encoded += self._event("response.output_item.added", output_index=len(self._done_items), item=item | empty)
@@ -166,7 +173,7 @@ class Encoder:
             self._item_id(),
             self._logprobs,
             status=status,
-            is_custom=self._input is not None,
+            tool=self._called,
             summarized=self._summarized,
         )
 
@@ -174,7 +181,9 @@ class Encoder:
         if self._open is None:
             return b""
         item = self._item(status)
-        if self._input is not None:
+        if self._called is not None and self._called.shape is not None:
+            encoded = self._event("response.output_item.added", output_index=len(self._done_items), item=item)
+        elif self._input is not None:
             rest = self._input.finish()
             encoded = self._item_event("response.custom_tool_call_input.delta", delta=rest) if rest else b""
             encoded += self._item_event("response.custom_tool_call_input.done", input=item["input"])
@@ -195,7 +204,7 @@ class Encoder:
             encoded += self._item_event("response.content_part.done", content_index=0, part=part)
         encoded += self._event("response.output_item.done", output_index=len(self._done_items), item=item)
         self._done_items.append(item)
-        self._open = self._input = None
+        self._open = self._input = self._called = None
         return encoded
 
 

@@ -34,8 +34,14 @@ FIELDS = FieldTable(
     ),
 )
 
-TOOLS = (Kind("custom", Treatment.HONOURED, "the default type"),)
-"""Types of tools. Others run on the vendor's servers, or have a schema that only the vendor's models know."""
+TOOLS = (
+    Kind("custom", Treatment.HONOURED, "the default type of `/v1/messages`"),
+    *(
+        Kind(f"{family}_*", Treatment.HONOURED, "the model is shown the published schema")
+        for family in ("bash", "text_editor", "memory", "computer")
+    ),
+)
+"""Types of tools; `*` is a version. Others run on the vendor's servers."""
 
 BLOCKS = (
     Kind("text", Treatment.HONOURED),

@@ -61,6 +61,10 @@ OF_GATEWAYS = {
 TOOLS = (
     Kind("function", Treatment.HONOURED),
     Kind("custom", Treatment.HONOURED, "free text; a grammar is shown to the model and not enforced"),
+    Kind("namespace", Treatment.HONOURED, "its functions and custom tools; calls have `name` and `namespace`"),
+    Kind("local_shell", Treatment.HONOURED, "calls are `local_shell_call` items"),
+    Kind("shell", Treatment.HONOURED, "of the client's machine; calls are `shell_call` items"),
+    Kind("apply_patch", Treatment.HONOURED, "calls are `apply_patch_call` items"),
 )
 """Types of tools. Others run on the vendor's servers."""
 
@@ -71,6 +75,11 @@ ITEMS = (
     Kind("function_call_output", Treatment.HONOURED),
     Kind("custom_tool_call", Treatment.HONOURED),
     Kind("custom_tool_call_output", Treatment.HONOURED),
+    *(
+        Kind(f"{shape}_call{end}", Treatment.HONOURED)
+        for shape in ("local_shell", "shell", "apply_patch")
+        for end in ("", "_output")
+    ),
     Kind("web_search_call", Treatment.TOLERATED, "the message after it has the result; reported in the header"),
     Kind("mcp_list_tools", Treatment.TOLERATED, "a list without effect; reported in the header"),
 )

@@ -16,6 +16,7 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.rules import EvictionRules
 from cortex.gateway.config import ActivitySection, Config, GatewaySection, NeuronSection, ResponsesSection
 from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.store import LedgerSection
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.telemetry.tracing import TelemetrySection
@@ -46,6 +47,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
             telemetry: TelemetrySection | None = None,
             responses: ResponsesSection | None = None,
             activity: ActivitySection | None = None,
+            ledger: LedgerSection | None = None,
             **gateway: Any,
         ) -> Client:
             sections = [
@@ -71,6 +73,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 telemetry=telemetry or TelemetrySection(),
                 responses=responses or ResponsesSection(),
                 activity=activity or ActivitySection(),
+                ledger=ledger or LedgerSection(),
             )
             started = Gateway(config, catalogue or Catalogue(), tmp_path)
             _, port = await started.start()

@@ -6,9 +6,11 @@ import getpass
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,25 @@ def _unprivileged() -> tuple[str, dict[str, Any]]:
             continue
         return name, {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": [], "cwd": "/"}
     pytest.skip("PostgreSQL will not run as root, and there is no other user to run it as")
+
+
+@contextmanager
+def frozen(postgres_url: str) -> Iterator[None]:
+    """Every process of the server is stopped: connections stay open, new ones are accepted, nothing responds."""
+    home = postgres_url.partition("host=")[2].partition("&")[0]
+    server = int((Path(home) / "data" / "postmaster.pid").read_text().split()[0])
+    stopped = [server]
+    os.kill(server, signal.SIGSTOP)  # first: it starts no more processes then
+    try:
+        children = Path(f"/proc/{server}/task/{server}/children").read_text()
+        for child in map(int, children.split()):
+            os.kill(child, signal.SIGSTOP)
+            stopped.append(child)
+        yield
+    finally:
+        for process in reversed(stopped):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
 
 
 @pytest.fixture(scope="session")

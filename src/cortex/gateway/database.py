@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sqlite3
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +23,12 @@ T = TypeVar("T")
 Rows = list[Sequence[Any]]
 Execute = Callable[[str, Sequence[Any]], Rows]
 """Runs one statement and returns its rows. Parameters are written as `?`."""
+
+
+WORK_S = 8.0
+"""How long one transaction may take. Longer than any here; a server that is frozen must delay nothing else, and the
+gateway's end by less than its service manager allows after `gateway.drain_s`."""
+CONNECT_S = 3.0
 
 
 class StoreError(Exception):
@@ -54,6 +63,9 @@ class Driver(Protocol):
     def connect(self) -> DatabaseConnection:
         """Open a connection that holds the schema lock, so that processes may start at the same time."""
 
+    def limited(self, connection: Any) -> AbstractContextManager[None]:
+        """Work on `connection` fails inside of it once it has taken `WORK_S`."""
+
 
 class Sqlite:
     placeholder = "?"
@@ -76,6 +88,10 @@ class Sqlite:
         connection.execute("BEGIN IMMEDIATE")
         return connection
 
+    def limited(self, connection: Any) -> AbstractContextManager[None]:
+        del connection  # a file; waiting for a lock has a limit of its own
+        return contextlib.nullcontext()
+
 
 class Postgres:
     placeholder = "%s"
@@ -88,18 +104,51 @@ class Postgres:
             what = "a postgresql:// database needs the driver: run `pip install '.[postgres]'` in a checkout of cortex"
             raise StoreSettingError(what) from error
         try:
-            host = psycopg.conninfo.conninfo_to_dict(url).get("host")
+            given = psycopg.conninfo.conninfo_to_dict(url)
         except psycopg.Error as error:  # without the URL, which may hold a password
             raise StoreSettingError("ledger.database is not a valid postgresql:// URL: correct it") from error
         self._psycopg = psycopg
-        self._url = url
-        self.name = f"postgresql at {host or 'the local socket'}"
+        self._options = self._limits() | given
+        self.name = f"postgresql at {given.get('host') or 'the local socket'}"
         self.errors: tuple[type[Exception], ...] = (psycopg.Error,)
 
     def connect(self) -> DatabaseConnection:
-        connection = self._psycopg.connect(self._url, connect_timeout=10)
-        connection.execute("SELECT pg_advisory_xact_lock(%s)", (self._SCHEMA_LOCK,))
+        connection = self._psycopg.connect(**self._options)
+        with self.limited(connection):
+            connection.execute(f"SET statement_timeout = {int(WORK_S * 1000)}")
+            connection.execute("SELECT pg_advisory_xact_lock(%s)", (self._SCHEMA_LOCK,))
         return connection
+
+    @contextlib.contextmanager
+    def limited(self, connection: Any) -> Iterator[None]:
+        # The server's own limit does not hold on a server that is frozen, and those of TCP not on a local socket.
+        timer = threading.Timer(WORK_S, _disconnect, [connection])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    @staticmethod
+    def _limits() -> dict[str, Any]:
+        """Settings of a connection that its URL may replace."""
+        return {
+            "connect_timeout": max(2, int(CONNECT_S)),
+            "keepalives_idle": 5,
+            "keepalives_interval": 2,
+            "keepalives_count": 3,
+            "tcp_user_timeout": int(WORK_S * 1000),
+        }
+
+
+def _disconnect(connection: Any) -> None:
+    """Have the thread that waits for the server fail."""
+    with (
+        contextlib.suppress(Exception),  # it is closed already, whatever the driver raises then
+        socket.socket(fileno=os.dup(connection.fileno())) as duplicate,
+    ):
+        duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def driver_of(database: str) -> Driver:
@@ -137,15 +186,7 @@ class Database:
         """Do `work` in one transaction. Raises `StoreError`, and then nothing was written."""
         try:
             connection = self._connection = self._connection or self._open()
-            cursor = connection.cursor()
-
-            def execute(statement: str, values: Sequence[Any]) -> Rows:
-                cursor.execute(statement.replace("?", self._driver.placeholder), values)
-                return cursor.fetchall() if cursor.description else []
-
-            result = work(execute)
-            connection.commit()
-            return result
+            return self._work(connection, work)
         except self._driver.errors as error:
             self._drop()
             reason = os_error_in_words(error) if isinstance(error, OSError) else " ".join(str(error).split())
@@ -155,6 +196,18 @@ class Database:
             self._drop()  # no later work may commit what this one has begun
             raise
 
+    def _work(self, connection: DatabaseConnection, work: Callable[[Execute], T]) -> T:
+        cursor = connection.cursor()
+
+        def execute(statement: str, values: Sequence[Any]) -> Rows:
+            cursor.execute(statement.replace("?", self._driver.placeholder), values)
+            return cursor.fetchall() if cursor.description else []
+
+        with self._driver.limited(connection):
+            result = work(execute)
+            connection.commit()
+        return result
+
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
@@ -163,9 +216,10 @@ class Database:
     def _open(self) -> DatabaseConnection:
         connection = self._driver.connect()
         cursor = connection.cursor()
-        for statement in self._schema:
-            cursor.execute(statement)
-        connection.commit()
+        with self._driver.limited(connection):
+            for statement in self._schema:
+                cursor.execute(statement)
+            connection.commit()
         return connection
 
     def _drop(self) -> None:

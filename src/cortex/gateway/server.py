@@ -246,11 +246,10 @@ class Gateway:
         await self._deferred.close()
         await self._ollama_routes.close()
         await self._file_routes.close()
-        await self._operator_state.close()
         for node in self._nodes.values():
             node.pool.close()
-        await self._responses.close()
-        await self._metering.close()
+        # Each may wait for a database that hangs.
+        await asyncio.gather(self._operator_state.close(), self._responses.close(), self._metering.close())
         await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
 

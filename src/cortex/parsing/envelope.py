@@ -49,6 +49,8 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     """This and what follows are of Ollama's API: whether the request has no prompt and asks for the model only."""
     unloads: bool = False
     """Whether the model is to be unloaded after the response."""
+    reasoning_limit: int | None = None
+    """The client's limit on tokens of reasoning (messages)."""
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -94,12 +96,22 @@ class _Fields(msgspec.Struct, frozen=True):
         return Facts(model, bool(self.stream), self.completion_limit, self.num_choices())
 
 
+class _Thinking(msgspec.Struct, frozen=True):
+    budget_tokens: float | None = None
+
+
 class _MessagesFields(_Fields, frozen=True):
     max_tokens: CompletionLimit | None = None
+    thinking: _Thinking | None = None
 
     @property
     def completion_limit(self) -> int | None:
         return self.max_tokens
+
+    def facts(self, model: str) -> Facts:
+        budget = self.thinking.budget_tokens if self.thinking is not None else None
+        limit = None if budget is None else min(int(budget), MAX_COMPLETION_TOKENS)
+        return Facts(model, bool(self.stream), self.completion_limit, 1, reasoning_limit=limit)
 
 
 class _StateFields(_Fields, frozen=True):

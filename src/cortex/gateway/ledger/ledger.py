@@ -29,6 +29,7 @@ from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.limits import MINUTE_S, Account, Spent
 from cortex.gateway.ledger.store import Store
 from cortex.gateway.ledger.tables import MAX_RESERVED_TOKENS, Claim, Counts, GroupBy, Reserved, Slot, Spend
+from cortex.gateway.ledger.unwritten import UnwrittenUsage
 from cortex.tasks import SupervisedTask, Supervisor
 from cortex.wire.events import Usage
 
@@ -58,11 +59,14 @@ class Ledger:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         tasks: Supervisor | None = None,
+        unwritten: UnwrittenUsage | None = None,
     ) -> None:
         """`clock` dates usage; `monotonic` times what a changed wall clock must not disturb.
 
-        `tasks` runs the regular flush; without it the ledger has a supervisor of its own.
+        `tasks` runs the regular flush; without it the ledger has a supervisor of its own. `unwritten` keeps what the
+        database does not take at the end.
         """
+        self._unwritten = unwritten
         self._store = store
         self._flush_s = flush_s
         self.clock = clock
@@ -85,6 +89,8 @@ class Ledger:
 
     async def start(self) -> None:
         """Read past usage and start the regular flush. Raises `StoreError` when the database cannot be read."""
+        if self._unwritten is not None:
+            await self._in_thread(partial(self._unwritten.recover, self._store))
         await self.use(self._keyring)
         self._task = self._tasks.start("ledger flush", self._flush_regularly)
 
@@ -104,13 +110,22 @@ class Ledger:
         self._keyring = keyring
 
     async def close(self) -> None:
-        """Stop the regular flush and write the remaining usage. Raises `StoreError` when that fails."""
+        """Stop the regular flush and write the remaining usage: to the database, else to the file for the next start.
+
+        Raises `StoreError` when neither can be done."""
         self._closing.set()
         if self._task is not None:
             await self._task.finish()
         try:
             async with self._writing:
                 await self._write()
+        except StoreError:
+            if self._unwritten is None:
+                raise
+            try:
+                self._unwritten.save(self._batch, self._claim)
+            except OSError as problem:
+                raise StoreError(f"usage is lost, because it cannot be kept in a file either: {problem}") from problem
         finally:
             await self._in_thread(self._store.close)
             self._thread.shutdown()

@@ -21,6 +21,7 @@ from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.limits import Account
 from cortex.gateway.ledger.sessions import Sessions, session_of
 from cortex.gateway.ledger.store import open_store
+from cortex.gateway.ledger.unwritten import UnwrittenUsage
 from cortex.http.request import Request
 from cortex.tasks import Supervisor
 from cortex.wire.errors import InvalidAPIKey
@@ -302,7 +303,8 @@ class Metering:
 
     async def _open_ledger(self, config: Config, keyring: Keyring) -> Ledger:
         store = await asyncio.to_thread(open_store, config.database(self._directory))
-        ledger = Ledger(store, keyring, flush_s=config.ledger.flush_s, tasks=self._tasks)
+        unwritten = UnwrittenUsage(config.state_directory(self._directory))
+        ledger = Ledger(store, keyring, flush_s=config.ledger.flush_s, tasks=self._tasks, unwritten=unwritten)
         try:
             await ledger.start()
         except BaseException:

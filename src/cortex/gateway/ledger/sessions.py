@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from cortex import private_file
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.http.request import Request
 from cortex.wire.errors import InvalidAPIKey, about
@@ -76,10 +76,8 @@ class Sessions:
                 return found
             self._path.parent.mkdir(parents=True, exist_ok=True)
             secret = secrets.token_bytes(_SECRET_BYTES)
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(secret)
-            return secret
+            private_file.write(self._path, secret)
+            return self._existing() or secret  # another process may have written it at the same time
         except OSError as problem:
             log.warning("sign-ins to the page end with this process: cannot use %s", about(str(self._path), problem))
             return secrets.token_bytes(_SECRET_BYTES)

@@ -80,8 +80,8 @@ ROUTES: Mapping[str, DialectName] = {
 
 
 def family(path: str, *, is_anthropic: bool = False) -> Family:
-    """The error format that clients of `path` expect. Both vendors' clients list models: there `is_anthropic` decides,
-    which says that the request has Anthropic's version header."""
-    if path.startswith("/v1/messages") or (is_anthropic and path.startswith("/v1/models")):
+    """The error format that clients of `path` expect. Both vendors' clients list models, and use files and other paths
+    that do not exist here: there `is_anthropic` decides, which says that the request has Anthropic's version header."""
+    if path.startswith("/v1/messages") or (is_anthropic and path.startswith("/v1/") and path not in ROUTES):
         return Family.ANTHROPIC
     return Family.OLLAMA if path.startswith("/api/") else Family.OPENAI

@@ -132,7 +132,7 @@ def test_rejects_pictures_that_have_no_place(tmp_path: Path, backend: Tokenizer,
     with pytest.raises(InvalidValue, match="1 × 500 pixels") as found:
         model.render(ask((picture(3, 1, 500),)))
     assert found.value.param == "messages[3]"
-    with pytest.raises(InvalidValue, match="of the system has an image"):
+    with pytest.raises(InvalidValue, match="is an image in a message of the system"):
         model.render(ask(Message(role="system", parts=(picture(0),)), (Text(text="x"),)))
     with pytest.raises(ContextLengthExceeded):
         model.render(ask((picture(0, 1024, 1024),)), PromptRules(context_tokens=1000))

@@ -63,8 +63,8 @@ def test_parses_a_conversation_with_tools_reasoning_and_images() -> None:
             role="user",
             parts=(
                 Text(text="what is this"),
-                Image(url="data:image/png;base64,AA=="),
-                Image(url="https://example.org/cat.png"),
+                Image(url="data:image/png;base64,AA==", param="messages[2].content[1].image_url"),
+                Image(url="https://example.org/cat.png", param="messages[2].content[2].image_url"),
             ),
         ),
         Message(

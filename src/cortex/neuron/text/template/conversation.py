@@ -144,8 +144,8 @@ def _message(
     if reasoning := [part.text for part in parts if isinstance(part, Reasoning)]:
         # Both names, as in the reference library: templates read one or the other.
         value["reasoning_content"] = value["thinking"] = "".join(reasoning)
-    if any(isinstance(part, Image) for part in parts):
-        _check_images(message, position, takes_pictures=takes_pictures)
+    if (image := next((part for part in parts if isinstance(part, Image)), None)) is not None:
+        _check_image(image, message, position, takes_pictures=takes_pictures)
         value["content"] = content_of(part for part in parts if isinstance(part, Text | Image))
         return value
     # The text parts of an assistant are pieces of one stream; those of other roles are separate blocks.
@@ -165,18 +165,19 @@ def _role(message: Message, template: ChatTemplate) -> str:
     return message.role
 
 
-def _check_images(message: Message, position: int, *, takes_pictures: bool) -> None:
+def _check_image(image: Image, message: Message, position: int, *, takes_pictures: bool) -> None:
+    place = image.param or f"messages[{position}]"
     if not takes_pictures:
         raise UnsupportedModality(
-            f"messages[{position}] has an image, and this model reads text only; "
+            f"{place} is an image, and this model reads text only; "
             "remove the image, or choose a model whose capabilities include vision",
-            param="messages",
+            param=image.param or "messages",
         )
     if message.role not in ("user", "tool"):
         raise InvalidValue(
-            f"messages[{position}] of the {message.role} has an image; images can be in messages of the user and in "
+            f"{place} is an image in a message of the {message.role}; images can be in messages of the user and in "
             "results of tools",
-            param="messages",
+            param=image.param or "messages",
         )
 
 

@@ -77,11 +77,12 @@ def _read_image(block: Fields) -> Image:
         raise block.invalid("source", "an image block needs one")
     match source.text("type"):
         case "base64":
-            return Image(url=f"data:{source.required_text('media_type')};base64,{source.required_text('data')}")
+            url = f"data:{source.required_text('media_type')};base64,{source.required_text('data')}"
         case "url":
-            return Image(url=source.required_text("url"))
+            url = source.required_text("url")
         case other:
             raise source.invalid("type", f"'{shorten(other or '')}' is not known; send the image as base64 or url")
+    return Image(url=url, param=block.param("source"))
 
 
 def _read_document(block: Fields) -> Iterator[Text | Image]:

@@ -153,7 +153,8 @@ def _read_part(part: Fields) -> Text | Image | Reasoning:
         case "image_url" | "input_image":
             holder = part.raw("image_url")
             image = part.object("image_url") if isinstance(holder, dict) else None
-            return Image(url=image.required_text("url") if image else part.required_text("image_url"))
+            url = image.required_text("url") if image else part.required_text("image_url")
+            return Image(url=url, param=part.param("image_url"))
         case "refusal":
             return Text(text=part.required_text("refusal"))
         case "thinking" | "reasoning":

@@ -140,7 +140,8 @@ def _read_part(part: Fields) -> Text | Image:
     match part.text("type"):
         case "input_image" | "image_url":
             image = part.object("image_url") if isinstance(part.raw("image_url"), dict) else None
-            return Image(url=image.required_text("url") if image else part.required_text("image_url"))
+            url = image.required_text("url") if image else part.required_text("image_url")
+            return Image(url=url, param=part.param("image_url"))
         case "refusal":
             return Text(text=part.required_text("refusal"))
         case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text" | None:

@@ -10,7 +10,12 @@ FIELDS = FieldTable(
         honoured("model", "other"),
         honoured("prompt", "other", "a string, token ids, or a list of either"),
         honoured("echo", True),
-        honoured("max_tokens", 9, "0: no tokens, with `echo` the prompt alone"),
+        honoured(
+            "max_tokens",
+            9,
+            "of completions: absent, they end with the text or the context (16 tokens in OpenAI's API); "
+            "0: no tokens, with `echo` the prompt alone",
+        ),
         honoured("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
         honoured("n", 2),
         honoured("logprobs", 2, "with `echo` also of the prompt"),

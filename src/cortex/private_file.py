@@ -1,0 +1,21 @@
+"""Files with secrets: readable by their owner only, and complete or absent, also on a full disk."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write `path`, or replace it. Raises OSError, and then nothing has changed."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise

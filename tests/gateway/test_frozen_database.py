@@ -1,0 +1,59 @@
+"""A PostgreSQL server that accepts connections and responds to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cortex.gateway import database
+from cortex.gateway.ledger.keys import generate
+from cortex.gateway.ledger.store import LedgerSection, open_store
+from cortex.gateway.ledger.unwritten import FILE
+from cortex.wire.node.protocol import ModelState
+
+from .fake_neuron import GB
+from .postgres_server import frozen
+
+if TYPE_CHECKING:
+    from .fake_neuron import StartNeuron
+    from .started_gateway import StartGateway
+
+AWAY = "the database cannot be used; usage and pins are kept in memory"
+
+
+async def test_a_frozen_server_degrades_health_and_neither_delays_the_end_nor_loses_usage(
+    neurons: StartNeuron,
+    start_gateway: StartGateway,
+    postgres_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(database, "WORK_S", 0.5)
+    monkeypatch.setattr(database, "CONNECT_S", 2.0)
+    key = generate("frozen")
+    node = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
+    ledger = LedgerSection(database=postgres_url, flush_s=0.1)
+    client = await start_gateway(node, keys=(key.section,), ledger=ledger)
+    bearer = {"authorization": f"Bearer {key.text}"}
+    body = {"model": "a", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    with frozen(postgres_url):
+        status, _ = await client.post("/v1/chat/completions", body, **bearer)
+        assert status == 200, "requests are served meanwhile"
+        async with asyncio.timeout(30):
+            while AWAY not in (health := await client.get("/health", **bearer))[1]["reasons"]:
+                await asyncio.sleep(0.1)
+        assert health[1]["status"] == "degraded"
+        async with asyncio.timeout(30):
+            await client.gateway.close()
+        assert (tmp_path / FILE).exists()
+    restarted = await start_gateway(node, keys=(key.section,), ledger=ledger)
+    assert not (tmp_path / FILE).exists()
+    await restarted.gateway.close()
+    store = open_store(postgres_url)
+    (spend,) = [each for each in store.usage("key", since=0, until=2**40) if each.group_name == "frozen"]
+    store.close()
+    assert spend.counts.requests == 1
+    assert spend.counts.tokens > 0

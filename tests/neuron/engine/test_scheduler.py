@@ -186,3 +186,24 @@ def test_admits_in_order_of_arrival_whoever_sent_them() -> None:
         scheduler.submit(other(str(number), 2, 100 * number, principal=principal))
     planned(scheduler)
     assert [sequence.request.id for sequence in scheduler.running] == ["0", "1", "2"]
+
+
+def test_long_prompt_delays_a_short_one_of_another_principal_by_a_chunk() -> None:
+    scheduler = scheduler_of(pages=1024, step_tokens=256)
+    scheduler.submit(other("long", 2000, 0, principal="ada"))
+    planned(scheduler)
+    scheduler.submit(other("same", 100, 5000, principal="ada"))
+    scheduler.submit(other("short", 100, 3000, principal="bob"))
+    plan = planned(scheduler)
+    assert [sequence.request.id for sequence in scheduler.running] == ["long", "short"]
+    assert [row.count for row in plan.rows] == [156, 100]
+
+
+def test_prompt_that_lacks_pages_takes_no_share_of_the_one_that_has_them() -> None:
+    scheduler = scheduler_of(pages=100, step_tokens=128)
+    scheduler.submit(other("long", 380, 0, principal="ada"))
+    planned(scheduler)
+    scheduler.submit(other("short", 100, 3000, principal="bob"))
+    planned(scheduler)
+    assert [row.count for row in planned(scheduler).rows] == [128]
+    run_to_the_end(scheduler)

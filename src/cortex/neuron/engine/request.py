@@ -100,7 +100,8 @@ class EngineRequest:
     grammar: str | None = None
     """A grammar in the form `text.grammar` compiles, constraining the output; None: free."""
     principal: str = ""
-    """Whose share of the slots it uses (`node/admission.py`); empty: anonymous. The engine itself ignores it."""
+    """Whose share of the slots it uses (`node/admission.py`) and of the prefill
+    (`engine/prefill_shares.py`); empty: anonymous."""
     checkpoint_at: tuple[int, ...] = ()
     """Prompt positions (turn ends) where a model with recurrent layers should save its state for later turns."""
     prompt_logprobs: int | None = None

@@ -1,7 +1,8 @@
 """Decides what the next step computes. Pure: no tensors, no clock, no I/O.
 
 Every step is made of decode rows (sequences that need exactly their last drawn token computed) and a bounded chunk of
-prefill. Decode rows go first, so that running streams keep their pace. The rest of the budget prefills, oldest first.
+prefill. Decode rows go first, so that running streams keep their pace. The rest of the budget prefills: principals get
+equal shares of its tokens, and the prompts of one are prefilled oldest first.
 When pages run out, the youngest sequence gives its pages back and is computed again later. The oldest always advances,
 so there is no deadlock. A step may be planned before the host knows the tokens of the previous one.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from itertools import islice
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.kv_pages import KVPages
+from cortex.neuron.engine.prefill_shares import PrefillShares
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.sequence import NO_ROW, Sequence
@@ -65,13 +68,17 @@ class Scheduler:
         self.pages = pages
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
-        """First in, first out; preempted sequences go to the front. The node decides whose request is sent when."""
+        """First in, first out for each principal; preempted sequences go to the front. The node decides whose request
+        is sent when."""
         self.running: list[Sequence] = []
         """In order of admission: the first is the oldest."""
         self.preemptions = 0
         self._pictures = pictures
         self._states = SequenceStates(checkpoints, pages.page_tokens)
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
+        self._shares = PrefillShares()
+        self._is_blocked = False
+        """Whether a waiting sequence lacked pages, and none were released since."""
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -121,6 +128,7 @@ class Scheduler:
         sequence.drew_in_row = sequence.is_token_on_device = False
         self._free_rows.append(sequence.row)
         sequence.row = NO_ROW
+        self._is_blocked = False
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -131,8 +139,9 @@ class Scheduler:
         self._plan_decodes(draft)
         num_prefilling = sum(not sequence.is_decoding for sequence in self.running)
         budget = self.limits.prefill_tokens(draft.num_tokens, num_prefilling + len(self.waiting))
-        budget = self._continue_prefills(draft, budget)
-        self._admit(draft, budget)
+        shares = self._shares.of_step(budget, self._needed_prefills())
+        self._continue_prefills(draft, shares)
+        self._admit(draft, shares)
         return draft.finish()
 
     def plan_alone(self, sequence: Sequence) -> StepPlan | None:
@@ -197,26 +206,50 @@ class Scheduler:
         draft.new_pages += [(sequence.row, *pages) for pages in added]
         return count
 
-    def _continue_prefills(self, draft: StepDraft, budget: int) -> int:
-        for sequence in list(self.running):
-            if budget == 0:
-                break
-            if sequence.row != NO_ROW and not sequence.is_decoding and sequence.wants_more:
-                budget -= self._prefill(sequence, draft, budget)
-        return budget
+    def _needed_prefills(self) -> dict[str, int]:
+        """The tokens that the prompts of each principal need; of those that wait, the ones that may start now."""
+        needed: dict[str, int] = {}
+        for sequence in self.running:
+            if not sequence.is_decoding and sequence.wants_more:
+                principal = sequence.request.principal
+                needed[principal] = needed.get(principal, 0) + sequence.remaining
+        if not (self._is_blocked and needed):
+            for sequence in islice(self.waiting, len(self._free_rows)):
+                principal = sequence.request.principal
+                needed[principal] = needed.get(principal, 0) + len(sequence.tokens)
+        return needed
 
-    def _admit(self, draft: StepDraft, budget: int) -> None:
-        """Admits waiting sequences in order. The first that cannot start in this step blocks the rest, so that small
-        requests never starve a large one."""
-        while budget > 0 and self._free_rows and self.waiting:
-            first = self.waiting[0]
-            cached = self._cached_pages(first, draft)
-            if cached is None or not self._try_admit(first, cached, draft):
+    def _continue_prefills(self, draft: StepDraft, shares: dict[str, int]) -> None:
+        for sequence in list(self.running):
+            if sequence.row == NO_ROW or sequence.is_decoding or not sequence.wants_more:
+                continue
+            if shares.get(sequence.request.principal, 0) > 0:
+                self._prefill_share(sequence, draft, shares)
+
+    def _admit(self, draft: StepDraft, shares: dict[str, int]) -> None:
+        """Admits waiting sequences in order, of principals that have a share left. The first that cannot start in this
+        step blocks the rest, so that small requests never starve a large one."""
+        for first in list(self.waiting):
+            if not self._free_rows:
                 return
-            num_tokens = self._prefill(first, draft, budget)
-            if num_tokens == 0:
+            if shares.get(first.request.principal, 0) <= 0:
+                continue
+            cached = self._cached_pages(first, draft)
+            if cached is None:
+                return
+            if not self._try_admit(first, cached, draft):
+                self._is_blocked = True
+                return
+            if self._prefill_share(first, draft, shares) == 0:
                 return  # it lacks a page that admission had counted; another step may have it
-            budget -= num_tokens
+
+    def _prefill_share(self, sequence: Sequence, draft: StepDraft, shares: dict[str, int]) -> int:
+        """Prefills what the share of the sequence's principal allows, and takes it off."""
+        principal = sequence.request.principal
+        num_tokens = self._prefill(sequence, draft, shares[principal])
+        shares[principal] -= num_tokens
+        self._shares.count(principal, num_tokens)
+        return num_tokens
 
     def _cached_pages(self, sequence: Sequence, draft: StepDraft) -> int | None:
         """How many pages of its prefix are already computed; None if the sequence must wait for the next step."""

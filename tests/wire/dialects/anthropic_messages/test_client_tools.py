@@ -44,9 +44,9 @@ def test_the_model_is_shown_the_published_schema(kind: str, name: str, propertie
 def test_options_are_part_of_what_the_model_sees() -> None:
     screen = {"type": "computer_20251124", "name": "computer", "display_width_px": 1024, "display_height_px": 768}
     tool = read(**screen, enable_zoom=True)
-    assert "1024x768" in tool.description
+    assert "1024x768" in str(tool.description)
     assert "zoom" in tool.parameters["properties"]["action"]["enum"]
     assert "zoom" not in read(**screen).parameters["properties"]["action"]["enum"]
-    assert "9000 characters" in read(type="text_editor_20250728", name="e", max_characters=9000).description
+    assert "9000 characters" in str(read(type="text_editor_20250728", name="e", max_characters=9000).description)
     with pytest.raises(InvalidValue):
         read(**screen | {"display_width_px": "wide"})

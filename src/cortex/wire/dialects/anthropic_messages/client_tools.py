@@ -37,8 +37,10 @@ _VIEW_RANGE: Final = {
     "description": "For `view` of a file: the first and last line, counted from 1; -1 is the end of the file.",
 }
 _INSERT_LINE: Final = {"type": "integer", "description": "For `insert`: the line after which to insert, 0 for the top."}
-_ACTIONS: Final = ("key", "type", "mouse_move", "left_click", "left_click_drag", "right_click", "middle_click")
-_ACTIONS += ("double_click", "screenshot", "cursor_position")
+_ACTIONS: Final = (
+    *("key", "type", "mouse_move", "left_click", "left_click_drag", "right_click", "middle_click", "double_click"),
+    *("screenshot", "cursor_position"),
+)
 _ACTIONS_OF_2025: Final = ("left_mouse_down", "left_mouse_up", "scroll", "hold_key", "wait", "triple_click")
 
 

@@ -163,3 +163,24 @@ def test_completions_may_ask_for_no_tokens_and_reserve_as_without_a_limit() -> N
     for dialect in dialects:
         with pytest.raises(InvalidValue):
             envelope.read(body, dialect)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_rejected"),
+    [
+        (b'{"model": "a", "model": "b"}', True),
+        (b'{"model": "a", "messages": [{"model": "x"}], "model": "a"}', True),
+        (rb'{"mod\u0065l": "a", "model": "b"}', True),
+        (rb'{"\u006dodel": "a", "x": "\u006d", "mo\u0064el": "b"}', True),
+        (b'{"model": "a", "messages": [{"model": "x", "content": "\\"model\\""}], "tools": {"model": {}}}', False),
+        (b'{"model": "model", "metadata": "model"}', False),
+        (rb'{"mod\u0065l": "a", "messages": ["\u006dodel"]}', False),
+    ],
+)
+def test_a_model_that_is_named_twice_is_rejected(body: bytes, is_rejected: bool) -> None:
+    if not is_rejected:
+        assert envelope.read(body, "openai_chat").facts.model in ("a", "model")
+        return
+    with pytest.raises(InvalidValue, match="more than once") as caught:
+        envelope.read(body, "openai_chat")
+    assert caught.value.param == "model"

@@ -15,6 +15,7 @@ from cortex import open_files
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.server import Gateway
+from cortex.service_manager import READY, STOPPING, ServiceManager
 from cortex.telemetry import logs
 from cortex.wire.words import duration
 
@@ -44,14 +45,19 @@ async def serve(config: Config, path: Path | None = None) -> None:
     gc.freeze()
     scheme = "http" if config.gateway.tls_cert is None else "https"
     log.info("cortex listens on %s://%s:%s, nodes: %d", scheme, host, port, len(gateway.config.neurons))
+    manager = ServiceManager()
+    manager.notify(READY)
+    alive = asyncio.create_task(manager.keep_alive())
     reloader = gateway.tasks.start("reload", lambda: _reload_when_needed(gateway, files, reload))
     try:
         await stop.wait()
+        manager.notify(STOPPING)
         log.info("shutting down: draining responses, up to %s", duration(gateway.config.gateway.drain_s))
     finally:
         reloader.cancel()
         await reloader.ended()
         await gateway.close(gateway.config.gateway.drain_s)
+        alive.cancel()
 
 
 def report_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

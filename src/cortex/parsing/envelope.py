@@ -28,6 +28,10 @@ ABSENT = Raw()
 _EMPTY = re.compile(rb'\s*(?:null|""|\[\s*\])?\s*')
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
 
+_MODEL = re.compile(rb'"(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(?:l|\\u006[cC])"')
+_ESCAPED_LETTER = b"\\u006"
+_members_decoder = msgspec.json.Decoder(dict[str, Raw])
+
 CompletionLimit = Annotated[int, Meta(ge=1, le=MAX_COMPLETION_TOKENS)]
 ChoiceCount = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
@@ -247,6 +251,8 @@ def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
         raise _invalid(str(problem)) from problem
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
+    if _has_duplicates(body):
+        raise InvalidValue("model: the body has it more than once; send it once.", param="model")
     if not fields.model:
         raise MissingModel('The body names no model; add "model" with a name from GET /v1/models.', param="model")
     if len(fields.model) > MAX_MODEL_NAME:
@@ -258,6 +264,21 @@ def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
         return Envelope(fields.facts(fields.model), (fields.input_prefix, fields.prompt, fields.input_suffix))
     conversation = (fields.system, fields.instructions, fields.messages, fields.prompt, fields.input)
     return Envelope(fields.facts(fields.model), conversation)
+
+
+def _has_duplicates(body: bytes) -> bool:
+    """Whether the object has `model` twice: what checks it might read one of them, and what runs it the other.
+
+    Quick for a body with the text only once. Otherwise the texts that are in values are subtracted.
+    """
+    if body.count(b'"model"') < 2 and _ESCAPED_LETTER not in body:
+        return False
+    inside = sum(_num_names(bytes(value)) for value in _members_decoder.decode(body).values())
+    return _num_names(body) - inside > 1
+
+
+def _num_names(text: bytes) -> int:
+    return sum(1 for _ in _MODEL.finditer(text)) if _ESCAPED_LETTER in text else text.count(b'"model"')
 
 
 def _num_prompts(prompt: Raw) -> int:

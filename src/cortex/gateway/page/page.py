@@ -13,6 +13,7 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Meter
 from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S, PAGE_HEADER, is_cross_site
 from cortex.gateway.page.bundle import INDEX, PageFile, read_bundle, respond, wants_html
+from cortex.gateway.page.failed_sign_ins import FailedSignIns
 from cortex.gateway.proxy.listener import PAGE_FILES, SESSION_PATH
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.request import Request
@@ -46,6 +47,7 @@ class Page:
         self._is_secure = is_secure
         self.meter = meter
         """Replaced by a reload."""
+        self._failed_sign_ins = FailedSignIns()
         self._bundle: Mapping[str, PageFile] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: list[Callable[[], None]] = []
@@ -101,7 +103,12 @@ class Page:
             text = msgspec.json.decode(request.body, type=_SignIn).key.strip()
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:
             raise InvalidValue(f'The body must be {{"key": "…"}}: {shorten(str(problem))}') from problem
-        session = self.meter.sign_in(text)
+        self._failed_sign_ins.check(request.client)
+        try:
+            session = self.meter.sign_in(text)
+        except InvalidAPIKey:
+            self._failed_sign_ins.failed(request.client)
+            raise
         if session is None:
             raise InvalidAPIKey("This gateway is open: there is nothing to sign in to.")
         response = json_response({"signed_in": True})

@@ -22,6 +22,7 @@ from cortex.neuron.api.peers import PeerConnector
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.config import load as load_config
 from cortex.neuron.node.node import Node, Parts
+from cortex.service_manager import READY, STOPPING, ServiceManager
 from cortex.settings import Listen, SettingsError, stamp
 from cortex.tasks import Supervisor
 from cortex.telemetry import logs
@@ -188,9 +189,13 @@ async def _serve_node(
     gc.collect()
     gc.freeze()
     watching = Supervisor().start("watch keys and certificate", front.watch)
+    manager = ServiceManager()
+    alive = asyncio.create_task(manager.keep_alive())
     try:
         log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
+        manager.notify(READY)
         await stop.wait()
+        manager.notify(STOPPING)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -203,3 +208,4 @@ async def _serve_node(
         watching.cancel()
         await watching.ended()
         await api.close(_FLUSH_S)
+        alive.cancel()

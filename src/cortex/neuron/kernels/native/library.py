@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -153,10 +154,19 @@ def _digest(command: str) -> str:
     return hashlib.sha256(b"|".join(parts)).hexdigest()[:24]
 
 
+def is_private(path: Path) -> bool:
+    """Whether only this user and root may write the file or folder. Raises OSError."""
+    found = path.lstat()
+    return found.st_uid in (os.geteuid(), 0) and not (
+        found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(found.st_mode)
+    )
+
+
 def _opened(path: Path) -> ctypes.CDLL | None:
-    """None if there is no such file, or a damaged one: a host that loses power may keep an empty file."""
+    """None if there is no such file, or a damaged one: a host that loses power may keep an empty file. None also for
+    one that another user may have written: it would run with the rights of this process."""
     try:
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path)) if is_private(path.parent) and is_private(path) else None
     except OSError:
         return None
 

@@ -59,7 +59,7 @@ class Fitting:
             spec = msgspec.structs.replace(spec, min_devices=count, pipeline_parallel=1)
         self._spec, self._node, self._fleet, self._need = spec, node, fleet, need
         self._held = held
-        self._devices = ledger(node)
+        self._devices = ledger(node, newcomer=spec.id)
         self._occupants = occupants_of(spec, node, self._devices, fleet, now, origin, leaving)
         self._eligible = _eligible(spec, self._devices)
 

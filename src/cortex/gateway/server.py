@@ -41,10 +41,11 @@ from cortex.gateway.dispatch.nodes.poller import Poller
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.dispatch.operator.state import OperatorState
 from cortex.gateway.ledger.meter import Metering
-from cortex.gateway.listening import certificate_of, listen_on
+from cortex.gateway.listening import ListeningSockets, certificate_of
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
 from cortex.gateway.page.page import Page
 from cortex.gateway.proxy.accounting.activity import ActivityLog
+from cortex.gateway.proxy.accounting.activity_file import ActivityFile
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.inference import Inference
@@ -132,6 +133,7 @@ class Gateway:
             parser=BodyParser(),
             buffered=Buffered(limits.buffered_bytes),
         )
+        self._activity_file = ActivityFile(config.state_directory(directory), self._services.activity)
         self._inference = Inference(self._services)
         self._responses = ResponsesService(config, directory, self._inference, self.tasks)
         self._certificate = certificate_of(config, directory)
@@ -190,11 +192,12 @@ class Gateway:
         )
         self._metrics_server = Server(self._handle_metrics, rejection_response, self._ticker, limits)
 
-    async def start(self) -> tuple[str, int]:
+    async def start(self, sockets: ListeningSockets | None = None) -> tuple[str, int]:
         """Open the ledger, poll every node once, then listen; returns the API's address.
 
         Raises `StoreError` or `CannotListen`.
         """
+        await self._activity_file.restore()
         await self._use_keys(self.config)
         self._router.configure(self.config, is_open=self._metering.is_open)
         await self._operator_state.synchronise()
@@ -209,16 +212,18 @@ class Gateway:
             await asyncio.wait(polls, timeout=FIRST_POLL_S)
         for poller in self._pollers.values():
             poller.start()
-        section = self.config.gateway
+        section, sockets = self.config.gateway, sockets or ListeningSockets()
         tls = self._certificate.context if self._certificate is not None else None
-        address = await listen_on(self.server, section.listen, "gateway.listen", tls)
+        address = await sockets.listen(self.server, section.listen, "gateway.listen", tls)
         if section.ollama_listen is not None:
-            await listen_on(self.server, section.ollama_listen, "gateway.ollama_listen", tls)
+            await sockets.listen(self.server, section.ollama_listen, "gateway.ollama_listen", tls)
         if section.metrics_listen is not None:
-            await listen_on(self._metrics_server, section.metrics_listen, "gateway.metrics_listen", tls)
+            await sockets.listen(self._metrics_server, section.metrics_listen, "gateway.metrics_listen", tls)
+        sockets.check_all_used()
         self._regular = [
             self.tasks.start("tick", self._tick),
             self.tasks.start("operator state", self._operator_state.run),
+            self.tasks.start("keep activity", self._activity_file.run),
             self.tasks.start("discover nodes", self._discover_nodes),
         ]
         if self._certificate is not None:
@@ -229,10 +234,11 @@ class Gateway:
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Admit nothing, fail waiting requests, drain running responses for up to `grace_s`, then close everything."""
+        await self._metrics_server.stop_accepting()  # a successor may bind all addresses now
+        await self.server.stop_accepting(grace_s)
         self._inference.closing = True
         self.dispatcher.close()
         closing = asyncio.create_task(self.server.close(grace_s))
-        await asyncio.sleep(0)  # no new connections: a client whose stream ends would begin another one
         self._streams.close()
         await asyncio.gather(closing, self._responses.drain(grace_s))
         await self._metrics_server.close()
@@ -253,6 +259,7 @@ class Gateway:
         await self._metering.close()
         await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
+        await self._activity_file.save()
 
     async def reload(self, files: ConfigurationFiles) -> None:
         """Read and use the configuration in `files`.

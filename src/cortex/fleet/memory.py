@@ -213,8 +213,12 @@ def _is_as_wanted(quant: str, status: ModelStatus) -> bool:
 
 
 def _estimate_elsewhere(spec: ModelSpec, fleet: Fleet) -> int | None:
-    """The largest size that any node reports for the model."""
+    """The largest size that any node reports for the model, else for another one with the same source: nodes know the
+    files in their folders before a load names them."""
     held = [(node, node.residencies[spec.id]) for node in fleet.nodes if spec.id in node.residencies]
+    if not any(each.num_bytes for _, each in held) and spec.source is not None:
+        every = ((node, each) for node in fleet.nodes for each in node.residencies.values())
+        held = [(node, each) for node, each in every if each.status.source == spec.source]
     known = [(node, status) for node, each in held if (status := sized_for(spec, each.status)) is not None]
     sizes = [
         whole_measured_bytes(node, status, fleet) or _whole(status, status.estimate_bytes) for node, status in known

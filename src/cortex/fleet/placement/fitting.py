@@ -189,7 +189,9 @@ def _find_room(
     if division is None and len(usable) >= count:
         emptiest = sorted(usable, key=lambda device: (-device.available_bytes, device.index))[:count]
         return _Finding(
-            Verdict.FITS, "size unknown; the node checks it at load", Room(tuple(emptiest), by_layers=by_layers)
+            Verdict.FITS,
+            "size unknown until its first load; the node checks it then",
+            Room(tuple(emptiest), by_layers=by_layers),
         )
     division = division or Division(0, count, by_layers)
     if devices := free_devices(usable, division, fleet.placement):

@@ -172,6 +172,9 @@ class ActivitySection(Section, frozen=True):
     kept without this."""
     capture_kb: Annotated[int, Meta(ge=1, le=1024)] = 16
     """The most that is kept of one request body."""
+    log_retention_days: Annotated[int, Meta(ge=0, le=36500)] = 0
+    """For how many days every request is also kept in the database of `ledger`, without its texts, for `cortex logs
+    --since` and the page; 0 keeps none there."""
     redact: tuple[str, ...] = ()
     """Regular expressions; text that one of them matches is replaced before a capture is kept. The ends of streamed
     responses are not kept then: their text is divided among events, where an expression would not match it."""

@@ -47,6 +47,7 @@ from cortex.gateway.page.page import Page
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.activity_file import ActivityFile
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
+from cortex.gateway.proxy.accounting.request_log import RequestLog
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import CONTROL_BODY_BYTES, api_server, client_limits, paths_without_key
@@ -134,6 +135,7 @@ class Gateway:
             buffered=Buffered(limits.buffered_bytes),
         )
         self._activity_file = ActivityFile(config.state_directory(directory), self._services.activity)
+        self._request_log = RequestLog(self._services.activity, config.database(directory))
         self._inference = Inference(self._services)
         self._responses = ResponsesService(config, directory, self._inference, self.tasks)
         self._certificate = certificate_of(config, directory)
@@ -157,7 +159,7 @@ class Gateway:
             orders,
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
             JobRoutes(board, self._metering),
-            ActivityRoutes(self._services.activity, self._metering, self._streams),
+            ActivityRoutes(self._services.activity, self._request_log, self._metering, self._streams, self._deferred),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
             KeyRoutes(self._metering, files.path if files is not None else None, self._reload_files, self._deferred),
         )
@@ -198,6 +200,7 @@ class Gateway:
         Raises `StoreError` or `CannotListen`.
         """
         await self._activity_file.restore()
+        self._request_log.retention_days = self.config.activity.log_retention_days
         await self._use_keys(self.config)
         self._router.configure(self.config, is_open=self._metering.is_open)
         await self._operator_state.synchronise()
@@ -224,6 +227,7 @@ class Gateway:
             self.tasks.start("tick", self._tick),
             self.tasks.start("operator state", self._operator_state.run),
             self.tasks.start("keep activity", self._activity_file.run),
+            self.tasks.start("request log", self._request_log.run),
             self.tasks.start("discover nodes", self._discover_nodes),
         ]
         if self._certificate is not None:
@@ -253,6 +257,7 @@ class Gateway:
         await self._ollama_routes.close()
         await self._file_routes.close()
         await self._operator_state.close()
+        await self._request_log.close()
         for node in self._nodes.values():
             node.pool.close()
         await self._responses.close()
@@ -296,6 +301,8 @@ class Gateway:
 
     def _is_database_away(self) -> bool:
         ledger = self._metering.ledger
+        if self._request_log.is_failing:
+            return True
         return self._operator_state.is_failing or (ledger is not None and ledger.is_failing)
 
     async def _reload_files(self) -> None:
@@ -335,6 +342,7 @@ class Gateway:
         self._responses.use(config.responses)
         self._router.configure(config, is_open=self._metering.is_open)
         self._services.activity.configure(config.activity)
+        self._request_log.retention_days = config.activity.log_retention_days
         logs.configure(config.gateway.log_format, config.gateway.log_level)
         for client in joining:
             self._join(client)

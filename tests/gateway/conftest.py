@@ -15,6 +15,7 @@ from aiohttp import ClientSession, ClientTimeout
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.rules import EvictionRules
 from cortex.gateway.config import ActivitySection, Config, GatewaySection, NeuronSection, ResponsesSection
+from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
@@ -40,6 +41,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
             catalogue: Catalogue | None = None,
             rules: EvictionRules | None = None,
             keys: tuple[KeySection, ...] = (),
+            groups: tuple[GroupSection, ...] = (),
             key_env: str | None = None,
             node_keys: Mapping[str, str] | None = None,
             memory_mb: int | None = None,
@@ -67,6 +69,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 gateway=section,
                 neurons=tuple(sections),
                 keys=keys,
+                groups=groups,
                 eviction=rules or EvictionRules(min_residency_s=0),
                 telemetry=telemetry or TelemetrySection(),
                 responses=responses or ResponsesSection(),

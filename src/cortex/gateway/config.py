@@ -19,6 +19,7 @@ from cortex.fleet.catalogue import MEBIBYTE
 from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.topology import Ceilings
 from cortex.gateway.database import check_location, is_url
+from cortex.gateway.ledger.groups import GroupSection, check_groups
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.store import LedgerSection
 from cortex.settings import Listen, Section
@@ -259,6 +260,7 @@ class Config(Section, frozen=True):
     neurons: tuple[NeuronSection, ...] = ()
     discovery: DiscoverySection = DiscoverySection()
     keys: tuple[KeySection, ...] = ()
+    groups: tuple[GroupSection, ...] = ()
     ledger: LedgerSection = LedgerSection()
     responses: ResponsesSection = ResponsesSection()
     activity: ActivitySection = ActivitySection()
@@ -266,6 +268,7 @@ class Config(Section, frozen=True):
 
     def __post_init__(self) -> None:
         Keyring(self.keys)
+        check_groups(self.keys, self.groups)
         if self.limits.max_buffered_mb < self.gateway.max_body_mb:
             raise ValueError(
                 f"limits.max_buffered_mb is {self.limits.max_buffered_mb}, less than one body of gateway.max_body_mb,"

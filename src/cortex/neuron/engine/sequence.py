@@ -117,7 +117,8 @@ class Sequence:
             tokens = (*self.tokens[start:], *self.draft.tokens)[: end - start]
             outputs = RowOutputs(draws=1 + end - len(self.tokens))
             return RowPlan(self.row, start, RowInputs(end - start, tokens), outputs, decodes=True)
-        inputs = RowInputs(end - start, tuple(self.tokens[start:end]))
+        following = self.tokens[end] if end < len(self.tokens) else None
+        inputs = RowInputs(end - start, tuple(self.tokens[start:end]), following)
         return RowPlan(self.row, start, inputs, self._outputs(start, end), writes)
 
     def _outputs(self, start: int, end: int) -> RowOutputs:

@@ -131,7 +131,7 @@ class Dispatcher(StateMachine):
         except CortexError:
             return None
 
-    def cost(self, name: str) -> Cost:
+    def prices(self, name: str) -> Cost:
         """The prices of the model that a request names; none where there is no such model."""
         try:
             return self.fleet.catalogue.spec(self.resolve(name).model_id).cost

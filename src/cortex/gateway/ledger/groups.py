@@ -8,17 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 
-from cortex.fleet.catalogue import Cost
 from cortex.gateway.ledger.keys import KeySection, Limit, Money
 from cortex.settings import Section
 from cortex.wire.events import Usage
 
 NANO = 10**9
 _GROUP, _COST = "group:", "cost:"
+
+
+class Prices(Protocol):
+    """The price of a million tokens of a model, as the catalogue has it."""
+
+    @property
+    def input(self) -> float: ...
+    @property
+    def cached_input(self) -> float: ...
+    @property
+    def output(self) -> float: ...
+
+
+class NoPrices(NamedTuple):
+    """Of a model without prices."""
+
+    input: float = 0.0
+    cached_input: float = 0.0
+    output: float = 0.0
 
 
 class GroupSection(Section, frozen=True):
@@ -55,9 +73,9 @@ class Budget(NamedTuple):
         """Whether it is the key's own, not its group's."""
         return self.section.id == cost_id(key)
 
-    def amount(self, tokens: int, usage: Usage, cost: Cost) -> int:
+    def amount(self, tokens: int, usage: Usage, prices: Prices) -> int:
         """What a request with this usage takes of it."""
-        return cost_nano(cost, usage) if self.is_cost else tokens
+        return cost_nano(prices, usage) if self.is_cost else tokens
 
 
 class CostLeft(NamedTuple):
@@ -80,19 +98,18 @@ def cost_id(key: KeySection) -> str:
     return f"{_COST}{key.id}"
 
 
-def cost_nano(cost: Cost, usage: Usage) -> int:
+def cost_nano(prices: Prices, usage: Usage) -> int:
     """What the usage costs, in billionths."""
-    price = cost.of(
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        completion_tokens=usage.completion_tokens,
+    fresh = usage.prompt_tokens - usage.cached_tokens
+    per_million = (
+        fresh * prices.input + usage.cached_tokens * prices.cached_input + usage.completion_tokens * prices.output
     )
-    return math.ceil(price * NANO)
+    return math.ceil(per_million * NANO / 1e6)
 
 
-def nano_per_token(cost: Cost) -> int:
+def nano_per_token(prices: Prices) -> int:
     """The most that one token costs, in billionths; 0: it is free."""
-    return math.ceil(max(cost.input, cost.cached_input, cost.output) * NANO / 1e6)
+    return math.ceil(max(prices.input, prices.cached_input, prices.output) * NANO / 1e6)
 
 
 def check_groups(keys: Iterable[KeySection], groups: Sequence[GroupSection]) -> None:

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from cortex.fleet.catalogue import Cost
 from cortex.gateway.config import Config
 from cortex.gateway.database import is_url
 from cortex.gateway.ledger.estimate import Estimate, TokenLimits
-from cortex.gateway.ledger.groups import Budget, budgets_of, nano_per_token, with_models_of_groups
+from cortex.gateway.ledger.groups import Budget, NoPrices, Prices, budgets_of, nano_per_token, with_models_of_groups
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_model, check_operator
 from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.limits import Account
@@ -34,7 +33,7 @@ ANONYMOUS = "anonymous"
 
 ContextOf = Callable[[], int | None]
 """The context of a request's model; None where it is not known."""
-CostOf = Callable[[], Cost]
+PricesOf = Callable[[], Prices]
 """The prices of a request's model."""
 
 
@@ -89,12 +88,12 @@ class Meter(Protocol):
         prompt_bytes: int,
         limits: TokenLimits,
         context: ContextOf = _unknown,
-        cost: CostOf = Cost,
+        prices: PricesOf = NoPrices,
     ) -> Reservation:
         """Reserve what a request of `key`, from `key()`, may use. Raises RateLimitExceeded or InsufficientQuota, and
         InvalidAPIKey where a key is needed and there is none.
 
-        `prompt_bytes` is 0 for a request that uses no tokens. `context` and `cost` are called only where a key has a
+        `prompt_bytes` is 0 for a request that uses no tokens. `context` and `prices` are called only where a key has a
         budget.
         """
 
@@ -146,7 +145,7 @@ class OpenMeter:
         prompt_bytes: int,  # noqa: ARG002
         limits: TokenLimits,  # noqa: ARG002
         context: ContextOf = _unknown,  # noqa: ARG002
-        cost: CostOf = Cost,  # noqa: ARG002
+        prices: PricesOf = NoPrices,  # noqa: ARG002
     ) -> Reservation:
         return self._reservation
 
@@ -182,20 +181,20 @@ class _Charge:
 class _KeyedReservation:
     """Tokens of one request, reserved in the account of its key and in the other budgets that it is charged to."""
 
-    __slots__ = ("_account", "_charges", "_cost", "_estimate", "_ledger", "_tokens", "token_limit")
+    __slots__ = ("_account", "_charges", "_estimate", "_ledger", "_prices", "_tokens", "token_limit")
 
-    def __init__(self, ledger: Ledger, account: Account, estimate: Estimate, cost: Cost) -> None:
+    def __init__(self, ledger: Ledger, account: Account, estimate: Estimate, prices: Prices) -> None:
         """Raises what `Account.reserve` raises."""
         self._ledger = ledger
         self._account = account
         self._estimate = estimate
-        self._cost = cost
+        self._prices = prices
         now, monotonic_now = ledger.clock(), ledger.monotonic()
         self._tokens = account.reserve(estimate, now, monotonic_now)
         self._charges: list[_Charge] = []
         try:
             for budget, other in ledger.budgets(account.key):
-                price = nano_per_token(cost) if budget.is_cost else 1
+                price = nano_per_token(prices) if budget.is_cost else 1
                 if price:  # a model without prices is free
                     amount = other.reserve(estimate, now, monotonic_now, price=price)
                     self._charges.append(_Charge(budget, other, price, amount))
@@ -246,7 +245,7 @@ class _KeyedReservation:
         self._ledger.settle(self._account, self._tokens, usage, model=model, node=node)
         used = usage or Usage()
         for charge in self._charges:
-            amount = charge.budget.amount(used.prompt_tokens + used.completion_tokens, used, self._cost)
+            amount = charge.budget.amount(used.prompt_tokens + used.completion_tokens, used, self._prices)
             self._ledger.settle_budget(charge.account, charge.amount, amount)
 
     def cancel(self) -> None:
@@ -271,14 +270,14 @@ class KeyedMeter:
         prompt_bytes: int,
         limits: TokenLimits,
         context: ContextOf = _unknown,
-        cost: CostOf = Cost,
+        prices: PricesOf = NoPrices,
     ) -> Reservation:
         if key is None:
             raise _no_key()
         account, budgets = self._ledger.account(key), self._ledger.budgets(key)
         context_tokens = context() if account.has_budget or budgets else None
         estimate = Estimate(prompt_bytes, limits.completion_limit, limits.num_choices, context_tokens)
-        return _KeyedReservation(self._ledger, account, estimate, cost() if budgets else Cost())
+        return _KeyedReservation(self._ledger, account, estimate, prices() if budgets else NoPrices())
 
     def authenticate(self, request: Request) -> str:
         return self.key(request).name

@@ -45,8 +45,8 @@ class AdmissionController:
     def admit(self, key: KeySection | None, prompt_bytes: int, facts: Facts) -> AdmittedRequest:
         """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it."""
         dispatcher, model = self._dispatcher, facts.model
-        context, cost = partial(dispatcher.context_tokens, model), partial(dispatcher.cost, model)
-        reservation = self.meter.admit(key, prompt_bytes, facts, context, cost)
+        context, prices = partial(dispatcher.context_tokens, model), partial(dispatcher.prices, model)
+        reservation = self.meter.admit(key, prompt_bytes, facts, context, prices)
         try:
             resolution = self._dispatcher.resolve(facts.model)
             reservation.check_model(resolution.model_id)

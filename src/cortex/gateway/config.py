@@ -22,6 +22,7 @@ from cortex.gateway.database import check_location, is_url
 from cortex.gateway.ledger.groups import GroupSection, check_groups
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.store import LedgerSection
+from cortex.gateway.ledger.users import SignInSection
 from cortex.settings import Listen, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
@@ -261,6 +262,7 @@ class Config(Section, frozen=True):
     discovery: DiscoverySection = DiscoverySection()
     keys: tuple[KeySection, ...] = ()
     groups: tuple[GroupSection, ...] = ()
+    sign_in: SignInSection = SignInSection()
     ledger: LedgerSection = LedgerSection()
     responses: ResponsesSection = ResponsesSection()
     activity: ActivitySection = ActivitySection()
@@ -269,6 +271,8 @@ class Config(Section, frozen=True):
     def __post_init__(self) -> None:
         Keyring(self.keys)
         check_groups(self.keys, self.groups)
+        if self.sign_in.group is not None and self.sign_in.group not in {group.name for group in self.groups}:
+            raise ValueError(f"sign_in.group is `{self.sign_in.group}`, and there is no such group")
         if self.limits.max_buffered_mb < self.gateway.max_body_mb:
             raise ValueError(
                 f"limits.max_buffered_mb is {self.limits.max_buffered_mb}, less than one body of gateway.max_body_mb,"
@@ -283,6 +287,7 @@ class Config(Section, frozen=True):
     def other_variables(self) -> frozenset[str]:
         """Those of the commands, and those that hold the keys of nodes."""
         keys = {variable for neuron in self.neurons if (variable := neuron.key_env)}
+        keys |= {self.sign_in.client_secret_env} if self.sign_in.client_secret_env else set()
         return COMMAND_VARIABLES | keys | ({self.gateway.node_key_env} if self.gateway.node_key_env else set())
 
     def key_variable(self, neuron: NeuronSection) -> str | None:

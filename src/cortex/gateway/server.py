@@ -44,6 +44,7 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.listening import ListeningSockets, certificate_of
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
 from cortex.gateway.page.page import Page
+from cortex.gateway.page.signing_in import SigningIn
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.activity_file import ActivityFile
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
@@ -174,7 +175,8 @@ class Gateway:
             parts,
             open_paths,
         )
-        self._page = Page(self._metering.meter, is_secure=self._certificate is not None)
+        self._signing_in = SigningIn(self._metering)
+        self._page = Page(self._metering.meter, self._signing_in, is_secure=self._certificate is not None)
         ollama = OllamaInference(self._inference, operator, self._control.cross_site)
         self._router = RequestRouter(self._inference, self._responses, ollama, self._control, self._page)
         self.server = api_server(
@@ -368,6 +370,7 @@ class Gateway:
                     log.info("discovery changed the fleet, nodes: %d", len(config.neurons))
 
     async def _use_keys(self, config: Config) -> None:
+        self._signing_in.use(config.sign_in)
         await self._metering.use(config)
         self._admission.meter = self._control.meter = self._page.meter = self._metering.meter
 

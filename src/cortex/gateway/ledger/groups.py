@@ -136,9 +136,11 @@ def with_models_of_groups(keys: Iterable[KeySection], groups: Iterable[GroupSect
 
 
 def budgets_of(keys: Iterable[KeySection], groups: Iterable[GroupSection]) -> dict[str, tuple[Budget, ...]]:
-    """The budgets that requests of each key are charged to beyond its own tokens, by key id."""
+    """The budgets that requests of each key are charged to beyond its own tokens, by key id; and those of each group by
+    its id, for users without a key."""
     shared = {group.name: tuple(_budgets_of_group(group)) for group in groups}
-    return {
+    by_group = {f"{_GROUP}{name}": budgets for name, budgets in shared.items()}
+    return by_group | {
         key.id: (*_cost_of(key, cost_id(key), f"The key `{key.name}`"), *shared.get(key.group or "", ()))
         for key in keys
     }

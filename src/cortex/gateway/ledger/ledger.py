@@ -141,11 +141,18 @@ class Ledger:
         )
 
     def account(self, key: KeySection) -> Account:
-        return self._accounts[key.id]
+        """The account of a key, or of a user who signed in without one, whose own tokens are not limited."""
+        if (account := self._accounts.get(key.id)) is None:
+            account = self._accounts[key.id] = Account(key, Spent(), self.monotonic())
+        return account
 
     def budgets(self, key: KeySection) -> tuple[tuple[Budget, Account], ...]:
         """The budgets that requests of the key are charged to beyond its own, and their accounts."""
-        return tuple((budget, self._accounts[budget.section.id]) for budget in self._budgets.get(key.id, ()))
+        return tuple((budget, self._accounts[budget.section.id]) for budget in self._budgets_of(key))
+
+    def _budgets_of(self, key: KeySection) -> tuple[Budget, ...]:
+        own = self._budgets.get(key.id)
+        return own if own is not None else self._budgets.get(f"group:{key.group}", ())
 
     def settle(self, account: Account, reserved: int, usage: Usage | None, *, model: str, node: str) -> None:
         """Record the usage of one request; None when it ended without a response."""

@@ -20,8 +20,9 @@ from cortex.gateway.ledger.groups import Budget, NoPrices, Prices, budgets_of, n
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_model, check_operator
 from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.limits import Account
-from cortex.gateway.ledger.sessions import Sessions, session_of
+from cortex.gateway.ledger.sessions import Sessions, check_from_page, session_of
 from cortex.gateway.ledger.store import open_store
+from cortex.gateway.ledger.users import SignInSection
 from cortex.http.request import Request
 from cortex.tasks import Supervisor
 from cortex.wire.errors import CortexError, InvalidAPIKey
@@ -259,8 +260,9 @@ class _KeyedReservation:
 class KeyedMeter:
     """Every request needs a key, and its usage is charged to it. Without keys every request is rejected."""
 
-    def __init__(self, ledger: Ledger, sessions: Sessions | None = None) -> None:
+    def __init__(self, ledger: Ledger, sessions: Sessions | None = None, sign_in: SignInSection | None = None) -> None:
         """Without `sessions` nobody can sign in to the page."""
+        self._sign_in = sign_in or SignInSection()
         self._ledger = ledger
         self._sessions = sessions
 
@@ -291,7 +293,10 @@ class KeyedMeter:
         if (key := request.header(b"x-api-key")) is not None:
             return keyring.recognise(key.decode("latin-1"))
         if self._sessions is not None and session_of(request) is not None:
-            return self._sessions.recognise(keyring, request)
+            return self._sessions.recognise(keyring, request, self._sign_in)
+        if (user := self._sign_in.proxied(request)) is not None:
+            check_from_page(request)
+            return self._sign_in.key_of(user)
         raise _no_key()
 
     def authenticate_operator(self, request: Request) -> str:
@@ -331,6 +336,11 @@ class Metering:
         return isinstance(self.meter, OpenMeter)
 
     @property
+    def sessions(self) -> Sessions | None:
+        """None before `use`."""
+        return self._sessions
+
+    @property
     def ledger(self) -> Ledger | None:
         """The ledger; None on a gateway that never had keys."""
         return self._ledger
@@ -345,12 +355,14 @@ class Metering:
         budgets = budgets_of(config.keys, config.groups)
         if self._ledger is not None:
             await self._ledger.use(keyring, budgets)
-        elif config.keys or (not config.gateway.open and await self._had_keys(config)):
+        elif config.keys or config.sign_in.is_enabled or (not config.gateway.open and await self._had_keys(config)):
             self._ledger = await self._open_ledger(config, keyring, budgets)
-        is_open = not config.keys and (config.gateway.open or self._ledger is None)
+        is_open = not config.keys and not config.sign_in.is_enabled and (config.gateway.open or self._ledger is None)
         if self._sessions is None:
             self._sessions = Sessions(config.state_directory(self._directory))
-        self.meter = OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger, self._sessions)
+        self.meter = (
+            OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger, self._sessions, config.sign_in)
+        )
 
     async def _had_keys(self, config: Config) -> bool:
         """Whether the database has recorded keys. Creates none."""

@@ -19,7 +19,12 @@ SESSION_PATH = b"/session"
 """Where a browser signs in."""
 PAGE_FILES = b"/page/"
 """The prefix of the page's files, which are the same for everybody."""
-OPEN_PATHS = (b"/", b"/health", b"/ready", SESSION_PATH)
+SIGN_IN_PATHS = (SIGN_IN_METHODS, SIGN_IN_START, SIGN_IN_CALLBACK) = (
+    b"/session/methods",
+    b"/session/start",
+    b"/session/callback",
+)
+OPEN_PATHS = (b"/", b"/health", b"/ready", SESSION_PATH, *SIGN_IN_PATHS)
 """Paths that need no key, in addition to those of `PAGE_FILES`."""
 OLLAMA_LISTINGS = (b"/api/version", b"/api/tags", b"/api/ps", b"/api/show")
 LISTING_PATHS = (b"/v1/models", b"/models", b"/props", *OLLAMA_LISTINGS)

@@ -43,6 +43,7 @@ from cortex.gateway.dispatch.operator.state import OperatorState
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.listening import ListeningSockets, certificate_of
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
+from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.page import Page
 from cortex.gateway.page.signing_in import SigningIn
 from cortex.gateway.proxy.accounting.activity import ActivityLog
@@ -175,7 +176,7 @@ class Gateway:
             parts,
             open_paths,
         )
-        self._signing_in = SigningIn(self._metering)
+        self._signing_in = SigningIn(self._metering, Conversations(config.database(directory)))
         self._page = Page(self._metering.meter, self._signing_in, is_secure=self._certificate is not None)
         ollama = OllamaInference(self._inference, operator, self._control.cross_site)
         self._router = RequestRouter(self._inference, self._responses, ollama, self._control, self._page)
@@ -260,6 +261,7 @@ class Gateway:
         await self._file_routes.close()
         await self._operator_state.close()
         await self._request_log.close()
+        await self._signing_in.close()
         for node in self._nodes.values():
             node.pool.close()
         await self._responses.close()

@@ -208,3 +208,32 @@ def test_roles_are_found_in_claims(claims: dict[str, Any], path: str, roles: tup
 def test_invalid_section_is_rejected(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"issuer|public_url|client_id|proxy_addresses"):
         SignInSection(**fields)
+
+
+async def test_conversations_are_kept_for_their_owner_if_the_operator_allows_it(start_gateway: StartGateway) -> None:
+    trusted = SignInSection(proxy_addresses=("127.0.0.0/8",), conversations=True)
+    client = await start_gateway(sign_in=trusted)
+    anna, bert = ({"x-forwarded-user": name, **PAGE} for name in ("anna", "bert"))
+    assert (await client.get("/session", **anna))[1]["conversations"] is True
+    url = f"{client.url}/session/conversations"
+
+    async def put(number: int, headers: dict[str, str], path: str | None = None) -> int:
+        body = {"id": f"c{number}", "changed": number, "turns": [{"user": "x" * 100_000}]}
+        async with client.session.put(f"{url}/{path or body['id']}", json=body, headers=headers) as response:
+            return response.status
+
+    async def listed(headers: dict[str, str]) -> list[str]:
+        _, body = await client.get("/session/conversations", **headers)
+        return [each["id"] for each in body["conversations"]]
+
+    assert [await put(number, anna) for number in range(62)] == [200] * 62
+    assert await put(1, anna, "another") == 400
+    assert await listed(anna) == [f"c{number}" for number in range(61, 1, -1)], "the latest ones"
+    assert await listed(bert) == []
+    for headers, expected in ((bert, 404), (anna, 200)):
+        async with client.session.delete(f"{url}/c61", headers=headers) as response:
+            assert response.status == expected
+    assert (await listed(anna))[0] == "c60"
+    without = await start_gateway(sign_in=SignInSection(proxy_addresses=("127.0.0.0/8",)))
+    assert (await without.get("/session/conversations", **anna))[0] == 404
+    assert (await without.get("/session", **anna))[1]["conversations"] is False

@@ -48,6 +48,9 @@ class SignInSection(Section, frozen=True):
     """Models that users may use, as ids or patterns with `*`; all when empty."""
     group: str | None = None
     """The group of `[[groups]]` whose limits all users share."""
+    conversations: bool = False
+    """Keep the conversations of everybody who signs in to the page, also with a key, in the database of `ledger`: they
+    have them in every browser. Otherwise they stay in the browser."""
     proxy_addresses: tuple[str, ...] = ()
     """Addresses or networks of proxies whose headers say who the user is. The proxy must remove these headers from what
     clients send."""

@@ -14,7 +14,7 @@ from cortex.gateway.ledger.meter import Meter
 from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S, PAGE_HEADER, is_cross_site
 from cortex.gateway.page.bundle import INDEX, PageFile, read_bundle, respond, wants_html
 from cortex.gateway.page.signing_in import SigningIn
-from cortex.gateway.proxy.listener import PAGE_FILES, SESSION_PATH, SIGN_IN_PATHS
+from cortex.gateway.proxy.listener import CONVERSATIONS_PATH, PAGE_FILES, SESSION_PATH, SIGN_IN_PATHS
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
@@ -59,6 +59,7 @@ class Page:
             path.startswith(PAGE_FILES)
             or path == SESSION_PATH
             or path in SIGN_IN_PATHS
+            or path.startswith(CONVERSATIONS_PATH)
             or (path == b"/" and request.method in _READS and wants_html(request))
         )
 
@@ -67,7 +68,7 @@ class Page:
         request = exchange.request
         if request.path == SESSION_PATH:
             exchange.respond(*self._session(request))
-        elif request.path in SIGN_IN_PATHS:
+        elif request.path in SIGN_IN_PATHS or request.path.startswith(CONVERSATIONS_PATH):
             self._signing_in.handle(exchange)
         elif self._bundle is not None:
             exchange.respond(*_file(self._bundle, request))
@@ -90,7 +91,7 @@ class Page:
     def _session(self, request: Request) -> Response:
         try:
             if request.method in _READS:
-                return _described(self.meter.key(request))
+                return _described(self.meter.key(request), has_conversations=self._signing_in.has_conversations)
             if request.header(PAGE_HEADER) is None or is_cross_site(request):
                 raise InvalidValue("/session is changed by the page only; programs send their key with every request.")
             if request.method == b"POST":
@@ -130,13 +131,14 @@ def _file(bundle: Mapping[str, PageFile], request: Request) -> Response:
     return respond(file, request)
 
 
-def _described(key: KeySection | None) -> Response:
+def _described(key: KeySection | None, *, has_conversations: bool) -> Response:
     """Who is signed in, and what they may do."""
     body: dict[str, Any] = {
         "version": __version__,
         "open": key is None,
         "name": None if key is None else key.name,
         "operator": key is None or key.operator,
+        "conversations": key is not None and has_conversations,
     }
     response = json_response(body)
     return response._replace(headers=(*response.headers, _NOT_STORED))

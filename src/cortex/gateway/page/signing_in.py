@@ -1,4 +1,5 @@
-"""`/session/…`: which ways to sign in to the page there are, and the two steps of OpenID Connect in the browser."""
+"""`/session/…`: which ways to sign in to the page there are, the two steps of OpenID Connect in the browser, and the
+conversations of people who signed in."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ import logging
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S
 from cortex.gateway.ledger.users import SignInSection, User
+from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.openid import FLOW_S, Flow, OpenIDClient, check_library
-from cortex.gateway.proxy.listener import SIGN_IN_CALLBACK, SIGN_IN_METHODS, SIGN_IN_START
+from cortex.gateway.proxy.listener import CONVERSATIONS_PATH, SIGN_IN_CALLBACK, SIGN_IN_METHODS, SIGN_IN_START
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
@@ -24,8 +26,9 @@ FLOW_COOKIE = b"cortex_sign_in"
 class SigningIn:
     """Used on the loop's thread."""
 
-    def __init__(self, metering: Metering) -> None:
+    def __init__(self, metering: Metering, conversations: Conversations) -> None:
         self._metering = metering
+        self._conversations = conversations
         self._section = SignInSection()
         self._client: OpenIDClient | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -37,6 +40,14 @@ class SigningIn:
             self._client = OpenIDClient(section) if section.issuer is not None else None
         self._section = section
 
+    @property
+    def has_conversations(self) -> bool:
+        return self._section.conversations
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._conversations.close()
+
     def handle(self, exchange: Exchange) -> None:
         task = asyncio.create_task(self._respond(exchange))
         self._tasks.add(task)
@@ -46,7 +57,8 @@ class SigningIn:
         try:
             response = await self._response(exchange.request)
         except CortexError as error:
-            log.warning("sign-in failed: %s", error.message)
+            if exchange.request.path == SIGN_IN_CALLBACK:
+                log.warning("sign-in failed: %s", error.message)
             response = error_response(error, Family.OPENAI)
         except Exception:
             log.exception("sign-in failed unexpectedly")
@@ -55,6 +67,11 @@ class SigningIn:
             exchange.respond(*response)
 
     async def _response(self, request: Request) -> Response:
+        if request.path.startswith(CONVERSATIONS_PATH):
+            key = self._metering.meter.key(request)
+            if key is None or not self._section.conversations:
+                raise RouteNotFound("This gateway keeps no conversations; they stay in the browser.")
+            return await self._conversations.respond(request, key)
         if request.method not in (b"GET", b"HEAD"):
             raise MethodNotAllowed(f"{request.path.decode()} takes GET only.")
         if request.path == SIGN_IN_METHODS:

@@ -29,6 +29,7 @@ from cortex.wire.node.protocol import (
     Health,
     HubRepository,
     LoadRequest,
+    ModelLog,
     ModelState,
     ModelStatus,
     PullStatus,
@@ -202,6 +203,10 @@ class NodeClient:
     async def request_usage(self, attempt_id: str) -> Usage:
         """The usage of a request whose client disconnected."""
         return await self._get(f"/requests/{quote(attempt_id, safe='')}/usage".encode(), Usage, USAGE_TIMEOUT_S)
+
+    async def model_log(self, model: str, after: int) -> ModelLog:
+        """What the server that runs the model wrote after its first `after` lines."""
+        return await self._get(f"/models/{quote(model)}/log?after={after}".encode(), ModelLog)
 
     async def recycle(self, device: int, *, timeout_s: float) -> bool:
         """Replace the worker of an empty device; False when the device is not empty after all."""

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from cortex.http.request import Headers
 from cortex.http.upstream.call import Sink, UpstreamCall
+from cortex.wire.node.protocol import ModelLog
 
 
 class Upstream(Protocol):
@@ -21,6 +22,9 @@ class Upstream(Protocol):
     @property
     def stripped_fields(self) -> tuple[str, ...]:
         """Fields that no request has."""
+
+    def log(self, after: int) -> ModelLog:
+        """The lines that its servers wrote after the first `after` ones, as far as they are kept."""
 
     def send(self, path: bytes, headers: Headers, body: bytes, sink: Sink) -> UpstreamCall:
         """For a request with a slot (`Node.generate`). Raises Recovering where the server has just ended."""

@@ -91,6 +91,8 @@ class HarnessEntry(Section, frozen=True):
     """Requests that a server runs at once; more wait in the queue of the node. Absent: `limits.max_num_seqs`."""
     stop_timeout_s: Seconds = 10.0
     """How long a server may take to end; then it is killed."""
+    silence_timeout_s: Seconds = 600.0
+    """A server that sends nothing for this long while a response is due hangs: it is killed, and started again."""
     restart: bool = True
     """Start a server that ends by itself again, with a back-off. `false`: the next request does."""
     sleep: StateRequest = StateRequest()

@@ -11,7 +11,7 @@ import msgspec
 
 from cortex.http.request import Headers
 from cortex.http.upstream.call import UpstreamCall
-from cortex.http.upstream.faults import UpstreamFault
+from cortex.http.upstream.faults import UpstreamFault, UpstreamSilent
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Stopwatch
@@ -125,6 +125,8 @@ class RelayedSession:
             try:
                 await response.ended
             except UpstreamFault as fault:
+                if isinstance(fault, UpstreamSilent):
+                    self._upstream.hangs(str(fault))
                 await asyncio.wait({lost}, timeout=_LOSS_S)
                 if lost.done():
                     raise lost.result() from None

@@ -29,6 +29,9 @@ class Upstream(Protocol):
     def send(self, path: bytes, headers: Headers, body: bytes, sink: Sink) -> UpstreamCall:
         """For a request with a slot (`Node.generate`). Raises Recovering where the server has just ended."""
 
+    def hangs(self, reason: str) -> None:
+        """A response is overdue: the server is ended, as one that has crashed."""
+
     def produced(self, request_id: str) -> None:
         """The response has begun."""
 

@@ -111,6 +111,10 @@ async def test_placed_by_bytes(tmp_path: Path, where: dict[str, Any]) -> None:
             {"cmd": [*START, "--is-never-healthy", "--ignores-sigterm"], "health": {"timeout_s": 1.5}},
             "not healthy within 1.5 s .health.path /health.*ready",
         ),
+        (
+            {"cmd": ["/bin/sh", "-c", 'ulimit -v 90000; exec "$@"', "sh", *START, "--holds-mb", "200"]},
+            "ended with status 1; the end of its log: .*MemoryError",
+        ),
         ({"cmd": [*START, "${CONTEXT}"]}, "needs \\$\\{CONTEXT\\}; set `context_tokens`"),
         ({"cmd": [*START, "${NOPE}"]}, "uses \\$\\{NOPE\\}, which does not exist; there are \\$\\{PORT\\}"),
         ({"cmd": [*START, "${env.NOT_THERE}"]}, "environment variable NOT_THERE"),

@@ -50,9 +50,11 @@ class Caller:
 async def caller(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Caller]:
     entry: dict[str, Any] = {
         "upstream_model": "theirs",
-        "set_params": {"top_k": 3, "nested": {"a": 1}, **getattr(request, "param", {})},
+        "set_params": {"top_k": 3, "nested": {"a": 1}},
         "strip_params": ["seed"],
     }
+    given = getattr(request, "param", {})
+    entry |= {**given, "set_params": entry["set_params"] | given.get("set_params", {})}
     settings = config("--log", str(tmp_path / "log"), max_concurrent=1, **entry)
     timeout = aiohttp.ClientTimeout(total=60)
     async with (
@@ -156,10 +158,10 @@ async def test_the_budget_of_a_request_is_a_limit_of_the_server(caller: Caller) 
 @pytest.mark.parametrize(
     ("caller", "least", "most"),
     [
-        ({"max_tokens": 100}, 100, 100),
-        ({"max_tokens": 90_000}, 4000, 5000),
-        ({"max_completion_tokens": 90_000, "n_predict": 200}, 200, 200),
-        ({"n_predict": -1, "best_of": 3, "n": 2}, 2000, 2500),
+        ({"set_params": {"max_tokens": 100}}, 100, 100),
+        ({"set_params": {"max_tokens": 90_000}}, 4000, 5000),
+        ({"set_params": {"max_completion_tokens": 90_000, "n_predict": 200}}, 200, 200),
+        ({"set_params": {"n_predict": -1, "best_of": 3, "n": 2}}, 2000, 2500),
     ],
     indirect=["caller"],
 )
@@ -208,6 +210,15 @@ async def test_a_crash_in_a_response_is_a_retryable_error_and_the_next_one_is_se
         assert (response.status, (await response.json())["error"]["code"]) == (503, "recovering")
     await until(lambda: caller.node.model("m").state is ModelState.READY)
     assert await _status(caller) == 200
+
+
+@pytest.mark.parametrize("caller", [{"silence_timeout_s": 0.5}], indirect=True)
+async def test_a_server_that_hangs_is_killed_and_started_again(caller: Caller) -> None:
+    async with caller.post(text="hang") as response:
+        assert response.status == 503, await response.text()
+    await until(lambda: caller.node.model("m").state is ModelState.READY)
+    async with caller.post() as response:
+        assert response.status == 200, await response.text()
 
 
 async def test_a_drain_waits_for_the_response(caller: Caller) -> None:

@@ -133,6 +133,10 @@ class ServerOfModel:
             raise Recovering(f"the server of {self.model_id} has ended and is being started; try again")
         return host.pool.send(b"POST", path, headers, body, sink)
 
+    def hangs(self, reason: str) -> None:
+        if (host := self.hosts.get(self.model_id)) is not None:
+            host.kill(reason)
+
     def produced(self, request_id: str) -> None:
         if (host := self.hosts.get(self.model_id)) is not None:
             host.produced(request_id)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from cortex.http.limits import UpstreamLimits
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
@@ -82,6 +83,7 @@ class CommandHost:
     _server: ServerProcess | None = None
     _sink: ModelSink | None = None
     _port: int = 0
+    _kill_reason: str | None = None
     _watch: asyncio.Task[None] | None = None
     _live: set[str] = field(default_factory=set)
     _stats: EngineStats = EngineStats()  # noqa: RUF009 - immutable
@@ -120,7 +122,8 @@ class CommandHost:
         server = self._server = await ServerProcess.start(
             name, self.command.argv(port), self.command.env(port), self.log, self.command.kill(port)
         )
-        pool = Pool(f"http://127.0.0.1:{port}", self.ticker)
+        limits = UpstreamLimits(silence_s=self.entry.silence_timeout_s)
+        pool = Pool(f"http://127.0.0.1:{port}", self.ticker, limits)
         health = self.entry.health
         healthy = asyncio.create_task(self._wait_until_healthy(pool, server, sink))
         ended = asyncio.create_task(server.ended())
@@ -180,6 +183,8 @@ class CommandHost:
     async def _watch_end(self) -> None:
         assert self._server is not None
         how = await self._server.ended()
+        if self._kill_reason is not None:
+            how = f"was killed: {self._kill_reason}"
         self._gone()
         if self._sink is not None:
             self._sink.on_lost(f"its server ({self.entry.name}) {how}{self._server.last_lines}")
@@ -263,8 +268,9 @@ class CommandHost:
             self.pool.close()
             self.pool = None
 
-    def kill(self, reason: str) -> None:  # noqa: ARG002 - as ModelPart has it
+    def kill(self, reason: str) -> None:
         if self._server is not None:
+            self._kill_reason = reason
             self._server.kill()
 
     def stop_reloads(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -110,6 +111,8 @@ class ServerProcess:
         code = await asyncio.shield(self._waiter)
         if code == guard.NOT_STARTED:
             return "could not be started"
+        if code == 128 + signal.SIGKILL:
+            return "was ended by signal 9 (by the system where it had no memory left)"
         return f"was ended by signal {code - 128}" if code > 128 else f"ended with status {code}"
 
     async def stop(self, timeout_s: float, command: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:

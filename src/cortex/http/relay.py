@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
+from cortex.http.composed_body import Body
 from cortex.http.event_boundary import after_keepalives
 from cortex.http.observer import Keepalive, Observer, Outcome, Translation
 from cortex.http.passthrough import ERROR_TAIL_BYTES, BodyTail
@@ -121,7 +122,7 @@ class Relay:
         method: bytes,
         target: bytes,
         headers: Headers,
-        body: bytes,
+        body: Body,
         translation: Translation | None = None,
         response_headers: Headers = (),
         silence_s: float | None = None,

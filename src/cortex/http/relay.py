@@ -160,6 +160,12 @@ class Relay:
             self.exchange.respond(status, [*headers, *self._extra_headers], body)
         self._done(Outcome.REJECTED)
 
+    def drop(self) -> None:
+        """The caller does not need the response: end the call, if it runs."""
+        if self._call is not None:
+            self._call.abort()
+            self._call = None
+
     # --- the sink of the node's response
 
     def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:

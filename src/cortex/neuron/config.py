@@ -206,6 +206,9 @@ class NeuronConfig(Section, frozen=True):
     """Interval of keepalives to a waiting streaming client, during queueing, load and prefill."""
     max_body_mb: Count = 64
     """Larger request bodies are rejected with 413."""
+    max_upload_mb: Count = 2048
+    """The same for files that are sent to servers (`/v1/audio/transcriptions` and others). From 1 MiB on they are in
+    files without a name while they are relayed, in `TMPDIR` or `/var/tmp`, four times this size at most in all."""
     strip_billing_header: bool = True
     """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching.
     Applies to clients that connect to this node directly; a gateway decides for its own clients."""

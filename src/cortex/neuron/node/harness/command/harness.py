@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
-from cortex.http.upstream.call import Sink, UpstreamCall
+from cortex.http.upstream.pool import Pool
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.command.expansion import Expansion, expanded_texts, uses
@@ -30,7 +29,7 @@ from cortex.neuron.worker import gpu_processes
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.tasks import finish_all
-from cortex.wire.errors import LoadFailed, Recovering, shorten
+from cortex.wire.errors import LoadFailed, Recovering, UnsupportedModality, shorten
 from cortex.wire.node.protocol import Capabilities, Device, ModelLog
 from cortex.wire.node.sampling import SamplingDefaults
 
@@ -127,11 +126,18 @@ class ServerOfModel:
     def stripped_fields(self) -> tuple[str, ...]:
         return self.entry.strip_params
 
-    def send(self, path: bytes, headers: Headers, body: bytes, sink: Sink) -> UpstreamCall:
+    def pool(self) -> Pool:
         host = self.hosts.get(self.model_id)
         if host is None or host.pool is None:
             raise Recovering(f"the server of {self.model_id} has ended and is being started; try again")
-        return host.pool.send(b"POST", path, headers, body, sink)
+        return host.pool
+
+    def check_route(self, path: str) -> None:
+        if (routes := self.entry.routes) and path not in routes:
+            raise UnsupportedModality(
+                f"{self.model_id} is run by the server of the harness {self.entry.name}, which has no {path}; it has "
+                f"{', '.join(routes)}."
+            )
 
     def hangs(self, reason: str) -> None:
         if (host := self.hosts.get(self.model_id)) is not None:
@@ -199,17 +205,15 @@ class CommandHarness:
 
     async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:  # noqa: ARG002 - as Harness has it
         """What a server can do with a template is its own affair: it rejects what it cannot."""
-        routes = self._entry.routes or (CHAT,)
-        return TextSurvey(
-            Capabilities(
-                chat=CHAT in routes,
-                tools=CHAT in routes,
-                embeddings="/v1/embeddings" in routes,
-                rerank="/v1/rerank" in routes,
-                insert="/infill" in routes,
-            ),
-            SamplingDefaults(),
-        )
+        routes = self._entry.routes
+
+        def has(path: str) -> bool:
+            return not routes or path in routes
+
+        chats, inserts = has(CHAT), has("/infill")
+        embeds, ranks = has("/v1/embeddings"), has("/v1/rerank")
+        capabilities = Capabilities(chat=chats, tools=chats, embeddings=embeds, rerank=ranks, insert=inserts)
+        return TextSurvey(capabilities, SamplingDefaults())
 
     async def host(
         self,

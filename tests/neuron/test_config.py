@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from cortex.neuron.config import ENGINE_NAMES, NeuronConfig, load
+from cortex.neuron.config import NeuronConfig, load
+from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.settings import SettingsError
 
 EXAMPLE = """

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
+_WINDOW_BYTES = 1 << 18
 _ON_DISK = Path("/var/tmp")
 
 
@@ -45,12 +45,26 @@ class ComposedBody:
             position -= size
         return b""
 
-    def mapped(self) -> mmap.mmap:
-        """The bytes of a body that is one whole file, to be searched. It takes no memory that the system cannot take
-        back."""
-        [piece] = self.pieces
-        assert isinstance(piece, FileRange)
-        return mmap.mmap(piece.file.fileno(), 0, access=mmap.ACCESS_READ)
+    def __getitem__(self, where: slice) -> bytes:
+        """The bytes of a short range, as those of `bytes`."""
+        start, end, _ = where.indices(len(self))
+        parts = []
+        while start < end and (data := self.read(start, end - start)):
+            parts.append(data)
+            start += len(data)
+        return b"".join(parts)
+
+    def find(self, wanted: bytes, start: int = 0, end: int | None = None) -> int:
+        """As that of `bytes`. Reads a window at a time; blocks."""
+        end = len(self) if end is None else min(end, len(self))
+        while start < end:
+            window = self[start : min(start + _WINDOW_BYTES, end)]
+            if (found := window.find(wanted)) >= 0:
+                return start + found
+            if start + len(window) >= end:
+                return -1
+            start += len(window) - len(wanted) + 1
+        return -1
 
     def composed(self, pieces: Sequence[bytes | tuple[int, int]]) -> ComposedBody:
         """A body of new bytes, and of ranges (start, end) of this one, which is one whole file."""

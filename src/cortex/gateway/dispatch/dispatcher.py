@@ -130,6 +130,13 @@ class Dispatcher(StateMachine):
         except CortexError:
             return None
 
+    def tokens_per_request(self, name: str) -> int:
+        """What a request counts whose response reports no tokens; 0 where there is no such model."""
+        try:
+            return self.fleet.catalogue.spec(self.resolve(name).model_id).tokens_per_request
+        except CortexError:
+            return 0
+
     def lease_now(
         self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str], need: Need = "response"
     ) -> Lease | None:

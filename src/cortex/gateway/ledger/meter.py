@@ -80,12 +80,19 @@ class Meter(Protocol):
     """Authenticates requests, admits them and records their usage."""
 
     def admit(
-        self, key: KeySection | None, prompt_bytes: int, limits: TokenLimits, context: ContextOf = _unknown
+        self,
+        key: KeySection | None,
+        prompt_bytes: int,
+        limits: TokenLimits,
+        context: ContextOf = _unknown,
+        *,
+        is_counted: bool = False,
     ) -> Reservation:
         """Reserve what a request of `key`, from `key()`, may use. Raises RateLimitExceeded or InsufficientQuota, and
         InvalidAPIKey where a key is needed and there is none.
 
-        `prompt_bytes` is 0 for a request that uses no tokens. `context` is called only where a key has a budget.
+        `prompt_bytes` is 0 for a request that uses no tokens, and with `is_counted` it is the number of its tokens.
+        `context` is called only where a key has a budget.
         """
 
     def authenticate(self, request: Request) -> str:
@@ -136,6 +143,8 @@ class OpenMeter:
         prompt_bytes: int,  # noqa: ARG002
         limits: TokenLimits,  # noqa: ARG002
         context: ContextOf = _unknown,  # noqa: ARG002
+        *,
+        is_counted: bool = False,  # noqa: ARG002
     ) -> Reservation:
         return self._reservation
 
@@ -208,13 +217,20 @@ class KeyedMeter:
         self._sessions = sessions
 
     def admit(
-        self, key: KeySection | None, prompt_bytes: int, limits: TokenLimits, context: ContextOf = _unknown
+        self,
+        key: KeySection | None,
+        prompt_bytes: int,
+        limits: TokenLimits,
+        context: ContextOf = _unknown,
+        *,
+        is_counted: bool = False,
     ) -> Reservation:
         if key is None:
             raise _no_key()
         account = self._ledger.account(key)
         context_tokens = context() if account.has_budget else None
-        estimate = Estimate(prompt_bytes, limits.completion_limit, limits.num_choices, context_tokens)
+        counted = prompt_bytes if is_counted else None
+        estimate = Estimate(prompt_bytes, limits.completion_limit, limits.num_choices, context_tokens, counted)
         return _KeyedReservation(self._ledger, account, estimate)
 
     def authenticate(self, request: Request) -> str:

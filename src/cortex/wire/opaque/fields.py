@@ -13,7 +13,7 @@ from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, shorte
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.opaque import multipart
-from cortex.wire.opaque.multipart import Buffer, Part
+from cortex.wire.opaque.multipart import BodyBytes, FormPart
 
 Form = Literal["json", "multipart", "urlencoded", "other"]
 Piece = bytes | tuple[int, int]
@@ -35,7 +35,7 @@ class OpaqueFields(NamedTuple):
     model: str
     form: Form
     boundary: bytes = b""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[FormPart, ...] = ()
 
 
 def form_of(content_type: str) -> Form:
@@ -47,18 +47,19 @@ def form_of(content_type: str) -> Form:
     return "json" if kind == "application/json" or kind.endswith("+json") else "other"
 
 
-def read(content_type: str, body: Buffer, query: bytes) -> OpaqueFields:
+def read(content_type: str, body: BodyBytes, query: bytes) -> OpaqueFields:
     """Finds the model in the body, or else in the query. Raises MissingModel, InvalidValue or MalformedJSON."""
     form = form_of(content_type)
-    boundary, parts, names = b"", (), list[str]()
+    boundary, names = b"", list[str]()
+    parts: tuple[FormPart, ...] = ()
     if form == "json" and len(body):
-        names = _in_json(bytes(body))
+        names = _in_json(body[:])
     elif form == "multipart":
         boundary = multipart.boundary_of(content_type)
         parts = multipart.parts(body, boundary)
         names = [_text(body[part.value_start : part.value_end]) for part in parts if part.name == "model"]
     elif form == "urlencoded":
-        names = [value for name, value in _pairs(bytes(body)) if name == "model"]
+        names = [value for name, value in _pairs(body[:]) if name == "model"]
     names = names or [value for name, value in _pairs(query) if name == "model"]
     if not names or not names[0]:
         raise MissingModel("This request names no model; send `model` in its body or query.")

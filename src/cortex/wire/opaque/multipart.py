@@ -1,19 +1,26 @@
 """Finds the fields of a `multipart/form-data` body, and writes such fields. Nothing is copied: a part is two positions.
 
-The body is bytes or a mapped file. What could be read in two ways is rejected, because the server may read it the other
+What could be read in two ways is rejected, because the server may read it the other
 way: a field without a plain name, or more than one `model`.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from cortex.wire.errors import InvalidValue
 
-Buffer = bytes | mmap.mmap
+
+class BodyBytes(Protocol):
+    """Bytes, or a file that is read where it is searched."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, where: slice, /) -> bytes: ...
+    def find(self, wanted: bytes, start: int = 0, end: int | None = None, /) -> int: ...
+
+
 _MAX_PARTS = 512
 _MAX_HEAD_BYTES = 16 * 1024
 _BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,70})"|([^\s;,"]{1,70}))\s*(?:;|$)', re.IGNORECASE)
@@ -21,7 +28,7 @@ _DISPOSITION = re.compile(rb"^content-disposition[ \t]*:[ \t]*form-data[ \t]*;(.
 _NAME = re.compile(rb'(?:^|;)[ \t]*name[ \t]*=[ \t]*(?:"([^"\\]*)"|([^\s;"\\]+))[ \t]*(?=;|\r|$)', re.IGNORECASE)
 
 
-class Part(NamedTuple):
+class FormPart(NamedTuple):
     """One field."""
 
     name: str
@@ -40,11 +47,11 @@ def boundary_of(content_type: str) -> bytes:
     return (found[1] or found[2]).encode("latin-1")
 
 
-def parts(data: Buffer, boundary: bytes) -> tuple[Part, ...]:
+def parts(data: BodyBytes, boundary: bytes) -> tuple[FormPart, ...]:
     """The fields, in order. Raises InvalidValue for a body that is not whole."""
     delimiter = b"--" + boundary
     start = 0 if data[: len(delimiter)] == delimiter else _next(data, delimiter, 0)
-    found: list[Part] = []
+    found: list[FormPart] = []
     while data[start + len(delimiter) : start + len(delimiter) + 2] != b"--":
         if len(found) >= _MAX_PARTS:
             raise InvalidValue(f"The multipart body has over {_MAX_PARTS} fields; send fewer.")
@@ -54,7 +61,7 @@ def parts(data: Buffer, boundary: bytes) -> tuple[Part, ...]:
             raise _broken("a field has no end of its headers")
         following = _next(data, delimiter, head_end + 2)
         name = _name(data[head_start + 2 : head_end + 2])
-        found.append(Part(name, start, head_end + 4, following - 2))
+        found.append(FormPart(name, start, head_end + 4, following - 2))
         start = following
     return tuple(found)
 
@@ -68,7 +75,7 @@ def field(boundary: bytes, name: str, value: Any) -> bytes:
     return b"--%b\r\n%b\r\n\r\n%b\r\n" % (boundary, head, text.encode())
 
 
-def _next(data: Buffer, delimiter: bytes, position: int) -> int:
+def _next(data: BodyBytes, delimiter: bytes, position: int) -> int:
     """Where the next delimiter begins that starts a line."""
     while (position := data.find(b"\r\n" + delimiter, position)) >= 0:
         start = position + 2

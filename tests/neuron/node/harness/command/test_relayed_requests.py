@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,14 @@ import pytest
 import pytest_asyncio
 from faulty_models import running_node
 
-from cortex.fleet.catalogue import Catalogue
-from cortex.fleet.rules import EvictionRules
-from cortex.gateway.config import Config, GatewaySection, NeuronSection
-from cortex.gateway.server import Gateway
 from cortex.neuron.node.node import Node
-from cortex.settings import Listen
 from cortex.wire.node import headers, usage_report
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 from cortex.wire.sse import Parser
 
 from ....api.inference.route_calls import BODIES, text_of
 from ....api.served import served
-from .commands import config, servers, until
+from .commands import config, servers, through_gateway, until
 
 CHAT = "/v1/chat/completions"
 GATEWAY_HEADERS = {headers.PRINCIPAL: "someone"}
@@ -63,23 +57,6 @@ async def caller(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterato
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
         yield Caller(node, f"http://{host}:{port}", session)
-
-
-@asynccontextmanager
-async def through_gateway(node_url: str, tmp_path: Path) -> AsyncIterator[str]:
-    """The URL of a gateway over one node."""
-    settings = Config(
-        gateway=GatewaySection(listen=Listen("127.0.0.1:0"), metrics_listen=None, poll_interval_s=0.05),
-        neurons=(NeuronSection(name="box", endpoint=node_url),),
-        eviction=EvictionRules(min_residency_s=0),
-    )
-    (tmp_path / "gateway").mkdir()
-    gateway = Gateway(settings, Catalogue(), tmp_path / "gateway")
-    _, port = await gateway.start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        await gateway.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])

@@ -19,7 +19,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint types suite kernels fuzz hostile clients distribution format bench docs locks clean
+.PHONY: help setup up test lint types suite kernels fuzz hostile clients swaps distribution format bench docs locks clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
@@ -54,6 +54,14 @@ hostile: $(TESTABLE) ## Attack running programs with full counts; `make test` do
 
 clients: $(TESTABLE) $(CLIENTS) ## Run SDKs, frameworks and coding agents, unmodified, against gateway and node (needs Node)
 	$(BIN)/python -m pytest tests/clients $(ARGS)
+
+swaps: $(TESTABLE) bench/swaps/.venv/.made ## Swap a native model, llama.cpp's server and a speech server 100 times (GGUF=FILE; needs espeak-ng)
+	$(BIN)/python bench/swaps/run.py --gguf $(GGUF) --llama-python bench/swaps/.venv/bin/python $(ARGS)
+
+bench/swaps/.venv/.made:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet 'llama-cpp-python[server]'
+	touch $@
 
 distribution: $(TESTABLE) ## Build wheel and sdist and try them in clean environments (needs a package index)
 	TEST_INSTALLATION=1 $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)

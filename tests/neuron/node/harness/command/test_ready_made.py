@@ -137,7 +137,7 @@ def test_only_installed_programs_are_offered(tmp_path: Path) -> None:
 
 
 async def test_the_log_outlives_the_server(tmp_path: Path) -> None:
-    settings = config("--say", "line one\nline two", "--exits", "1")
+    settings = config("--say", "line \x1b[1;31mone\x1b[0m\r\nline\x07 two", "--exits", "1")
     settings["models"].append({"id": "native"})
     async with (
         running_node(tmp_path, settings) as node,
@@ -155,10 +155,10 @@ async def test_the_log_outlives_the_server(tmp_path: Path) -> None:
         status, log = await fetch("/models/m/log")
         assert status == 200
         assert log["lines"][0].startswith("--- m (fake) starts")
-        assert log["lines"][1:3] == ["line one", "line two"]
+        assert log["lines"][1:3] == ["line one", "line  two"]
         after = log["next"]
         assert await fetch(f"/models/m/log?after={after}") == (200, {"lines": [], "next": after})
-        assert (await fetch("/models/m/log?after=2"))[1]["lines"][0] == "line two"
+        assert (await fetch("/models/m/log?after=2"))[1]["lines"][0] == "line  two"
         assert len((await fetch(f"/models/m/log?after={after + 9}"))[1]["lines"]) == after
         assert (await fetch("/models/native/log"))[0] == 400
         assert (await fetch("/models/m/log?after=x"))[0] == 400

@@ -8,9 +8,16 @@ from collections import deque
 from cortex.wire.node.protocol import ModelLog
 
 _LINE_END = re.compile(rb"[\r\n]+")  # progress bars return to the begin of their line
+_ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])")
 _KEPT_LINES = 500
 _LINE_BYTES = 2000
 _ERROR_LINES = 12
+
+
+def _plain(line: bytes) -> str:
+    """Without colours, and safe to show on a terminal."""
+    text = _ESCAPE.sub(b"", line).decode("utf-8", "replace")
+    return "".join(character if character.isprintable() else " " for character in text).strip()
 
 
 class ServerLog:
@@ -32,7 +39,7 @@ class ServerLog:
         """Takes output of the server, with the end of it as empty bytes; returns the lines that are complete."""
         *lines, rest = _LINE_END.split(self._rest + data) if data else (self._rest, b"")
         self._rest = rest[-_LINE_BYTES:]
-        texts = [text for line in lines if (text := line[:_LINE_BYTES].decode("utf-8", "replace").strip())]
+        texts = [text for line in lines if (text := _plain(line[:_LINE_BYTES]))]
         for text in texts:
             self._append(text)
         return texts

@@ -1,4 +1,6 @@
-"""A speech server around espeak-ng that speaks OpenAI's `/v1/audio/speech`: `speech_server.py PORT`."""
+"""A speech server around espeak-ng that speaks OpenAI's `/v1/audio/speech`: `speech_server.py PORT MIB`.
+
+It holds the memory that a neural voice would take."""
 
 from __future__ import annotations
 
@@ -36,4 +38,5 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
+    held = b"x" * (int(sys.argv[2]) << 20)
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

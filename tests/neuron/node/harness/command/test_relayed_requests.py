@@ -118,9 +118,6 @@ async def test_usage_of_a_stream_is_asked_for_and_passed_on(caller: Caller) -> N
 async def test_errors_of_the_server_are_the_clients(caller: Caller) -> None:
     async with caller.post(text="reject") as response:
         assert (response.status, (await response.json())["error"]["message"]) == (400, "too spicy")
-    async with caller.post("/v1/completions") as response:
-        assert response.status == 400
-        assert "takes conversations only" in (await response.json())["error"]["message"]
 
 
 async def test_the_budget_of_a_request_is_a_limit_of_the_server(caller: Caller) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,14 +68,17 @@ def num_listening(processes: list[int]) -> int:
 def request(url: str, body: Any = None, timeout_s: float = 300) -> bytes:
     data = None if body is None else json.dumps(body).encode()
     sent = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(sent, timeout=timeout_s) as response:
-        return bytes(response.read())
+    try:
+        with urllib.request.urlopen(sent, timeout=timeout_s) as response:
+            return bytes(response.read())
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"{url}: {error.code} {error.read().decode()}") from None
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     while True:
         try:
-            request(url, timeout_s=5)
+            urllib.request.urlopen(url, timeout=5).close()
         except OSError:
             if process.poll() is not None:
                 raise SystemExit(f"{process.args!r} has ended with {process.returncode}") from None

@@ -357,7 +357,8 @@ class ProxyRequest:
             usage = reported_usage(self._usage_header, end_of_body, is_foreign)
         if self.services.activity.captures:
             is_stream = self._accounting.stream
-            shown = end_of_body if self.route.need != "embeddings" else b""  # vectors tell nobody anything
+            is_text = self.route.need not in ("embeddings", "relay")  # vectors and sounds tell nobody anything
+            shown = end_of_body if is_text else b""
             self._accounting.capture = self.services.activity.capture(self.received, shown, is_stream=is_stream)
         self._accounting.close(lease, outcome, usage, tail.num_bytes)
         if self.keeper is not None:

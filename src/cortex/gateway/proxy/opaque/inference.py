@@ -42,9 +42,10 @@ class OpaqueInference:
             key = services.admission.authenticate(request)
             if route.is_upstream and key is not None:
                 check_operator(key)  # a server may show what others have sent, and change itself
-            # Browsers ask nobody before they send a form or follow a link.
-            origin, host = request.text(b"origin"), request.text(b"host")
-            self.cross_site.check_origin(origin, host, request.text(b"sec-fetch-site"))
+            if key is None or not _sends_key(request):
+                # Browsers ask nobody before they send a form or follow a link, also with the session of the page.
+                origin, host = request.text(b"origin"), request.text(b"host")
+                self.cross_site.check_origin(origin, host, request.text(b"sec-fetch-site"))
         except CortexError as error:
             self._inference.reject_unread(exchange, route, key, id, span, error)
             return
@@ -84,6 +85,10 @@ class OpaqueInference:
             else:
                 return name, path
         raise problem
+
+
+def _sends_key(request: Request) -> bool:
+    return (request.header(b"authorization") or request.header(b"x-api-key")) is not None
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

@@ -22,7 +22,7 @@ from cortex.neuron.api.routes.metrics import RequestWatch
 from cortex.neuron.api.routing import ApiCall
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.errors import CortexError, UpstreamInterrupted
+from cortex.wire.errors import CortexError, MethodNotAllowed, UpstreamInterrupted
 from cortex.wire.node import headers as our_headers
 
 _RELAYED: Headers = ((our_headers.RELAYED.encode(), b"1"),)
@@ -41,6 +41,8 @@ class OpaqueRelay:
     ) -> None:
         """Loads the model, waits for a slot, and passes request and response on."""
         http = call.request
+        if http.method == b"HEAD":
+            raise MethodNotAllowed("A server is not asked for heads; use GET.", details={"allowed_methods": ["GET"]})
         watch.phase = lambda: "load"
         await self.drain_gate.wait_for(ready(self.backend, model))
         watch.phase = lambda: "prefill"

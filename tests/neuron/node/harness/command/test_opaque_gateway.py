@@ -108,7 +108,7 @@ async def test_upstream_is_for_operators(client: Client) -> None:
         assert response.headers["content-security-policy"].startswith("sandbox")
         assert "set-cookie" not in response.headers
     page = {"origin": "http://evil.example"}
-    assert (await client("/upstream/m/x", key=OPERATOR, headers=page))[0] == 403
+    assert (await client("/upstream/m/x", key=OPERATOR, headers=page))[0] == 200, "no browser adds a key by itself"
 
 
 async def test_what_a_model_cannot_do_is_said_before_it_is_loaded(client: Client) -> None:

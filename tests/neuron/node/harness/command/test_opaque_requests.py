@@ -35,7 +35,7 @@ class Caller:
     async def __call__(self, path: str, method: str = "POST", **given: Any) -> tuple[int, Any]:
         async with self.session.request(method, path, **given) as response:
             text = await response.text()
-            return response.status, json.loads(text) if response.content_type == "application/json" else text
+            return response.status, json.loads(text) if text and response.content_type == "application/json" else text
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -101,6 +101,7 @@ async def test_every_form_of_a_request(call: Caller) -> None:
     assert (status, received["path"], received["method"]) == (200, "/any/thing?q=1", "PUT")
     assert received["sha256"] == hashlib.sha256(FILE).hexdigest()
     assert (await call("/upstream/m", "GET"))[1]["state"] == "awake"
+    assert (await call("/upstream/m", "HEAD"))[0] == 405
 
 
 async def test_only_harmless_headers_reach_the_server_and_the_client(call: Caller) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -231,11 +232,14 @@ async def test_models_of_servers_take_turns_in_the_memory_of_a_node(tmp_path: Pa
         through_gateway(f"http://{host}:{port}", tmp_path) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
     ):
-        for model in ("m", "n") * 3:
+        num_files: list[int] = []
+        for model in ("m", "n") * 4:
             async with Caller(node, url, session).post(model=model) as response:
                 assert response.status == 200, await response.text()
             assert len(servers()) == 1
             assert 64 << 20 < (node.model(model).measured_bytes or 0) < 120 << 20
+            num_files.append(len(os.listdir("/proc/self/fd")))
+        assert max(num_files[4:]) <= max(num_files[:4]), "no swap leaves a descriptor"
 
 
 async def _first_piece(response: aiohttp.ClientResponse) -> None:

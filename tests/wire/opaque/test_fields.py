@@ -30,8 +30,8 @@ def reads(body: bytes) -> list[tuple[str, bytes]]:
     """What a reader of somebody else finds."""
     message = email.message_from_bytes(f"Content-Type: {TYPE}\r\n\r\n".encode() + body, policy=email.policy.HTTP)
     return [
-        (str(part.get_param("name", header="content-disposition")), part.get_payload(decode=True))
-        for part in message.iter_parts()  # type: ignore[attr-defined]
+        (str(part.get_param("name", header="content-disposition")), part.get_payload(decode=True))  # type: ignore[misc]
+        for part in message.iter_parts()
     ]
 
 

@@ -14,7 +14,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.errors import CortexError, NodeNotFound, UpstreamUnavailable, shorten
-from cortex.wire.node.protocol import ModelLog
+from cortex.wire.node.model_log import ModelLog
 
 _MODELS = "/fleet/models/"
 _LOG = "/log"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from io import SEEK_END, BytesIO
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import httptools
 
-from cortex.http.composed_body import ComposedBody, FileRange, new_spool
 from cortex.http.limits import Buffered, ClientLimits
 from cortex.http.request import Headers, Request
 from cortex.http.server.framing import body_too_large, check_head, split_target
-from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, MalformedHTTP, Overloaded
+from cortex.http.server.spool import BodySpool, cannot_spool, no_room
+from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, MalformedHTTP
 
 _SPOOL_BYTES = 1 << 20
 """Shorter bodies stay in memory."""
@@ -140,7 +140,7 @@ class RequestParser:
         """All pieces, if there is more than one. It grows as they arrive: joining tens of megabytes at the end would
         delay the loop, and an object for each tiny chunk takes twenty times the chunk's bytes."""
         self._spools = False
-        self._spool: IO[bytes] | None = None
+        self._spool: BodySpool | None = None
         """The file of a body that is too long for memory."""
         self._http_10 = False
 
@@ -240,7 +240,9 @@ class RequestParser:
         num_bytes = len(data)
         self.num_body_bytes += num_bytes
         if self._spool is not None:
-            self._write_to_spool(self._spool, data)
+            self.rejection = self._spool.write(data)
+            if self.num_body_bytes > self._body_limit:
+                self.rejection = self._body_too_large()
             return
         self._num_held_bytes += num_bytes
         buffered = self._buffered
@@ -262,29 +264,15 @@ class RequestParser:
     def _begin_spool(self) -> None:
         """Move what has arrived of the body from memory to a file."""
         arrived = self._body if self._pieces is None else self._pieces.getvalue()
-        self.release(self.num_body_bytes)
-        self._clear_body()
+        num_bytes = self.num_body_bytes
+        self._drop_body()
         try:
-            self._spool = new_spool()
+            self._spool = BodySpool(self._spooled)
         except OSError as error:
-            self.num_body_bytes = 0
-            self.rejection = _cannot_spool(error)
+            self.rejection = cannot_spool(error)
             return
-        self._write_to_spool(self._spool, arrived)
-
-    def _write_to_spool(self, spool: IO[bytes], data: bytes) -> None:
-        self._spooled.num_bytes += len(data)
-        if self.num_body_bytes > self._body_limit:
-            self.rejection = self._body_too_large()
-        elif not self._spooled.has_room():
-            self.rejection = no_room("on disk")
-        else:
-            try:
-                view = memoryview(data)
-                while view:
-                    view = view[spool.write(view) :]
-            except OSError as error:
-                self.rejection = _cannot_spool(error)
+        self.num_body_bytes = num_bytes
+        self.rejection = self._spool.write(arrived)
 
     def on_message_complete(self) -> None:
         if self._declines_upgrade or self.rejection is not None:
@@ -298,7 +286,7 @@ class RequestParser:
         keeps_alive = self._parser.should_keep_alive()
         upload = None
         if self._spool is not None:
-            upload = ComposedBody((FileRange(self._spool, 0, self.num_body_bytes),))
+            upload = self._spool.taken()
             self._spool = None
         self.ready.append(
             Request(self.method, path, query, self._headers, body, self._client, keeps_alive, self._http_10, upload)
@@ -384,9 +372,8 @@ class RequestParser:
     def _drop_body(self) -> None:
         """Drop the body of the rejected request; requests in `ready` are still served."""
         if self._spool is not None:
-            self._spool.close()
+            self._spool.drop()
             self._spool = None
-            self.release_upload(self.num_body_bytes)
         else:
             self.release(self.num_body_bytes)
         self._clear_body()
@@ -406,15 +393,6 @@ class RequestParser:
 
 def _bad_target() -> MalformedHTTP:
     return MalformedHTTP("the request target must be a path or an absolute http URL")
-
-
-def no_room(where: str = "in memory") -> Overloaded:
-    """The error for a request whose body would exceed the limit on all bodies."""
-    return Overloaded(f"the request bodies {where} have reached their limit; try again in a moment")
-
-
-def _cannot_spool(error: OSError) -> Overloaded:
-    return Overloaded(f"the request body cannot be written to disk ({error.strerror}); try again later")
 
 
 def _body_head(framing: Headers) -> bytes:

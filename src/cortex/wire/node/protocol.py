@@ -137,15 +137,6 @@ class Capabilities(NodeValue, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-class ModelLog(NodeValue, frozen=True):
-    """The output of the server that runs a model."""
-
-    lines: tuple[str, ...] = ()
-    """Oldest first."""
-    next: int = 0
-    """How many lines there were in all: `after` for those that follow."""
-
-
 class QuantisedSize(NodeValue, frozen=True):
     """What a model with dense weights would take if they were quantised at load."""
 

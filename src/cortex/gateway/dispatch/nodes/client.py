@@ -22,6 +22,7 @@ from cortex.http.upstream.pool import Pool
 from cortex.tls import client_context
 from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable, from_code
 from cortex.wire.events import Usage
+from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import (
     DeletedFiles,
     Discovery,
@@ -29,7 +30,6 @@ from cortex.wire.node.protocol import (
     Health,
     HubRepository,
     LoadRequest,
-    ModelLog,
     ModelState,
     ModelStatus,
     PullStatus,

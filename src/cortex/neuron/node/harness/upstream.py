@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from cortex.http.upstream.pool import Pool
-from cortex.wire.node.protocol import ModelLog
+from cortex.wire.node.model_log import ModelLog
 
 
 class Upstream(Protocol):

@@ -30,7 +30,8 @@ from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.tasks import finish_all
 from cortex.wire.errors import LoadFailed, Recovering, UnsupportedModality, shorten
-from cortex.wire.node.protocol import Capabilities, Device, ModelLog
+from cortex.wire.node.model_log import ModelLog
+from cortex.wire.node.protocol import Capabilities, Device
 from cortex.wire.node.sampling import SamplingDefaults
 
 CHAT = "/v1/chat/completions"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 
-from cortex.wire.node.protocol import ModelLog
+from cortex.wire.node.model_log import ModelLog
 
 _LINE_END = re.compile(rb"[\r\n]+")  # progress bars return to the begin of their line
 _ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])")

@@ -34,13 +34,14 @@ The first row of this table that applies decides:
 | no variable `tools`, and no calls | Hermes JSON, as `template/generic_tools.py` describes it to the model |
 
 A model whose template contains one of the pairs in `REASONING_MARKERS` writes its reasoning between them.
+With one of `ENVELOPES`, its response may be between tags as well.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -85,6 +86,8 @@ class ReasoningMarkers:
     close: str
     follow: str = "\n\n"
     """What the model writes between its reasoning and its response."""
+    envelope: tuple[str, str] | None = None
+    """Tags around the response (`output/envelope.py`)."""
 
 
 ADDRESSED: Final = ReasoningMarkers("to=self<|message|>", "<|eom|>", "<|start|>assistant")
@@ -101,6 +104,9 @@ REASONING_MARKERS: Final = (
     ReasoningMarkers("<|channel>thought", "<channel|>"),
     ADDRESSED,
 )
+
+ENVELOPES: Final = (("<response>", "</response>"), ("<answer>", "</answer>"))
+"""Tags around the response. `<response>` is also a tag around results of tools."""
 
 PYTHON_TAG: Final = "<|python_tag|>"
 TOOL_CALL_OPEN: Final = "<tool_call>"
@@ -162,6 +168,8 @@ def _marked(has: Callable[[str], bool]) -> ToolSyntax | None:
 
 def reasoning_markers(template: ChatTemplate) -> ReasoningMarkers | None:
     # The closing marker decides: a template that strips old reasoning contains it.
-    return next((markers for markers in REASONING_MARKERS if template.mentions(markers.close)), None) or next(
+    found = next((markers for markers in REASONING_MARKERS if template.mentions(markers.close)), None) or next(
         (markers for markers in REASONING_MARKERS if template.mentions(markers.open)), None
     )
+    envelope = next((tags for tags in ENVELOPES if all(map(template.mentions, tags))), None)
+    return found if found is None or envelope is None else replace(found, envelope=envelope)

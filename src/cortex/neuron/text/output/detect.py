@@ -34,7 +34,7 @@ The first row of this table that applies decides:
 | no variable `tools`, and no calls | Hermes JSON, as `template/generic_tools.py` describes it to the model |
 
 A model whose template contains one of the pairs in `REASONING_MARKERS` writes its reasoning between them.
-With one of `ENVELOPES`, its response may be between tags as well.
+With one of `RESPONSE_TAGS`, its response may be between tags as well.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class ReasoningMarkers:
     close: str
     follow: str = "\n\n"
     """What the model writes between its reasoning and its response."""
-    envelope: tuple[str, str] | None = None
-    """Tags around the response (`output/envelope.py`)."""
+    response_tags: tuple[str, str] | None = None
+    """Tags around the response (`output/response_tags.py`)."""
 
 
 ADDRESSED: Final = ReasoningMarkers("to=self<|message|>", "<|eom|>", "<|start|>assistant")
@@ -105,7 +105,7 @@ REASONING_MARKERS: Final = (
     ADDRESSED,
 )
 
-ENVELOPES: Final = (("<response>", "</response>"), ("<answer>", "</answer>"))
+RESPONSE_TAGS: Final = (("<response>", "</response>"), ("<answer>", "</answer>"))
 """Tags around the response. `<response>` is also a tag around results of tools."""
 
 PYTHON_TAG: Final = "<|python_tag|>"
@@ -171,5 +171,5 @@ def reasoning_markers(template: ChatTemplate) -> ReasoningMarkers | None:
     found = next((markers for markers in REASONING_MARKERS if template.mentions(markers.close)), None) or next(
         (markers for markers in REASONING_MARKERS if template.mentions(markers.open)), None
     )
-    envelope = next((tags for tags in ENVELOPES if all(map(template.mentions, tags))), None)
-    return found if found is None or envelope is None else replace(found, envelope=envelope)
+    response_tags = next((tags for tags in RESPONSE_TAGS if all(map(template.mentions, tags))), None)
+    return found if found is None or response_tags is None else replace(found, response_tags=response_tags)

@@ -24,7 +24,7 @@ class _State(Enum):
     OUTSIDE = auto()
 
 
-class Envelope:
+class ResponseTags:
     """Reads one response. Owned by one request. The joined text does not depend on the split."""
 
     def __init__(self, tags: tuple[str, str]) -> None:

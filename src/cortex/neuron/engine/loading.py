@@ -57,6 +57,7 @@ class LoadedModel:
     dtype: torch.dtype
     context_tokens: int
     weight_bytes: int
+    """With the tables of positions."""
     memory: SequenceMemory
     notes: tuple[str, ...]
 
@@ -213,7 +214,7 @@ def build_model(
         body=model,
         dtype=dtype,
         context_tokens=plan.context_tokens,
-        weight_bytes=parameters.num_bytes,
+        weight_bytes=parameters.num_bytes + model.ropes.num_bytes,
         memory=memory,
         notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
     )

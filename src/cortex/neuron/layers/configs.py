@@ -65,6 +65,14 @@ class RopeConfig:
     trained_tokens: int = 0
     """Positions that the config names for the model: the fallback of yarn, the longest context of longrope."""
 
+    @property
+    def table_width(self) -> int:
+        """Cosines and sines of one position: two for each pair of dimensions that turns."""
+        pairs = -(-self.dims // 2)
+        if self.scaling == "proportional":
+            pairs = max(1, int(self.settings.get("partial_rotary_factor", 1.0) * pairs))
+        return 2 * pairs
+
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.output.detect import ToolSyntax, tool_syntax
+from cortex.neuron.text.output.detect import ToolSyntax, reasoning_markers, tool_syntax
+from cortex.neuron.text.output.family_syntaxes import FAMILY_SYNTAXES
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.prompt import Rendered
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
@@ -163,6 +164,37 @@ def test_what_an_official_template_writes_is_read_back(make_model: Any, name: st
     assert whole["reasoning"] == ("I need\nthe tool." if name in THINKING else "")
     for pieces in random_splits(response, seed=len(response), count=5):
         assert read(pieces, model, request, start) == whole
+
+
+FAMILIES = {
+    "deepseek-v3.1": "deepseek_v3",
+    "gemma-4": "gemma4",
+    "glm-4.6": "glm4_moe",
+    "glm-4.7-flash": "glm4_moe_lite",
+    "gpt-oss": "gpt_oss",
+    "granite-3.3": "granite",
+    "granite-4.0": "granitemoehybrid",
+    "laguna": "laguna",
+    "minimax-m2": "minimax_m2",
+    "ministral-3": "ministral3",
+    "mistral-nemo": "mistral",
+    "mistral-small-3.2": "mistral3",
+    "phi-3.5": "phi3",
+    "qwen2.5": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3-coder": "qwen3_moe",
+    "qwen3.5": "qwen3_5",
+    "seed-oss": "seed_oss",
+    "smollm3": "smollm3",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_documented_syntaxes_of_a_family_are_those_of_its_templates(name: str) -> None:
+    documented, template = FAMILY_SYNTAXES[FAMILIES[name]], template_of(name)
+    assert tool_syntax(template) in documented.tools
+    markers = reasoning_markers(template)
+    assert markers is None or markers.open == documented.reasoning
 
 
 def shared_beginning(one: str, other: str) -> str:

@@ -117,9 +117,7 @@ def _rows() -> Iterator[list[str]]:
     for family, names in _grouped(FAMILIES):
         for syntax in dict.fromkeys(map(FAMILY_SYNTAXES.__getitem__, names)):
             types = [name for name in names if FAMILY_SYNTAXES[name] == syntax]
-            known = _code(
-                *(name for name, stored in files.items() if not {stored, *ALSO_READ.get(name, ())}.isdisjoint(types))
-            )
+            known = _code(*(name for name, read in files.items() if not read.isdisjoint(types)))
             formats = f"safetensors, GGUF ({known})" if known else "safetensors"
             tools = ", ".join(f"`{kind}`" for kind in syntax.tools)
             reasoning = _code(syntax.reasoning) if syntax.reasoning else "—"

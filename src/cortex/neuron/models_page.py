@@ -46,7 +46,9 @@ ENCODED = """\
 ## Encoders
 
 They make vectors and scores of texts (`/v1/embeddings`, `/v1/rerank`), on one device. Decoders do so too where their
-files describe a pooling: Qwen3-Embedding and Qwen3-Reranker (`qwen3`), EmbeddingGemma (`gemma3_text`).
+files describe a pooling: Qwen3-Embedding and Qwen3-Reranker (`qwen3`), EmbeddingGemma (`gemma3_text`), and
+jina-embeddings-v5's repositories for one task (`qwen3`, `eurobert`). Its repositories with adapters for four tasks get
+that for retrieval.
 """
 
 FORMATS = """\
@@ -125,8 +127,9 @@ def _rows() -> Iterator[list[str]]:
 
 
 def _encoder_rows() -> Iterator[list[str]]:
+    files = {name: model_type for name, (model_type, _) in ARCHITECTURES.items()} | GGUF_ENCODERS
     for family, names in _grouped(ENCODERS):
-        yield [_code(*names), _models(family), _code(*(name for name, read in GGUF_ENCODERS.items() if read in names))]
+        yield [_code(*names), _models(family), _code(*(name for name, read in files.items() if read in names))]
 
 
 def _grouped(families: Mapping[str, Family]) -> Iterator[tuple[Family, list[str]]]:

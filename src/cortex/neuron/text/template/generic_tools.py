@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.pictures import as_list
 from cortex.neuron.text.template.system_form import takes_system
 from cortex.neuron.text.tools.call import json_text
 from cortex.neuron.text.tools.write import SpelledText, Written, written_calls
@@ -52,7 +53,10 @@ def described(
         return [{**first, "content": SpelledText([said, gap, *description])}, *later]
     if takes_system(template):
         return [{"role": "system", "content": SpelledText(description)}, *spelled]
-    return [{**first, "content": SpelledText([*description, gap, Written(first["content"], False)])}, *later]
+    content = first["content"]
+    if isinstance(content, list):
+        return [{**first, "content": [*as_list(SpelledText(description)), *content]}, *later]
+    return [{**first, "content": SpelledText([*description, gap, Written(content, False)])}, *later]
 
 
 def with_spelled_calls(turns: Sequence[dict[str, Any]], syntax: ToolSyntax) -> list[dict[str, Any]]:
@@ -104,8 +108,16 @@ def _joined(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     joined: list[dict[str, Any]] = []
     for turn in turns:
         last = joined[-1] if joined else None
-        if last is not None and last["role"] == turn["role"] == "user" and last["content"].endswith("</tool_response>"):
-            joined[-1] = {**last, "content": f"{last['content']}\n{turn['content']}"}
+        if last is not None and last["role"] == turn["role"] == "user" and _is_result(last["content"]):
+            joined[-1] = {**last, "content": _with_result(last["content"], turn["content"])}
         else:
             joined.append(turn)
     return joined
+
+
+def _is_result(content: str | list[dict[str, Any]]) -> bool:
+    return isinstance(content, str) and content.endswith("</tool_response>")
+
+
+def _with_result(result: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    return f"{result}\n{content}" if isinstance(content, str) else [*as_list(result), *content]

@@ -66,6 +66,8 @@ FAMILY_SYNTAXES: Final[Mapping[str, FamilySyntax]] = {
     "qwen3_5_moe": _QWEN35,
     "qwen3_5_moe_text": _QWEN35,
     "qwen3_5_text": _QWEN35,
+    "qwen3_vl": FamilySyntax(reasoning="<think>"),
+    "qwen3_vl_moe": FamilySyntax(reasoning="<think>"),
     "qwen3_next": FamilySyntax(reasoning="<think>"),
     "seed_oss": FamilySyntax((S.SEED_XML,), "<seed:think>"),
     "smollm3": FamilySyntax(reasoning="<think>"),

@@ -19,7 +19,7 @@ from cortex.neuron.layers.parallel import SingleRank
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import FAMILIES, read_architecture
-from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
+from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, position_bytes, state_bytes, weight_bytes
 
 from ..tiny_models import tiny_delta, tiny_sizes
 
@@ -106,6 +106,15 @@ def test_computed_size_is_what_the_layers_allocate(family: str, changes: str, dt
     assert 3 * 8 * kv_bytes_per_token(architecture, dtype.itemsize) == kv.num_bytes
     states = StateMemory(model.recurrent_layers, 3, dtype, META).num_bytes if model.recurrent_layers else 0
     assert 3 * state_bytes(architecture, dtype.itemsize) == states
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_computed_size_of_tables_is_what_the_layers_allocate(family: str, changes: str) -> None:
+    architecture = read_architecture(config_of(family, CHANGES[changes]))
+    for num_positions in (1, 50):
+        model = Decoder(architecture, Parameters(META, torch.float32), num_positions)
+        assert position_bytes(architecture, num_positions) == model.ropes.num_bytes
 
 
 class OneOfTwo(SingleRank):

@@ -65,6 +65,7 @@ class LoadedModel:
     dtype: torch.dtype
     context_tokens: int
     weight_bytes: int
+    """With the tables of positions."""
     memory: SequenceMemory
     notes: tuple[str, ...]
     proposal_cost: float = 0.0
@@ -266,11 +267,12 @@ def build_model(
         small = None if drafting is None else drafting.model
         memory = SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype, small)
     draft_bytes = 0 if drafting is None else drafting.model.parameters.num_bytes
+    table_bytes = model.ropes.num_bytes + (0 if drafting is None else drafting.model.ropes.num_bytes)
     return LoadedModel(
         body=model,
         dtype=dtype,
         context_tokens=plan.context_tokens,
-        weight_bytes=num_bytes + draft_bytes,
+        weight_bytes=num_bytes + draft_bytes + table_bytes,
         memory=memory,
         notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
         proposal_cost=draft_bytes / max(1, parameters.num_bytes) or _proposal_cost(architecture, storage),

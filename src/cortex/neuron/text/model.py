@@ -247,7 +247,7 @@ class TextModel:
 
     @cached_property
     def _tool_syntax(self) -> ToolSyntax:
-        return tool_syntax(self.tools_template)
+        return tool_syntax(self.tools_template, self.tokenizer.has_whole)
 
     @cached_property
     def _is_harmony(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cortex.neuron.engine.kv_pages import Window
@@ -131,6 +131,9 @@ def divide_model(
     if not architecture.has_stages:
         return None
     sizes = ModelSizes.of(architecture, storage, context_tokens)
+    # Every stage has the tables of its own layers: at most those of the model.
+    capacities = [capacity - sizes.table_bytes for capacity in capacities]
+    sizes = replace(sizes, table_bytes=0)
     penalties = penalty_bytes(max_rows + 1, sizes.vocab, sizes.context_tokens)
     have_bytes = sum(capacities) - penalties
     if limit_bytes is not None:

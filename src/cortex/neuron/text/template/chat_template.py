@@ -8,6 +8,7 @@ with the template's own reason. There is no fallback: a prompt in the wrong shap
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from functools import cached_property
@@ -31,6 +32,9 @@ CHATML: Final = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """The template of models that have none."""
+
+_READS_CALLS: Final = re.compile(r"(?<![<|｜\w])tool_calls(?![\w>|])")
+"""The field, not a marker of that name."""
 
 # Expressions of a template can raise these besides Jinja's own errors, for example `none + 'text'`.
 _FAILURES: Final = (
@@ -97,6 +101,11 @@ class ChatTemplate:
     def mentions(self, word: str) -> bool:
         """Whether the template's source contains `word`: a field that it reads or a marker that it writes."""
         return word in self.source
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        """Whether it reads the tool calls of earlier turns."""
+        return _READS_CALLS.search(self.source) is not None
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

@@ -50,6 +50,12 @@ ARCHITECTURES: Final = {
     "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
 }
+ALSO_READ: Final[Mapping[str, tuple[str, ...]]] = {
+    "deepseek2": ("deepseek_v2", "glm4_moe_lite", "kimi_k2"),
+    "mistral3": ("ministral3",),
+    "olmo2": ("olmo3",),
+}
+"""Other families whose models have files of an architecture: the options in a file say what differs."""
 INTERLEAVED: Final = frozenset({"granite", "granitehybrid", "llama", "mistral3", "muse-glimmer", "smollm3"})
 """Architectures whose converters interleave the rotary halves of queries and keys."""
 _MIXTURES: Final = frozenset(

@@ -43,8 +43,8 @@ class Proposals:
         upload: Upload,
         capture: Capture | None,
     ) -> None:
-        """`page_table`: of the first KV group. `hidden`: the size and dtype of the model's hidden states. `capture`: how
-        passes are captured as graphs; None: they are not."""
+        """`page_table`: of the first KV group. `hidden`: the size and dtype of the model's hidden states. `capture`:
+        how passes are captured as graphs; None: they are not."""
         self._proposer = proposer
         self._page_table = page_table
         self._page_tokens = page_tokens

@@ -123,11 +123,10 @@ class Runner:
             # Ranks capture the same graphs in the same order, and a draft model is on the first one alone.
             is_captured = isinstance(capture, CudaCapture) and not is_batch_invariant
             is_captured &= self._draws_alone or proposer.group is group
-            tables = (self._page_tables[0], page_tokens, context_tokens)
-            hidden = (model.config.hidden, model.parameters.dtype)
+            table, hidden = self._page_tables[0], (model.config.hidden, model.parameters.dtype)
             # With memory of its own: its passes run between a step and the reading of the step's results.
             own = CudaCapture(may_fail=True) if is_captured else None
-            self._proposals = Proposals(proposer, *tables, hidden, self._upload, own)
+            self._proposals = Proposals(proposer, table, page_tokens, context_tokens, hidden, self._upload, own)
         self._prompt_plans = PromptPlans(model, 0 if is_batch_invariant else min(step_tokens, context_tokens))
 
     def prepare(self) -> bool:
@@ -186,6 +185,7 @@ class Runner:
             is_scored = any(row.outputs.scores is not None for row in plan.rows)
             is_small = not is_scored and (is_single or plan.only_decodes)
             graphs = None if not is_small else self._graphs if is_single else self._draft_graphs
+            hidden: Tensor | None
             with self._threads.decoding(num_tokens) if self._threads and is_small else nullcontext():
                 if graphs is not None and graphs.fits(num_tokens):
                     drawn, hidden = self._replay(graphs, plan, inputs, draws, mask)

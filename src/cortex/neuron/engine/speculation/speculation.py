@@ -146,7 +146,8 @@ class Speculation:
         nothing = 0 if is_mixed else None
         if len(decoding) > MAX_ROWS:
             return nothing
-        odds = [sequence.drafter.proposal_chances for sequence in decoding if _wants_proposals(sequence)]
+        drafters = [sequence.drafter for sequence in decoding if sequence.drafter is not None]
+        odds = [drafter.proposal_chances for drafter in drafters if drafter.proposal_kind is not None]
         return (self.rule.num_proposals(odds, len(decoding)) if odds else 0) or nothing
 
     def is_likely(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> bool:
@@ -184,10 +185,6 @@ class Speculation:
         drafter.checked(kind, len(drafted), num_accepted)
         drafter.propose(proposed)
         return CheckedDraft(kind, len(drafted), num_accepted, drafter.follow_prediction())
-
-
-def _wants_proposals(sequence: Sequence) -> bool:
-    return sequence.drafter is not None and sequence.drafter.proposal_kind is not None
 
 
 def _draft(sequence: Sequence, count: int) -> Draft:

@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.drafting import check_draft
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.models.pooling.config import PoolingConfig
@@ -54,6 +55,8 @@ class ModelFacts:
     """Number of devices that the model is divided among. If it is more than one, these are the facts of one rank."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """What `architecture` was read from."""
+    draft: ModelFacts | None = None
+    """Those of the draft model that is loaded with it."""
     _layouts: dict[MatrixDevice, Mapping[str, MatrixLayout]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -89,6 +92,21 @@ class ModelFacts:
         formats = sorted((name, info.dtype) for name, info in self.tensors.items() if info.dtype not in _DENSE_FORMATS)
         described = json.dumps([self.architecture.raw, formats], sort_keys=True, default=str)
         return hashlib.sha256(described.encode()).hexdigest()
+
+    def with_head(self, name: str) -> ModelFacts:
+        """With the head that predicts further tokens. Raises ModelUnsupported if there is none."""
+        try:
+            return replace(self, architecture=self.architecture.with_head(self.tensors))
+        except UnsupportedModel as error:
+            raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
+
+    def with_draft(self, draft: ModelFacts, name: str) -> ModelFacts:
+        """With a draft model. Raises ModelUnsupported for one that cannot be one."""
+        try:
+            check_draft(draft.architecture)
+        except UnsupportedModel as error:
+            raise ModelUnsupported(f"{name} cannot be loaded with its draft model: {error}") from error
+        return replace(self, draft=draft)
 
     def storage(self, device: MatrixDevice, kv_item_bytes: int | None = None) -> WeightStorage:
         """How the weights are kept on a device."""

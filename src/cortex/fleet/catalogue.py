@@ -17,7 +17,7 @@ from cortex.settings import Section
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import plain_name, split_quant
-from cortex.wire.node.load_options import Count, KVDtype, Speculation, checked_speculation
+from cortex.wire.node.load_options import Count, KVDtype, Speculation, Vision, checked_speculation
 from cortex.wire.node.sampling import SamplingDefaults
 
 MEBIBYTE = 1024 * 1024
@@ -93,6 +93,9 @@ class ModelSpec(Section, frozen=True):
     the same tokenizer: also from that one. `off`: one token per step. As the node is configured when absent."""
     draft: Annotated[str, msgspec.Meta(max_length=4000)] | None = None
     """The name of a smaller model with the same tokenizer: the same as `speculation = "draft:NAME"`."""
+    vision: Vision | None = None
+    """Where the vision tower of a model that takes images is: `device`, `cpu` or `off`. As the node is configured when
+    absent."""
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does; from
     the next load on. By default they are only text, so that clients cannot forge turns."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.weights.adapter import with_adapter
 from cortex.neuron.weights.checkpoint import Checkpoint
 from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
 
@@ -17,7 +18,12 @@ def fill_from(
 ) -> None:
     """Raises CheckpointError or Cancelled."""
     placements = [
-        Placement(binding.source, binding.destination, transform=binding.transform, shape=binding.shape)
+        Placement(
+            binding.source,
+            binding.destination,
+            transform=with_adapter(checkpoint, binding.source, binding.transform),
+            shape=binding.shape,
+        )
         for binding in parameters.bindings_from(checkpoint.tensors)
     ]
     packed = [

@@ -18,6 +18,7 @@ from cortex.neuron.engine.memory.dtypes import dtype_name
 from cortex.neuron.engine.memory.plan import (
     MIN_PAGES,
     PAGE_TOKENS,
+    STEP_TOKENS,
     UNLIMITED,
     MemoryPlan,
     ModelSizes,
@@ -41,9 +42,15 @@ from cortex.neuron.models.pooling.model import PooledModel
 from cortex.neuron.models.proposer import Proposer
 from cortex.neuron.models.registry import open_model, read_architecture
 from cortex.neuron.models.sizes import WeightStorage, head_bytes, weight_bytes
+from cortex.neuron.models.towers.build import build_tower
+from cortex.neuron.models.towers.config import PASS_PATCHES
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.model import TransformersModel
 from cortex.neuron.models.transformers.network import Network
+from cortex.neuron.text.files import picture_spec
+from cortex.neuron.vision.reading import read_picture_spec
+from cortex.neuron.vision.spec import PictureSpec
+from cortex.neuron.weights.adapter import ADAPTER_KEY
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
@@ -117,6 +124,8 @@ def load_model(
     draft: DraftFiles | None = None
     try:
         whole.check_layer_count(checkpoint.tensors)
+        if spec.quant is not None and ADAPTER_KEY in checkpoint.config:
+            raise LoadError("a model with an adapter cannot be quantised at load; load its repository for one task")
         if spec.speculation == "draft" and (spec.rank is None or spec.rank.rank == 0):
             choose = partial(matrix_layouts, spec=replace(spec, quant=None), device=device)
             draft = DraftFiles.open(Path(spec.draft_path), Path(spec.path), choose)
@@ -129,6 +138,7 @@ def load_model(
             group,
             checkpoint.tensors,
             None if draft is None else BuiltDraft(draft, progress, cancelled),
+            pictures=picture_spec(Path(spec.path)),
         )
     except UnsupportedModel as error:
         raise LoadError(str(error)) from error
@@ -183,24 +193,34 @@ def build_model(
     group: AgreeingGroup | None = None,
     tensors: Mapping[str, TensorInfo] | None = None,
     draft: BuiltDraft | None = None,
+    pictures: PictureSpec | None = None,
 ) -> LoadedModel:
     """Sizes the model, rejects one that does not fit, allocates it, fills its weights with `fill`, and adds the pages.
 
     `packing`: the layouts of tensors that stay quantised. `group`: see `load_model`. `tensors`: those of the
-    checkpoint, which models of a library need. `draft`: of the draft model.
+    checkpoint, which models of a library need. `draft`: of the draft model. `pictures`: how it takes pictures; None: as
+    its config says.
     """
     dtype = compute_dtype(spec.dtype, device)
     whole, network = read_architecture(config), None
     if isinstance(whole, TransformersArchitecture):
         network = Network.of(whole)
         whole, packing = network.architecture, whole.packing_of(packing or {})
+    if spec.vision == "off":
+        whole = whole.without_tower()
     if spec.speculation == "mtp":
         whole = whole.with_head(tensors)
     architecture = _share_of(whole, spec, group)
     if architecture.pooling is not None and spec.deterministic:
         raise UnsupportedModel("deterministic is only for models that generate text; omit it")
+    if architecture.pictures.is_whole and spec.deterministic:
+        raise UnsupportedModel(
+            "deterministic computes prompts in small blocks, and this model sees pictures whole; "
+            'omit it, or load the model with vision = "off"'
+        )
     kv_dtype = kv_cache_dtype(spec, dtype, device)
-    storage = WeightStorage(dtype.itemsize, packing or {}, kv_dtype.itemsize, tensors or {})
+    pass_patches = PASS_PATCHES[device.type] if spec.vision == "device" else 0
+    storage = WeightStorage(dtype.itemsize, packing or {}, kv_dtype.itemsize, tensors or {}, pass_patches)
     sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
     if draft is not None:
         sizes = sizes.with_draft(draft.files.sizes(dtype.itemsize, kv_dtype.itemsize))
@@ -221,9 +241,22 @@ def build_model(
     if network is not None:
         model = TransformersModel(network, architecture, parameters, plan.context_tokens, tensors or {})
     else:
-        build = Decoder if architecture.pooling is None else PooledModel
-        model = build(architecture, parameters, num_positions=plan.context_tokens)
+        num_positions = plan.context_tokens
+        if architecture.pooling is not None:
+            model = PooledModel(architecture, parameters, num_positions=num_positions)
+        else:
+            model = Decoder(architecture, parameters, num_positions, step_tokens(spec, plan.slots.rows, device))
     fill(parameters)
+    num_bytes = parameters.num_bytes
+    if isinstance(model, Decoder) and architecture.held_tower is not None:
+        pictures = pictures or read_picture_spec(config, {})
+        if pictures is None:
+            raise UnsupportedModel("the model has a vision tower, and its config does not say how it takes pictures")
+        place = device if spec.vision == "device" else torch.device("cpu")
+        tower_parameters = Parameters(place, dtype if spec.vision == "device" else compute_dtype("auto", place))
+        model.tower = build_tower(architecture.held_tower, tower_parameters, pictures)
+        fill(tower_parameters)
+        num_bytes += tower_parameters.num_bytes if place == device else 0
     drafting: DraftModel | None = None
     if draft is not None:
         arguments = (device, dtype, sizes.vocab, plan.context_tokens, draft.progress, draft.cancelled)
@@ -237,12 +270,17 @@ def build_model(
         body=model,
         dtype=dtype,
         context_tokens=plan.context_tokens,
-        weight_bytes=parameters.num_bytes + draft_bytes,
+        weight_bytes=num_bytes + draft_bytes,
         memory=memory,
         notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
         proposal_cost=draft_bytes / max(1, parameters.num_bytes) or _proposal_cost(architecture, storage),
         draft=drafting,
     )
+
+
+def step_tokens(spec: LoadSpec, rows: int, device: torch.device) -> int:
+    """Most tokens of a step."""
+    return max(spec.prefill_chunk_tokens or STEP_TOKENS[device.type], rows)
 
 
 def _proposal_cost(architecture: Architecture, storage: WeightStorage) -> float:
@@ -272,6 +310,9 @@ def _share_of(architecture: Architecture, spec: LoadSpec, group: AgreeingGroup |
         return architecture
     if spec.stage is None:
         return architecture.sharded(group.shard)
+    num_deep = 0 if architecture.tower is None else len(architecture.tower.deep_layers)
+    if 0 < spec.stage.layers.start < num_deep:
+        raise UnsupportedModel(f"vectors of pictures are added to the first {num_deep} layers: keep them in one stage")
     return architecture.staged(spec.stage.layers)
 
 

@@ -32,6 +32,8 @@ from cortex.neuron.models.layer import BlockNorms, LayerConfig
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.prediction import PredictionConfig
 from cortex.neuron.models.sharding import MixerConfig, Slices, feed_forward_slices, mixer_slices
+from cortex.neuron.models.towers.config import TowerConfig
+from cortex.neuron.vision.picture import PictureRules
 from cortex.neuron.weights.sharded import TensorSlice
 
 
@@ -83,6 +85,8 @@ class Architecture(ABC):
 
     shard: Shard = WHOLE
     """The part of each layer that `layers` describes: that of one rank, or the whole layer."""
+    tower: TowerConfig | None = None
+    """What makes vectors of pictures; None: the model reads text only."""
     stage: range | None = None
     """Which layers of the model `layers` are, where the model is divided by layers; None: all of them."""
     head: PredictionConfig | None = None
@@ -177,6 +181,22 @@ class Architecture(ABC):
     def _reject_division(self) -> None:
         if self.pooling is not None:
             raise UnsupportedModel("embedding and rerank models run on one device each; use replicas instead")
+
+    def without_tower(self) -> Architecture:
+        """The same model, which reads text only."""
+        part = copy.copy(self)
+        part.tower = None
+        return part
+
+    @property
+    def pictures(self) -> PictureRules:
+        """How the decoder treats pictures."""
+        return PictureRules() if self.tower is None else self.tower.rules
+
+    @property
+    def held_tower(self) -> TowerConfig | None:
+        """The tower, on the rank that has it: the first, which sends its vectors to the others."""
+        return self.tower if self.has_ends and self.shard.is_first else None
 
     @property
     def is_divided(self) -> bool:

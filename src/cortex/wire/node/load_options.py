@@ -14,6 +14,8 @@ Count = Annotated[int, Meta(ge=1)]
 ShortText = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
 KVDtype = Literal["auto", "fp8"]
 """The dtype of a model's KV cache; `auto`: the dtype that the model computes in."""
+Vision = Literal["device", "cpu", "off"]
+"""Where a model's vision tower is."""
 Speculation = Annotated[str, Meta(max_length=4096)]
 """Where draft tokens come from: see `checked_speculation`."""
 _DRAFT: Final = "draft:"
@@ -81,6 +83,10 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     is loaded with it. `off`: one token per step."""
     draft: Annotated[str, Meta(max_length=4000)] | None = None
     """The name of a smaller model with the same tokenizer: the same as `speculation = "draft:NAME"`."""
+    vision: Vision | None = None
+    """Where the vision tower of a model that takes images is. `device`, also when absent: on the model's device. `cpu`:
+    in the memory of the host, where images take seconds and no memory of the device. `off`: it is not loaded, and the
+    model reads text only."""
     tensor_parallel: Count = 1
     """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
     pipeline_parallel: Count = 1

@@ -243,8 +243,8 @@ class SizedGraphs(ABC):
 
 
 class StepGraphs(SizedGraphs):
-    """The graphs of one model's steps. A graph's input is [3 + KV groups, size] int64: rows, positions, tokens, and
-    slots in each group."""
+    """The graphs of one model's steps. A graph's input is [4 + KV groups, size] int64: rows, positions, tokens,
+    positions of the rotation, and slots in each group."""
 
     def __init__(
         self,
@@ -275,15 +275,18 @@ class StepGraphs(SizedGraphs):
         positions: NDArray[np.int64],
         slots: NDArray[np.int64],
         tokens: NDArray[np.int64] | None = None,
+        rope: NDArray[np.int64] | None = None,
     ) -> Outputs:
         """Runs a step for which `fits` returned true. The outputs are valid until the next replay, in stream order.
 
-        slots: [KV groups, rows]. tokens: of each row, if the graphs check drafts; None: the rows' latest tokens."""
+        slots: [KV groups, rows]. tokens: of each row, if the graphs check drafts; None: the rows' latest tokens.
+        rope: the positions of the rotation; None: the rows' positions."""
         count = len(rows)
         captured = self._serving(count)
         (memory,) = captured.inputs
         inputs = self._padding(memory.shape[1])
-        inputs[0, :count], inputs[1, :count], inputs[3:, :count] = rows, positions, slots
+        inputs[0, :count], inputs[1, :count], inputs[4:, :count] = rows, positions, slots
+        inputs[3, :count] = positions if rope is None else rope
         if tokens is not None:
             inputs[2, :count] = tokens
         host = torch.from_numpy(inputs)
@@ -292,16 +295,16 @@ class StepGraphs(SizedGraphs):
         return tuple(output[:count] for output in captured.outputs)
 
     def _padding(self, size: int) -> NDArray[np.int64]:
-        inputs = np.zeros((3 + len(self._page_tables), size), dtype=np.int64)
+        inputs = np.zeros((4 + len(self._page_tables), size), dtype=np.int64)
         inputs[0] = self._padding_row
-        inputs[3:] = PADDING_PAGE
+        inputs[4:] = PADDING_PAGE
         return inputs
 
     def _inputs(self, size: int) -> tuple[Tensor, ...]:
         return (torch.from_numpy(self._padding(size)).to(self._device),)
 
     def _step(self, *inputs: Tensor) -> Outputs:
-        rows, positions, given, slots, *others = inputs[0].unbind()
+        rows, positions, given, rope, slots, *others = inputs[0].unbind()
         first, *tables = self._page_tables
         count = len(rows)
         offsets = torch.arange(count + 1, dtype=torch.int32, device=rows.device) if self._is_batch_invariant else None
@@ -318,6 +321,7 @@ class StepGraphs(SizedGraphs):
             prefill_tiles=None if offsets is None else F.pad(offsets[:-1, None], (0, 1)),
             batch_invariant=self._is_batch_invariant,
             shares_rows=self._checks_drafts,
+            rope=rope if self._model.architecture.pictures.has_axes else None,
         ).with_groups(others, tables)
         hidden = self._model(batch)
         logits = self._model.logits(hidden)

@@ -28,7 +28,8 @@ from cortex.neuron.engine.execution.graphs import (
     max_captured_rows,
     native_capture,
 )
-from cortex.neuron.engine.execution.inputs import StepInputs
+from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
+from cortex.neuron.engine.execution.picture_encoder import PictureEncoder
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
 from cortex.neuron.engine.execution.proposals import Proposals
@@ -38,9 +39,10 @@ from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
 from cortex.neuron.engine.step_plan import StepPlan
-from cortex.neuron.kernels.batch import Batch, PrefillRow, prefill_tiles
+from cortex.neuron.kernels.batch import Batch, PictureVectors, PrefillRow, prefill_tiles
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.proposer import Proposer
+from cortex.neuron.models.towers.config import PASS_PATCHES
 
 
 def default_capture(model: Decoder, *, is_batch_invariant: bool) -> Capture | None:
@@ -71,12 +73,14 @@ class Runner:
         block_tokens: int | None = None,
         *,
         checks_drafts: bool = False,
+        pass_patches: int = PASS_PATCHES["cpu"],
         proposer: Proposer | None = None,
     ) -> None:
         """`states`: the memory of recurrent states; a row's number is its slot. `capture`: captures single-token steps
         as graphs; None: as `default_capture` says. `block_tokens`: tokens are computed in blocks of this many, so
         that their results do not depend on each other (`batch_invariant`). `checks_drafts`: also captures steps that
-        check draft tokens. `proposer`: what drafts tokens for later steps."""
+        check draft tokens. `pass_patches`: of pictures, as the tower computes them. `proposer`: what drafts tokens for
+        later steps."""
         self.model = model
         self._states = states
         self.device = model.parameters.device
@@ -92,6 +96,14 @@ class Runner:
         self._pages = [np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32) for _ in range(num_groups)]
         self._page_tables = [torch.from_numpy(pages).to(self.device) for pages in self._pages]  # on a CPU: not copied
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
+        self.pictures: PictureEncoder | None = None
+        """None on a rank without a tower."""
+        if model.tower is not None:
+            self.pictures = PictureEncoder(
+                model.tower, pass_patches, self.device, is_batch_invariant=is_batch_invariant
+            )
+        has_axes = model.architecture.pictures.has_axes
+        self._num_rope_positions = model.ropes.num_positions if has_axes else None
         self._threads = StepThreads() if self.device.type == "cpu" and not is_batch_invariant else None
         self._graphs: StepGraphs | None = None
         self._draft_graphs: StepGraphs | None = None
@@ -126,7 +138,8 @@ class Runner:
             table, hidden = self._page_tables[0], (model.config.hidden, model.parameters.dtype)
             # With memory of its own: its passes run between a step and the reading of the step's results.
             own = CudaCapture(may_fail=True) if is_captured else None
-            self._proposals = Proposals(proposer, table, page_tokens, context_tokens, hidden, self._upload, own)
+            arguments = (table, page_tokens, context_tokens, hidden, self._upload, own)
+            self._proposals = Proposals(proposer, *arguments, has_axes=self._num_rope_positions is not None)
         self._prompt_plans = PromptPlans(model, 0 if is_batch_invariant else min(step_tokens, context_tokens))
 
     def prepare(self) -> bool:
@@ -176,11 +189,17 @@ class Runner:
             self._extend_tables(plan)
             if self._states is not None:
                 self._states.copy(plan.restores)
-            inputs = StepInputs.of(plan, self._pages, self.page_tokens)
+            inputs = StepInputs.of(
+                plan,
+                self._pages,
+                self.page_tokens,
+                self._num_rope_positions,
+                whole_pictures=self.model.architecture.pictures.is_whole,
+            )
             scores: list[PromptScores] = []
-            # The draw replaces the rows' latest tokens.
             proposes = self._proposals is not None and plan.num_proposals is not None
-            tokens = self._tokens(inputs) if proposes else None
+            # The draw replaces the rows' latest tokens. Otherwise the device should not wait for these.
+            tokens = self._tokens(inputs) if proposes and len(inputs.drawn_before) else None
             is_single, num_tokens = plan.num_singles == len(plan.rows), plan.num_tokens
             is_scored = any(row.outputs.scores is not None for row in plan.rows)
             is_small = not is_scored and (is_single or plan.only_decodes)
@@ -191,6 +210,8 @@ class Runner:
                     drawn, hidden = self._replay(graphs, plan, inputs, draws, mask)
                 else:
                     drawn, hidden = self._forward(plan, inputs, draws, mask, scores)
+                if proposes and tokens is None:
+                    tokens = self._tokens(inputs)
                 proposed = self._propose(plan, inputs, tokens, drawn, hidden)
             launched = Launched(self.device, plan.rows, drawn, scores, proposed)
             if self._states is not None:
@@ -220,11 +241,11 @@ class Runner:
         the residual stream as `_hidden` does."""
         if graphs is self._graphs:
             self._upload_tokens(plan)
-            logits, tokens, healthy, hidden = graphs.replay(inputs.rows, inputs.positions, inputs.slots)
+            replayed = graphs.replay(inputs.rows, inputs.positions, inputs.slots, rope=inputs.rope)
         else:
             owners = np.repeat(inputs.rows, np.diff(inputs.offsets))
-            replayed = graphs.replay(owners, inputs.positions, inputs.slots, inputs.tokens)
-            logits, tokens, healthy, hidden = replayed
+            replayed = graphs.replay(owners, inputs.positions, inputs.slots, inputs.tokens, inputs.rope)
+        logits, tokens, healthy, hidden = replayed
         if not draws:
             return None, hidden
         draws_all = len(draws) == len(tokens) and mask is None
@@ -271,8 +292,9 @@ class Runner:
         """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""
         if self._block_tokens is None:
             return self.model(self._batch(plan, inputs))
-        tokens = self._tokens(inputs)
-        blocks = batch_invariant.batches(plan.rows, self._block_tokens, inputs, tokens, self._page_tables, self._upload)
+        tokens, pictures = self._tokens(inputs), self._placed(inputs)
+        shared = (inputs, tokens, self._page_tables, self._upload, pictures)
+        blocks = batch_invariant.batches(plan.rows, self._block_tokens, *shared)
         return torch.cat([self.model(batch)[:count] for batch, count in blocks])
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -322,7 +344,24 @@ class Runner:
             ),
             prefill_offsets=self._upload((inputs.offsets[singles:] - singles).astype(np.int32)),
             prefill_tiles=self._upload(prefill_tiles([row.count for row in plan.rows[singles:]])),
+            rope=None if inputs.rope is None else self._upload(inputs.rope),
+            pictures=self._placed(inputs),
+            reach=None if inputs.reach is None else self._upload(inputs.reach),
         ).with_groups(others, self._page_tables[1:])
+
+    def _placed(self, inputs: StepInputs) -> PictureVectors | None:
+        """The vectors of the step's pictures, whose positions get their rotations."""
+        pictures = inputs.pictures
+        if pictures is None:
+            return None
+        if pictures.axes is not None:
+            self.model.ropes.place(self._upload(pictures.axes))
+        return PictureVectors(self._upload(pictures.index), self._vectors(pictures))
+
+    def _vectors(self, pictures: PictureInputs) -> Tensor:
+        """[vectors, parts, hidden]"""
+        assert self.pictures is not None, "a step has pictures, and the model no tower"
+        return self.pictures.vectors(pictures.spans, pictures.counts).to(self.model.parameters.dtype)
 
     def _tokens(self, inputs: StepInputs) -> Tensor:
         """The tokens of the step, with those that earlier steps drew on the device."""

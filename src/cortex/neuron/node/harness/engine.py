@@ -95,6 +95,7 @@ class EngineHarness:
             deterministic=model.deterministic,
             speculation=drafts_from(model.speculation),
             draft_path="" if facts.draft is None else str(facts.draft.path),
+            vision=model.vision,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
             memory_bytes=smallest(*ceilings, *chosen.limits),

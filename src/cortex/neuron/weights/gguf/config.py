@@ -19,6 +19,7 @@ ARCHITECTURES: Final = {
     "deepseek2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
     "ernie4_5-moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    "eurobert": ("eurobert", "EuroBertModel"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
     "gemma-embedding": ("gemma3_text", "Gemma3TextModel"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),

@@ -85,7 +85,12 @@ def test_a_draft_model_may_be_named_alone() -> None:
     entries = (ModelEntry(id="a", draft="org/small"), ModelEntry(id="b", speculation="draft:org/small"))
     a, b = Library(NeuronConfig(models=entries), {})
     assert a.speculation == b.speculation == "draft:org/small"
-    for given in ({"draft": "x", "speculation": "mtp"}, {"speculation": "lookups"}, {"speculation": "draft:"}):
+    wrong: tuple[dict[str, Any], ...] = (
+        {"draft": "x", "speculation": "mtp"},
+        {"speculation": "lookups"},
+        {"speculation": "draft:"},
+    )
+    for given in wrong:
         with pytest.raises(ValueError, match="speculation is"):
             ModelEntry(id="a", **given)
 

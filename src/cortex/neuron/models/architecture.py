@@ -203,6 +203,11 @@ class Architecture(ABC):
         return not self.shard.is_whole or self.stage is not None
 
     @property
+    def output(self) -> str:
+        """The tensor of the output matrix."""
+        return f"{self.prefix}.embed_tokens.weight" if self.config.tied else "lm_head.weight"
+
+    @property
     def has_ends(self) -> bool:
         """Whether this part has the embedding, the last norm and the head."""
         return self.stage is None or self.stage.start == 0

@@ -22,7 +22,7 @@ from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.drafting import check_draft
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.packing import MatrixDevice, choose_layouts
+from cortex.neuron.models.packing import MatrixDevice, choose_layouts, with_draft_output
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.registry import open_model
 from cortex.neuron.models.sizes import WeightStorage
@@ -117,7 +117,8 @@ class ModelFacts:
     ) -> WeightStorage:
         """How the weights are kept on a device. `pass_patches`: of pictures, as its vision tower computes them."""
         if device not in self._layouts:
-            self._layouts[device] = choose_layouts(device, self.tensors, self.recipe)
+            chosen: Mapping[str, MatrixLayout] = choose_layouts(device, self.tensors, self.recipe)
+            self._layouts[device] = chosen if self.architecture.head is None else with_draft_output(device, chosen)
         layouts = self._layouts[device]
         return WeightStorage(ITEM_BYTES[device.dtype], layouts, kv_item_bytes, self.tensors, pass_patches)
 

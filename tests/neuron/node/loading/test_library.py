@@ -66,6 +66,7 @@ EVERY_OPTION: dict[str, Any] = {
     "kv_dtype": "fp8",
     "deterministic": True,
     "speculation": "off",
+    "vision": "cpu",
     "memory_mb": 100,
     "tensor_parallel": 2,
     "devices": (1, 2, 3, 4),

@@ -27,6 +27,7 @@ from cortex.neuron.layers.configs import (
 from cortex.neuron.layers.recurrent.configs import RecurrentConfig
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.layer import EXPERT_NORMS, LayerConfig
+from cortex.neuron.models.packing import draft_output
 from cortex.neuron.models.pooling.config import DenseStep, NormStep, Step
 from cortex.neuron.models.towers.config import PASS_PATCHES, tower_room_bytes, tower_weight_bytes
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
@@ -140,6 +141,8 @@ def head_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     if head is None:
         return 0
     total = storage.linear_bytes(2 * hidden, {head.projection: hidden})
+    if (layout := draft_output(storage.packing, architecture.output, hidden)) is not None:
+        total += layout.num_bytes(len(architecture.shard.part(architecture.config.vocab)), hidden)
     total += len(head.norms) * _norm_bytes(head.norm, hidden, storage)
     return total + sum(_layer_bytes(name, layer, hidden, storage) for name, layer in head.named_layers())
 

@@ -95,14 +95,14 @@ class Node:
         )
         self._surveys = (parts.surveys or partial(_survey_process, limits))()
         lead = Lead(config, self.devices, forecast, parts.connect_peer)
-        engine = EngineHarness(config, self.devices, forecast, self._surveys, lead)
+        self._library = Library(config)
+        engine = EngineHarness(config, self.devices, forecast, self._surveys, lead, self._library)
         servers = {entry.name: entry for entry in (*installed(), *config.commands)}
         commands = [CommandHarness(entry, config, parts.read_devices) for entry in servers.values()]
         self._harnesses = Harnesses(engine, *commands, *parts.harnesses)
         self.discovery = describe_node(inventory, limits.sleep_mb, self._harnesses.names)
         self._config = config
         self._started_s = time.monotonic()
-        self._library = Library(config)
         open_text = parts.open_text or partial(
             TokenizerClient, memory_bytes=config.text.memory_mb << 20, read_s=config.text.timeout_s
         )

@@ -14,7 +14,7 @@ from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
@@ -25,6 +25,7 @@ from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.any_of import AnyOf, LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import ModelUnsupported
+from cortex.wire.node.load_options import drafts_from
 
 
 class EngineHarness:
@@ -34,8 +35,15 @@ class EngineHarness:
     restarts = True
 
     def __init__(
-        self, config: NeuronConfig, devices: NodeDevices, forecast: Forecast, surveys: Surveys, lead: Lead
+        self,
+        config: NeuronConfig,
+        devices: NodeDevices,
+        forecast: Forecast,
+        surveys: Surveys,
+        lead: Lead,
+        library: Library,
     ) -> None:
+        self._library = library
         self.estimates = forecast
         self.max_num_seqs = config.limits.max_num_seqs
         self._surveys = surveys
@@ -62,8 +70,17 @@ class EngineHarness:
         return await self._surveys.read_text(path, model.id)
 
     async def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
-        """What the config and the headers say. Raises LoadFailed."""
-        return await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
+        """What the config and the headers say, also those of its draft model if that is on disk. Raises LoadFailed."""
+        facts = await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
+        if model.speculation == "mtp":
+            return facts.with_head(model.id)
+        draft = self._library.draft_of(model)
+        draft_path = None
+        if draft is not None:
+            draft_path = await self._surveys.find_local(draft.source, self._library.cache, draft.quant)
+        if draft is None or draft_path is None:
+            return facts
+        return facts.with_draft(await self._surveys.read(Read(str(draft_path), draft.id, None, 1)), model.id)
 
     def spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
         """What each of the devices loads, of which the one with the least to give decides; a stage has a limit of its
@@ -77,7 +94,8 @@ class EngineHarness:
             context_tokens=model.context_tokens,
             kv_dtype=model.kv_dtype,
             deterministic=model.deterministic,
-            speculation=model.speculation,
+            speculation=drafts_from(model.speculation),
+            draft_path="" if facts.draft is None else str(facts.draft.path),
             vision=model.vision,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,

@@ -20,7 +20,7 @@ from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directo
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation, Vision
+from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation, Vision, draft_of
 from cortex.wire.node.protocol import LoadRequest
 
 _CACHE_PREFIX = "models--"
@@ -109,6 +109,13 @@ class Library:
         near = difflib.get_close_matches(model_id, self._models, n=3) if len(model_id) <= MAX_MODEL_NAME else []
         hint = f"did you mean {', '.join(near)}?" if near else "GET /models lists the models"
         raise ModelNotFound(f"this node knows no model {shorten(model_id)!r}; {hint}", param="model")
+
+    def draft_of(self, model: KnownModel) -> KnownModel | None:
+        """The model that drafts tokens for `model`, by the id or the source of a model; None: none does."""
+        name = draft_of(model.speculation)
+        if name is None:
+            return None
+        return self._models.get(name) or KnownModel(id=name, source=name)
 
     def is_adopted(self, model_id: str) -> bool:
         """Whether only load requests have named it."""

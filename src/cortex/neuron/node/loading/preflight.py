@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +20,9 @@ from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.drafting import check_draft
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.packing import MatrixDevice, choose_layouts
+from cortex.neuron.models.packing import MatrixDevice, choose_layouts, with_draft_output
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.registry import open_model
 from cortex.neuron.models.sizes import WeightStorage
@@ -55,6 +56,8 @@ class ModelFacts:
     """Number of devices that the model is divided among. If it is more than one, these are the facts of one rank."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """What `architecture` was read from."""
+    draft: ModelFacts | None = None
+    """Those of the draft model that is loaded with it."""
     _layouts: dict[MatrixDevice, Mapping[str, MatrixLayout]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -91,6 +94,21 @@ class ModelFacts:
         described = json.dumps([self.architecture.raw, formats], sort_keys=True, default=str)
         return hashlib.sha256(described.encode()).hexdigest()
 
+    def with_head(self, name: str) -> ModelFacts:
+        """With the head that predicts further tokens. Raises ModelUnsupported if there is none."""
+        try:
+            return replace(self, architecture=self.architecture.with_head(self.tensors))
+        except UnsupportedModel as error:
+            raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
+
+    def with_draft(self, draft: ModelFacts, name: str) -> ModelFacts:
+        """With a draft model. Raises ModelUnsupported for one that cannot be one."""
+        try:
+            check_draft(draft.architecture)
+        except UnsupportedModel as error:
+            raise ModelUnsupported(f"{name} cannot be loaded with its draft model: {error}") from error
+        return replace(self, draft=draft)
+
     def storage(
         self,
         device: MatrixDevice,
@@ -99,7 +117,8 @@ class ModelFacts:
     ) -> WeightStorage:
         """How the weights are kept on a device. `pass_patches`: of pictures, as its vision tower computes them."""
         if device not in self._layouts:
-            self._layouts[device] = choose_layouts(device, self.tensors, self.recipe)
+            chosen: Mapping[str, MatrixLayout] = choose_layouts(device, self.tensors, self.recipe)
+            self._layouts[device] = chosen if self.architecture.head is None else with_draft_output(device, chosen)
         layouts = self._layouts[device]
         return WeightStorage(ITEM_BYTES[device.dtype], layouts, kv_item_bytes, self.tensors, pass_patches)
 

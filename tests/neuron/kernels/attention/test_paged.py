@@ -279,5 +279,5 @@ def test_pictures_match_the_reference(
 
     expected = run(attention_reference, torch.float32, seen)
     assert_close(run(attention, dtype, seen), expected)
-    for other in (replace(seen, reach=None), replace(seen, rope=None)):
+    for other in (replace(seen, reach=None, _shared={}), replace(seen, rope=None, _shared={})):
         assert (run(attention_reference, torch.float32, other) - expected).abs().max() > 0.1

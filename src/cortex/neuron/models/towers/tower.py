@@ -218,7 +218,7 @@ _FASTEST: dict[tuple[torch.device, torch.dtype, int], SDPBackend] = {}
 def _fastest(shaped: Sequence[Tensor], scale: float) -> SDPBackend:
     """The fastest way to compute attention for heads of this size, which is measured once: which one it is depends on
     how each pads heads."""
-    q = shaped[0]
+    q, k, v = shaped
     key = (q.device, q.dtype, q.shape[-1])
     if key in _FASTEST or q.shape[-2] < MIN_MEASURED_PATCHES:
         return _FASTEST.get(key, BACKENDS[0])
@@ -230,7 +230,7 @@ def _fastest(shaped: Sequence[Tensor], scale: float) -> SDPBackend:
                 for event in (None, start, end):  # the first run builds its plan
                     if event is not None:
                         event.record()
-                    F.scaled_dot_product_attention(*shaped, scale=scale)
+                    F.scaled_dot_product_attention(q, k, v, scale=scale)
         except RuntimeError:
             continue  # not for this size, or not on this device
         end.synchronize()

@@ -20,7 +20,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint types suite kernels fuzz hostile clients mixed distribution format bench docs locks clean
+.PHONY: help setup up test lint types suite kernels fuzz hostile clients mixed swaps distribution format bench docs locks clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
@@ -58,6 +58,14 @@ clients: $(TESTABLE) $(CLIENTS) ## Run SDKs, frameworks and coding agents, unmod
 
 mixed: $(TESTABLE) ## Run gateway and node of this revision with those of an earlier one (FROM=v0.1.0; without a tag, a day ago)
 	MIXED_WITH=$(FROM) $(BIN)/python -m pytest tests/e2e/daemon/test_mixed_versions.py $(ARGS)
+
+swaps: $(TESTABLE) bench/swaps/.venv/.made ## Swap a native model, llama.cpp's server and a speech server 100 times (GGUF=FILE; needs espeak-ng)
+	$(BIN)/python bench/swaps/run.py --gguf $(GGUF) --llama-python bench/swaps/.venv/bin/python $(ARGS)
+
+bench/swaps/.venv/.made:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet 'llama-cpp-python[server]'
+	touch $@
 
 distribution: $(TESTABLE) ## Build wheel and sdist and try them in clean environments (needs a package index)
 	TEST_INSTALLATION=1 $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)

@@ -21,6 +21,7 @@ from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.api.jobs import JobBoard, JobRoutes
 from cortex.gateway.api.keys import KeyRoutes
 from cortex.gateway.api.llama_cpp import LlamaCppRoutes
+from cortex.gateway.api.model_log import ModelLogRoutes
 from cortex.gateway.api.ollama.inference import OllamaInference
 from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
@@ -160,6 +161,7 @@ class Gateway:
             self._ollama_routes,
             orders,
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
+            ModelLogRoutes(self.dispatcher, self._nodes, self._metering, self._deferred),
             JobRoutes(board, self._metering),
             ActivityRoutes(self._services.activity, self._request_log, self._metering, self._streams, self._deferred),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from cortex.fleet.catalogue import Cost
+from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Assessment, Decision, Origin, Verdict
@@ -131,12 +131,12 @@ class Dispatcher(StateMachine):
         except CortexError:
             return None
 
-    def prices(self, name: str) -> Cost:
-        """The prices of the model that a request names; none where there is no such model."""
+    def spec(self, name: str) -> ModelSpec:
+        """The entry of the model that a request names; an empty one where there is no such model."""
         try:
-            return self.fleet.catalogue.spec(self.resolve(name).model_id).cost
+            return self.fleet.catalogue.spec(self.resolve(name).model_id)
         except CortexError:
-            return Cost()
+            return ModelSpec(id=name)
 
     def lease_now(
         self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str], need: Need = "response"

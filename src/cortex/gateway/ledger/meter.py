@@ -90,12 +90,14 @@ class Meter(Protocol):
         limits: TokenLimits,
         context: ContextOf = _unknown,
         prices: PricesOf = NoPrices,
+        *,
+        is_counted: bool = False,
     ) -> Reservation:
         """Reserve what a request of `key`, from `key()`, may use. Raises RateLimitExceeded or InsufficientQuota, and
         InvalidAPIKey where a key is needed and there is none.
 
-        `prompt_bytes` is 0 for a request that uses no tokens. `context` and `prices` are called only where a key has a
-        budget.
+        `prompt_bytes` is 0 for a request that uses no tokens, and with `is_counted` it is the number of its tokens.
+        `context` and `prices` are called only where a key has a budget.
         """
 
     def authenticate(self, request: Request) -> str:
@@ -147,6 +149,8 @@ class OpenMeter:
         limits: TokenLimits,  # noqa: ARG002
         context: ContextOf = _unknown,  # noqa: ARG002
         prices: PricesOf = NoPrices,  # noqa: ARG002
+        *,
+        is_counted: bool = False,  # noqa: ARG002
     ) -> Reservation:
         return self._reservation
 
@@ -273,12 +277,15 @@ class KeyedMeter:
         limits: TokenLimits,
         context: ContextOf = _unknown,
         prices: PricesOf = NoPrices,
+        *,
+        is_counted: bool = False,
     ) -> Reservation:
         if key is None:
             raise _no_key()
         account, budgets = self._ledger.account(key), self._ledger.budgets(key)
         context_tokens = context() if account.has_budget or budgets else None
-        estimate = Estimate(prompt_bytes, limits.completion_limit, limits.num_choices, context_tokens)
+        counted = prompt_bytes if is_counted else None
+        estimate = Estimate(prompt_bytes, limits.completion_limit, limits.num_choices, context_tokens, counted)
         return _KeyedReservation(self._ledger, account, estimate, prices() if budgets else NoPrices())
 
     def authenticate(self, request: Request) -> str:

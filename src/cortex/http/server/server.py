@@ -58,6 +58,8 @@ class Server:
         self.connections: set[CountedConnection] = set()
         self.buffered = buffered or Buffered(self.limits.buffered_bytes)
         """Updated by the connections."""
+        self.spooled = Buffered(self.limits.spooled_bytes)
+        """Request bytes in files; updated by the connections."""
         self.num_exchanges = 0
         """Requests being served now; updated by the connections."""
         self._listeners: list[Listener] = []

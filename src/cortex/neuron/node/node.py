@@ -45,6 +45,7 @@ from cortex.neuron.node.status import ServedModel, describe_node
 from cortex.neuron.node.survey_process.client import SurveyProcess, Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.node.text.work import TextSource
+from cortex.neuron.servers.ready_made import installed
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices
@@ -95,7 +96,8 @@ class Node:
         self._surveys = (parts.surveys or partial(_survey_process, limits))()
         lead = Lead(config, self.devices, forecast, parts.connect_peer)
         engine = EngineHarness(config, self.devices, forecast, self._surveys, lead)
-        commands = [CommandHarness(entry, config, parts.read_devices) for entry in config.commands]
+        servers = {entry.name: entry for entry in (*installed(), *config.commands)}
+        commands = [CommandHarness(entry, config, parts.read_devices) for entry in servers.values()]
         self._harnesses = Harnesses(engine, *commands, *parts.harnesses)
         self.discovery = describe_node(inventory, limits.sleep_mb, self._harnesses.names)
         self._config = config

@@ -15,6 +15,7 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.registry import ENCODERS, FAMILIES
 from cortex.neuron.models.text_part import TextPart
+from cortex.neuron.models.towers.families import TOWERS
 from cortex.neuron.models.transformers.library import COMPARED, EXTRA
 from cortex.neuron.text.output.detect import MARKERS, REASONING_MARKERS, ToolSyntax
 from cortex.neuron.text.output.family_syntaxes import FAMILY_SYNTAXES
@@ -38,8 +39,9 @@ A model's family follows from the `model_type` of its `config.json`. **Shape**: 
 the code, and this is what it describes. **Formats**: all are read from safetensors, dense and [quantised](#formats);
 GGUF has the architecture's name in such files. **Divided**: `tensor_parallel` divides every layer, `pipeline_parallel`
 divides by layers. **Tools** and **reasoning** are what the published models write
-([below](#tool-calls-and-reasoning)); — if they do not reason. **Images**: what becomes of the vision tower of models
-that are published with one; — if none is.
+([below](#tool-calls-and-reasoning)); — if they do not reason. **Images**: whether
+images in prompts are read, in families that are published with a vision tower: from safetensors, and in Qwen3-VL and
+Qwen3.5 also from GGUF with its `mmproj` file in the same directory; — without a tower.
 """
 
 ENCODED = """\
@@ -155,7 +157,10 @@ def _images(family: Family) -> str:
     """A function chooses among the text parts of its module."""
     parts = [family] if isinstance(family, type) else vars(_module(family)).values()
     is_part = any(isinstance(each, type) and issubclass(each, TextPart) and each is not TextPart for each in parts)
-    return "not read" if is_part else ""
+    if not is_part:
+        return ""
+    has_tower = any(FAMILIES[name] is family for name in TOWERS)
+    return "read" if has_tower else "not read"
 
 
 def _module(family: Family) -> ModuleType:

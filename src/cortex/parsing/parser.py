@@ -196,4 +196,4 @@ async def _joined(body: bytes, stored: Sequence[StoredTexts]) -> Joined:
 
 def _packed(reply: Result) -> PackedRequest:
     assert isinstance(reply, protocol.Parsed)
-    return PackedRequest(_heads.decode(reply.head), reply.body)
+    return PackedRequest(_heads.decode(reply.head), reply.body, reply.files)

@@ -9,6 +9,7 @@ from cortex.parsing import conversations, relayed
 from cortex.parsing.conversations import Completion, Joined, StoredSize
 from cortex.parsing.envelope import Facts
 from cortex.parsing.relayed import ByteRange
+from cortex.wire import packed_request
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import strip_billing_header
 from cortex.wire.dialects.ollama import embeddings
@@ -18,6 +19,7 @@ from cortex.wire.fields.body import parse
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import encode_head
+from cortex.wire.pictures.files import take_files
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.rejection import Rejected
@@ -113,6 +115,8 @@ class Parsed(ChannelMessage, frozen=True):
     """The head of the request as JSON."""
     body: bytes
     """The whole request, packed or translated."""
+    files: tuple[bytes, ...] = ()
+    """Of the pictures of a packed request."""
 
 
 class Edited(ChannelMessage, frozen=True):
@@ -218,5 +222,5 @@ def run(job: Job) -> Result:
 
 
 def _packed(request: GenerateRequest) -> Parsed:
-    # JSON, because a schema may have integers of any size.
-    return Parsed(encode_head(request), msgspec.json.encode(request))
+    request, files = take_files(request)
+    return Parsed(encode_head(request), packed_request.encode(request), files)

@@ -27,7 +27,8 @@ ENGINE = {"neuron.engine", "units", *MODELS}
 WORKER = {"neuron.worker", "ipc", "routing", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.vision", "neuron.weights"}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
-NODE = {"neuron.node", "neuron.config", "http", "quant_names", *HUB, *TOKENIZER, *WORKER}
+PICTURES = {"neuron.picture_process", "ipc", "settings", "neuron.vision", "wire"}
+NODE = {"neuron.node", "neuron.config", "http", "quant_names", *HUB, *PICTURES, *TOKENIZER, *WORKER}
 API = {"neuron.api", "build", "open_files", "parsing", "http", "settings", "tls", *NODE}
 NEURON = {"neuron", "exits", *API}
 LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "tasks", "wire", "settings"}
@@ -98,7 +99,8 @@ RULES: dict[str, Rule] = {
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.vision", "neuron.weights", "wire", "settings"}),
     "neuron.vision": Rule({"neuron.vision"}, frozenset(), frozenset({"numpy", "PIL"})),
-    "neuron.config": Rule({"wire", "settings", "telemetry"}),
+    "neuron.picture_process": Rule(PICTURES, frozenset({"msgspec", "numpy", "PIL"})),
+    "neuron.config": Rule({"neuron.picture_process", "wire", "settings", "telemetry"}),
     "neuron.worker": Rule(WORKER),
     "neuron.tokenizer_process": Rule(TOKENIZER),
     "neuron.hub_process": Rule(HUB, frozenset({"huggingface_hub"})),

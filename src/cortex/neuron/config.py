@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from cortex import settings
+from cortex.neuron.picture_process.limits import PictureLimits
 from cortex.settings import Listen, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
@@ -300,6 +301,7 @@ class NeuronConfig(Section, frozen=True):
     harness: HarnessSettings = HarnessSettings()
     limits: Limits = Limits()
     text: TextLimits = TextLimits()
+    pictures: PictureLimits = PictureLimits()
     models: tuple[ModelEntry, ...] = ()
     default_models: tuple[DefaultModel, ...] = ()
 

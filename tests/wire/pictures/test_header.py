@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
-from tests.picture_files import animated, picture, png_of_size, saved
 
 from cortex.wire.pictures.header import UnreadablePicture, read_header
+
+from ...picture_files import animated, picture, png_of_size, saved
 
 FILES = {
     "png": picture(31, 17),

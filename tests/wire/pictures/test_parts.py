@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests import picture_files
-from tests.picture_files import base64_of, picture
 
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
@@ -15,6 +13,9 @@ from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import pack, unpack
 from cortex.wire.pictures.files import MAX_PICTURES, data_url, with_files
 from cortex.wire.requests import GenerateRequest, Image, ToolResult
+
+from ... import picture_files
+from ...picture_files import base64_of, picture
 
 PNG = picture(31, 17)
 URL = picture_files.data_url(PNG)

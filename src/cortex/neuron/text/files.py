@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from cortex.neuron.text.errors import TextFileMalformed
+from cortex.neuron.vision.reading import PROCESSOR_FILES, image_processor_in, read_picture_spec
+from cortex.neuron.vision.spec import PictureSpec
 
 MAX_JSON_BYTES: Final = 16 << 20
 MAX_TEMPLATE_BYTES: Final = 1 << 20
@@ -43,6 +45,10 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def has_vision(directory: Path) -> bool:
-    """Whether the model in `directory` has a vision tower; raises TextFileMalformed."""
-    return "vision_config" in read_json(directory / "config.json")
+def picture_spec(directory: Path) -> PictureSpec | None:
+    """How the model in `directory` takes pictures, None if it does not; raises TextFileMalformed."""
+    processors = {name: read_json(directory / name) for name in PROCESSOR_FILES}
+    try:
+        return read_picture_spec(read_json(directory / "config.json"), image_processor_in(processors))
+    except ValueError as error:
+        raise TextFileMalformed(f"the image processor of {directory} cannot be used: {error}") from error

@@ -39,6 +39,17 @@ class PictureGrid:
 
 
 @dataclass(frozen=True, slots=True)
+class PicturePlace:
+    """Where a picture stands in a tokenised prompt."""
+
+    number: int
+    """Of the picture in its request."""
+    at: int
+    """The first of its positions."""
+    grid: PictureGrid
+
+
+@dataclass(frozen=True, slots=True)
 class Picture:
     """A picture of a request for the engine."""
 

@@ -43,6 +43,11 @@ class PictureText:
     end: str = ""
     """The token after the last row, where rows end with one."""
 
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The texts of one token each that stand for a picture."""
+        return tuple(text for text in (self.placeholder, self.feature, self.row_end, self.end) if text)
+
     def written(self, grid: PictureGrid) -> str:
         """The text that takes the place of the placeholder."""
         row = self.feature * grid.columns

@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 from PIL import Image as Files
 
-from cortex.neuron.picture_process.client import Pictures, PreparedPicture, grids
+from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.picture_process.limits import PictureLimits
+from cortex.neuron.vision.picture import Picture, PicturePlace
 from cortex.neuron.vision.preparing import prepare
 from cortex.neuron.vision.spec import PictureSpec
 from cortex.wire.errors import InvalidValue, Overloaded, PreparationLimitExceeded
@@ -38,22 +39,24 @@ def request(*files: bytes) -> PackedRequest:
     return pack(GenerateRequest(model="m", messages=(Message(role="user", parts=parts),)))
 
 
-async def prepared(pictures: Pictures, *files: bytes) -> dict[int, PreparedPicture]:
+async def prepared(pictures: Pictures, *files: bytes) -> tuple[Picture, ...]:
     packed = request(*files)
-    found = grids(SPEC, packed.head.images)
-    return await pictures.prepare(packed, SPEC, found, range(len(files)))
+    grids = [SPEC.grid(image.width, image.height, image.detail) for image in packed.head.images]
+    places = [PicturePlace(number, 1000 * number, grid) for number, grid in enumerate(grids)]
+    return await pictures.prepare(packed, SPEC, places)
 
 
 async def test_pixels_are_those_of_the_library(pictures: Pictures) -> None:
     values = np.random.default_rng(0).integers(0, 255, (50, 90, 3), dtype=np.uint8)
     file = saved(Files.fromarray(values))
-    (grid,) = grids(SPEC, request(file).head.images)
+    grid = SPEC.grid(90, 50)
     expected = prepare(SPEC, grid, Files.fromarray(values))
     found = await prepared(pictures, file, picture(40, 40), file)
     assert found[0].pixels == expected.tobytes()
     assert len(found[0].pixels) == grid.num_bytes
-    assert found[0] == found[2]
-    assert found[0].key != found[1].key
+    assert [picture.at for picture in found] == [0, 1000, 2000]
+    assert found[0].key == found[2].key != found[1].key
+    assert found[0].pixels == found[2].pixels
 
 
 async def test_picture_is_decoded_again_only_if_it_is_not_kept() -> None:
@@ -98,9 +101,3 @@ async def test_pictures_survive_the_end_of_their_process(pictures: Pictures) -> 
     assert pictures.process_id is not None
     os.kill(pictures.process_id, signal.SIGKILL)
     assert len(await prepared(pictures, picture(33, 32), picture(34, 32))) == 2
-
-
-def test_unusable_size_names_the_picture() -> None:
-    with pytest.raises(InvalidValue, match="as long as wide") as caught:
-        grids(SPEC, (Image(width=64, height=64), Image(param="images[1]", width=1, height=20_000)))
-    assert caught.value.param == "images[1]"

@@ -1,4 +1,4 @@
-"""Pictures of requests: their limits, their size in the prompt of a model, and their pixels."""
+"""Pictures of requests: their limits, and their pixels for a model."""
 
 from __future__ import annotations
 
@@ -7,39 +7,21 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from cortex.ipc.channel import Unsendable
 from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
 from cortex.neuron.picture_process.limits import PictureLimits
 from cortex.neuron.picture_process.protocol import Decode, Decoded, Reply
-from cortex.neuron.vision.picture import PictureGrid, content_key
-from cortex.neuron.vision.spec import PictureSpec, UnusablePicture
+from cortex.neuron.vision.picture import Picture, PictureGrid, PicturePlace, content_key
+from cortex.neuron.vision.spec import PictureSpec
 from cortex.wire.errors import Overloaded, PreparationLimitExceeded
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.pictures.parts import invalid
 from cortex.wire.rejection import Rejected, error_of
-from cortex.wire.requests import Image
 
 _MAX_OF_REQUEST = 2
 """Pictures of one request that are decoded at once: others get their turns between them."""
 _REST_AFTER_S = 60.0
-
-
-class PreparedPicture(NamedTuple):
-    key: bytes
-    pixels: bytes
-
-
-def grids(spec: PictureSpec, images: Sequence[Image]) -> tuple[PictureGrid, ...]:
-    """The size in the prompt of each picture. Raises InvalidValue, which names the picture."""
-    found = []
-    for image in images:
-        try:
-            found.append(spec.grid(image.width, image.height, image.detail))
-        except UnusablePicture as problem:
-            raise invalid(image.param, str(problem)) from None
-    return tuple(found)
 
 
 class Pictures:
@@ -64,19 +46,20 @@ class Pictures:
         return self._pool.process_id
 
     async def prepare(
-        self, request: PackedRequest, spec: PictureSpec, grids: Sequence[PictureGrid], numbers: Sequence[int]
-    ) -> dict[int, PreparedPicture]:
-        """The pictures of a request with these numbers. Raises a CortexError."""
+        self, request: PackedRequest, spec: PictureSpec, places: Sequence[PicturePlace]
+    ) -> tuple[Picture, ...]:
+        """The pictures of a prompt. Raises a CortexError, which names the picture."""
         turns = asyncio.Semaphore(_MAX_OF_REQUEST)
 
-        async def one(number: int) -> PreparedPicture:
+        async def one(place: PicturePlace) -> Picture:
+            file, param = request.files[place.number], request.head.images[place.number].param
             async with turns:
-                return await self._prepared(request.files[number], request.head.images[number], spec, grids[number])
+                key, pixels = await self._prepared(file, param, spec, place.grid)
+            return Picture(place.at, place.grid, key, pixels)
 
-        distinct = sorted(set(numbers))
-        tasks = [asyncio.create_task(one(number)) for number in distinct]
+        tasks = [asyncio.create_task(one(place)) for place in places]
         try:
-            return dict(zip(distinct, await asyncio.gather(*tasks), strict=True))
+            return tuple(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
@@ -89,15 +72,16 @@ class Pictures:
     async def close(self) -> None:
         await self._pool.close()
 
-    async def _prepared(self, file: bytes, image: Image, spec: PictureSpec, grid: PictureGrid) -> PreparedPicture:
+    async def _prepared(self, file: bytes, param: str, spec: PictureSpec, grid: PictureGrid) -> tuple[bytes, bytes]:
+        """Key and pixels."""
         # Some milliseconds, in which the interpreter lock is not held.
         key = await asyncio.to_thread(content_key, file, grid, spec.digest)
         if (pixels := self._known.get(key)) is not None:
             self._known.move_to_end(key)
-            return PreparedPicture(key, pixels)
-        reply = await self._decode(Decode(spec, grid, image.param, b""), file)
+            return key, pixels
+        reply = await self._decode(Decode(spec, grid, param, b""), file)
         self._keep(key, reply.pixels)
-        return PreparedPicture(key, reply.pixels)
+        return key, reply.pixels
 
     def _keep(self, key: bytes, pixels: bytes) -> None:
         if key not in self._known:

@@ -8,11 +8,10 @@ from typing import Annotated
 from msgspec import Meta
 
 from cortex.settings.section import Section
+from cortex.wire.node.load_options import Count
 from cortex.wire.pictures.files import MAX_PICTURES
 from cortex.wire.pictures.parts import invalid
 from cortex.wire.requests import Image
-
-Count = Annotated[int, Meta(ge=1)]
 
 
 class PictureLimits(Section, frozen=True):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.vision.picture import Picture
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -105,6 +106,8 @@ class EngineRequest:
     """The expected output. Where it is right, several tokens are checked in one step."""
     speculates: bool = True
     """Whether draft tokens may be checked for it, as far as the model does so. The output is the same."""
+    pictures: tuple[Picture, ...] = ()
+    """In the order of their positions in the prompt, which has a token at each of them."""
     texts: PooledTexts | None = None
     """For an embedding or rerank model, which continues no sequence: `prompt` is empty then."""
 

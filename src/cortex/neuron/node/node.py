@@ -44,6 +44,7 @@ from cortex.neuron.node.status import ServedModel, describe_node
 from cortex.neuron.node.survey_process.client import SurveyProcess, Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.node.text.work import TextSource
+from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices
@@ -103,6 +104,7 @@ class Node:
         open_text = parts.open_text or partial(
             TokenizerClient, memory_bytes=config.text.memory_mb << 20, read_s=config.text.timeout_s
         )
+        self.pictures = Pictures(config.pictures)
         self.texts = Texts(
             open_text,
             config.text,
@@ -310,6 +312,7 @@ class Node:
         await self.shares.close()
         await self._harnesses.close()
         await self.texts.close()
+        await self.pictures.close()
         await self.files.close()
         await self._surveys.close()
         await self._models.closed()
@@ -367,6 +370,7 @@ class Node:
         while True:
             await self.devices.sample()
             await self.texts.rest_idle(self._models.is_in_memory)
+            await self.pictures.rest_idle()
             await self._surveys.rest_idle()
             await asyncio.sleep(_SAMPLE_S)
 

@@ -27,6 +27,7 @@ from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound
 from cortex.wire.node.protocol import (
+    Capabilities,
     DeletedFiles,
     Device,
     DeviceHealth,
@@ -205,7 +206,7 @@ class ScriptedNode:
                 context_tokens=self.context_tokens,
                 sampling=self.sampling,
                 measured_bytes=6,
-                capabilities=self.text_model.capabilities,
+                capabilities=Capabilities(vision=self.text_model.pictures is not None),
                 host_bytes=5 if self.state is ModelState.ASLEEP else 0,
                 load=ModelLoad(running=2, waiting=3, kv_used_fraction=0.25),
             ),

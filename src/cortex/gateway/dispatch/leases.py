@@ -14,6 +14,7 @@ from cortex.routing import choice
 from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.errors import CortexError, UnsupportedModality
 from cortex.wire.node.protocol import Dialect, ModelState
+from cortex.wire.pictures.rejection import reads_text_only
 
 Need = Literal["response", "count", "embeddings", "rerank"]
 """What a request needs from a node: a generated response, a token count, vectors, or scores."""
@@ -79,7 +80,7 @@ class PendingRequest:
     """A request for a lease. `deliver` is called exactly once, with a lease or with the error, unless the request is
     cancelled first."""
 
-    __slots__ = ("deliver", "excluded", "model", "need", "origin", "prompt", "since")
+    __slots__ = ("deliver", "excluded", "has_pictures", "model", "need", "origin", "prompt", "since")
 
     def __init__(
         self,
@@ -91,8 +92,11 @@ class PendingRequest:
         origin: Origin = "request",
         need: Need = "response",
         excluded: frozenset[str] = NO_NODES,
+        has_pictures: bool = False,
     ) -> None:
         self.model = model
+        self.has_pictures = has_pictures
+        """Nodes whose replicas read pictures are preferred."""
         self.prompt = prompt
         """The bytes of the prompt from its beginning, for prefix affinity."""
         self.deliver = deliver
@@ -127,8 +131,16 @@ class LeasePool:
         """The fleet was rebuilt: drop what was derived from the old one."""
         self._ready.clear()
 
-    def acquire(self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str] = NO_NODES) -> Lease | None:
-        """A lease where `model` is ready, or `None`. The hot path: with one replica nothing is computed."""
+    def acquire(
+        self,
+        model: str,
+        prompt: Callable[[], bytes],
+        excluded: frozenset[str] = NO_NODES,
+        *,
+        has_pictures: bool = False,
+    ) -> Lease | None:
+        """A lease where `model` is ready, or `None`. The hot path: with one replica nothing is computed.
+        `has_pictures`: a replica that reads pictures is preferred."""
         ready = self._ready.get(model)
         if ready is None:
             ready = self._replicas(model)
@@ -143,9 +155,15 @@ class LeasePool:
             )
             if not ready:
                 return None
+        if has_pictures and len(ready) > 1:
+            reading = tuple((node, held) for node, held in ready if held.status.capabilities.vision)
+            ready = reading or ready
         if len(ready) == 1:
             return self._take(ready[0][0], model)
         return self._take_best(model, ready, prompt())
+
+    def acquire_for(self, pending: PendingRequest, excluded: frozenset[str] = NO_NODES) -> Lease | None:
+        return self.acquire(pending.model, pending.prompt, excluded, has_pictures=pending.has_pictures)
 
     def _replicas(self, model: str) -> tuple[tuple[Node, Residency], ...]:
         ready = self._ready.get(model)
@@ -159,7 +177,7 @@ class LeasePool:
         known = [context for context in contexts if context is not None]
         return max(known) if known and len(known) == len(contexts) else None
 
-    def tokeniser(self, model: str) -> Lease:
+    def tokeniser(self, model: str, *, has_pictures: bool = False) -> Lease:
         """A node that can count tokens for `model`, loaded or not. Raises UnsupportedModality when none can."""
         candidates = [
             node
@@ -170,8 +188,27 @@ class LeasePool:
             raise UnsupportedModality(
                 f"No node that is up can count tokens for {model}; start a neuron that lists the model."
             )
-        best = max(candidates, key=lambda node: node.residencies[model].state is ModelState.READY)
-        return self._take(best, model, reason="counts tokens for this model")
+
+        def rank(node: Node) -> tuple[bool, bool]:
+            held = node.residencies[model]
+            return has_pictures and held.status.capabilities.vision, held.state is ModelState.READY
+
+        return self._take(max(candidates, key=rank), model, reason="counts tokens for this model")
+
+    def check_pictures(self, model: str, may_use: Callable[[str], bool]) -> None:
+        """Raises UnsupportedModality where it is known that `model` reads text only, with models that read pictures
+        among those that `may_use` admits. What foreign servers read is not known."""
+        reads, not_known = dict[str, bool](), set[str]()
+        for node in self._fleet_state.fleet.nodes:
+            for name, held in node.residencies.items():
+                listed = self._fleet_state.fleet.catalogue.spec(name).capabilities if not node.has_lifecycle else ()
+                if node.has_lifecycle or listed:
+                    reads[name] = reads.get(name, False) or held.status.capabilities.vision or "vision" in listed
+                if not (listed or (node.has_lifecycle and held.status.family is not None)):
+                    not_known.add(name)
+        if model not in not_known and not reads.get(model, True):
+            others = sorted(name for name, can in reads.items() if can and may_use(name))
+            raise reads_text_only(model, others, "messages")
 
     def check_capable(self, model: str, need: Need) -> None:
         """Raises UnsupportedModality where it is known that `model` cannot do what a request needs, with a model that

@@ -214,7 +214,13 @@ class KeyedMeter:
             raise _no_key()
         account = self._ledger.account(key)
         context_tokens = context() if account.has_budget else None
-        estimate = Estimate(prompt_bytes, limits.completion_limit, limits.num_choices, context_tokens)
+        estimate = Estimate(
+            prompt_bytes,
+            limits.completion_limit,
+            limits.num_choices,
+            context_tokens,
+            picture_tokens=limits.picture_tokens if prompt_bytes else 0,
+        )
         return _KeyedReservation(self._ledger, account, estimate)
 
     def authenticate(self, request: Request) -> str:

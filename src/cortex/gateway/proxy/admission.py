@@ -12,7 +12,7 @@ import msgspec
 
 from cortex.fleet.placement.decision import Origin
 from cortex.gateway.dispatch.dispatcher import Dispatcher
-from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.gateway.ledger.meter import Meter, Reservation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.http.request import Request
@@ -48,6 +48,8 @@ class AdmissionController:
         try:
             resolution = self._dispatcher.resolve(facts.model)
             reservation.check_model(resolution.model_id)
+            if facts.has_pictures:
+                self._dispatcher.check_pictures(resolution.model_id, partial(may_use, key))
         except CortexError as error:
             reservation.cancel()
             raise shown_to(key, error) from error

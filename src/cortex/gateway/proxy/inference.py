@@ -171,7 +171,7 @@ class Inference:
         """Admit a request and send it to a node, or reject it. `keeper` gets its response."""
         route, body, envelope = received.route, received.body, received.envelope
         try:
-            num_bytes = len(body) if route.uses_tokens else 0
+            num_bytes = len(body) - envelope.facts.picture_bytes if route.uses_tokens else 0
             admitted = self.services.admission.admit(received.key, num_bytes, envelope.facts)
         except CortexError as error:
             self.reject(received, error)

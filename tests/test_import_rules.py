@@ -45,7 +45,7 @@ DISPATCH = {
     "tls",
     "wire",
 }
-PROXY = {"gateway.proxy", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
+PROXY = {"gateway.proxy", "gateway.pictures", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
 GATEWAY_API = {"gateway.api", "build", *PROXY}
 GATEWAY_PAGE = {"gateway.page", "cortex", *PROXY}
 RESPONSES = {"gateway.responses", *PROXY}
@@ -88,6 +88,7 @@ RULES: dict[str, Rule] = {
     "gateway.dispatch": Rule(DISPATCH),
     "gateway.proxy": Rule(PROXY),
     "gateway.api": Rule(GATEWAY_API),
+    "gateway.pictures": Rule({"gateway.pictures", "gateway.config", "http", "parsing", "wire"}),
     "gateway.page": Rule(GATEWAY_PAGE),
     "gateway.responses": Rule(RESPONSES),
     "gateway": Rule(GATEWAY),

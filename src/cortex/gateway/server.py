@@ -44,6 +44,8 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.listening import certificate_of, listen_on
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
 from cortex.gateway.page.page import Page
+from cortex.gateway.pictures.fetcher import PictureFetcher
+from cortex.gateway.pictures.inlining import PictureInlining
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.admission import AdmissionController
@@ -84,6 +86,7 @@ class Gateway:
         directory: Path,
         files: ConfigurationFiles | None = None,
         resolve: Resolve = resolve_addresses,
+        fetcher: PictureFetcher | None = None,
     ) -> None:
         """Relative paths of the configuration start at `directory`. `files`: where the configuration came from; without
         them keys cannot be edited. Raises SettingsError."""
@@ -119,6 +122,7 @@ class Gateway:
         self._tracer = open_tracer(config.telemetry, "cortex")
         self._admission = AdmissionController(self.dispatcher, self._metering.meter)
         limits = client_limits(config, open_files.limit())
+        parser = BodyParser()
         self._services = Services(
             config=config.gateway,
             admission=self._admission,
@@ -129,7 +133,8 @@ class Gateway:
             ticker=self._ticker,
             disconnected_usage=DisconnectedUsage(),
             activity=ActivityLog(config.activity),
-            parser=BodyParser(),
+            parser=parser,
+            pictures=PictureInlining(config.pictures, fetcher or PictureFetcher(self._ticker), parser),
             buffered=Buffered(limits.buffered_bytes),
         )
         self._inference = Inference(self._services)
@@ -325,6 +330,7 @@ class Gateway:
         self.config, self._configured, self._catalogue = config, configured, catalogue
         self._authorities = authorities
         self._services.config = config.gateway
+        self._services.pictures.section = config.pictures
         self._responses.use(config.responses)
         self._router.configure(config, is_open=self._metering.is_open)
         self._services.activity.configure(config.activity)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 
 from cortex.ipc.channel import ChannelMessage
-from cortex.parsing import conversations, relayed
+from cortex.parsing import conversations, picture_urls, relayed
 from cortex.parsing.conversations import Completion, Joined, StoredSize
 from cortex.parsing.envelope import Facts
+from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.relayed import ByteRange
 from cortex.wire import packed_request
 from cortex.wire.dialects import openai_chat
@@ -83,6 +86,21 @@ class ParsePooling(ChannelMessage, frozen=True):
     body: bytes
 
 
+class FindPictureUrls(ChannelMessage, frozen=True):
+    """A request whose pictures may be addresses."""
+
+    body: bytes
+
+
+class InlinePictures(ChannelMessage, frozen=True):
+    """A request whose pictures at these addresses are put into it."""
+
+    urls: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Of the files, which follow the request in `body`."""
+    body: bytes
+
+
 class FindReferences(ChannelMessage, frozen=True):
     """A request of the Responses API."""
 
@@ -141,6 +159,10 @@ class ParsedPooling(ChannelMessage, frozen=True):
     request: PoolingRequest
 
 
+class FoundPictureUrls(ChannelMessage, frozen=True):
+    found: tuple[PictureUrl, ...]
+
+
 class FoundReferences(ChannelMessage, frozen=True):
     are_any: bool
     response_ids: tuple[str, ...]
@@ -166,12 +188,24 @@ Job = (
     | ReadRelayed
     | ParseTokenize
     | ParsePooling
+    | FindPictureUrls
+    | InlinePictures
     | FindReferences
     | CompleteConversation
     | ListItems
 )
 """The body is the last field of each, so that it can be sent without being copied."""
-Result = Parsed | ParsedText | ParsedPooling | Edited | ReadRelayedBody | FoundReferences | CompletedBody | ListedItems
+Result = (
+    Parsed
+    | ParsedText
+    | ParsedPooling
+    | Edited
+    | ReadRelayedBody
+    | FoundPictureUrls
+    | FoundReferences
+    | CompletedBody
+    | ListedItems
+)
 Reply = Result | Rejected
 
 
@@ -211,6 +245,12 @@ def run(job: Job) -> Result:
             return ParsedText(fields.model(), fields.required_text(name))
         case ParsePooling(path, body):
             return ParsedPooling(POOLING_ROUTES[path](body))
+        case FindPictureUrls(body):
+            return FoundPictureUrls(picture_urls.find_urls(body))
+        case InlinePictures(urls, sizes, body):
+            ends = list(itertools.accumulate(sizes, initial=len(body) - sum(sizes)))
+            files = {url: body[start:end] for url, (start, end) in zip(urls, itertools.pairwise(ends), strict=True)}
+            return Edited(picture_urls.inline(body[: ends[0]], files))
         case FindReferences(generates, body):
             return FoundReferences(*conversations.references_in(body, generates=generates))
         case CompleteConversation(completion, num_earlier, sizes, body):

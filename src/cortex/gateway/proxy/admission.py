@@ -49,9 +49,13 @@ class AdmissionController:
             resolution = self._dispatcher.resolve(facts.model)
             reservation.check_model(resolution.model_id)
             if facts.has_pictures:
-                self._dispatcher.check_pictures(resolution.model_id, partial(may_use, key))
+                self.check_pictures(key, resolution.model_id)
         except CortexError as error:
             reservation.cancel()
             raise shown_to(key, error) from error
         origin: Origin = "background" if resolution.background else "request"
         return AdmittedRequest(resolution.model_id, origin, reservation, key)
+
+    def check_pictures(self, key: KeySection | None, model: str) -> None:
+        """Raises UnsupportedModality for a model that reads text only, with those of `key` that read pictures."""
+        self._dispatcher.check_pictures(model, partial(may_use, key))

@@ -15,6 +15,7 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE
+from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import Route, error_response
@@ -175,9 +176,42 @@ class Inference:
             admitted = self.services.admission.admit(received.key, num_bytes, envelope.facts)
         except CortexError as error:
             self.reject(received, error)
+            return
+        if self.services.pictures.applies(body):
+            task = run_once(self._serve_inlined(received, admitted, keeper), "fetch pictures")
+            received.exchange.on_disconnect(partial(_cancel, task))
         else:
-            exchange, id, span, started_at = received.exchange, received.id, received.span, received.received_at
-            ProxyRequest(self.services, exchange, route, body, envelope, admitted, id, span, started_at, keeper).go()
+            self._send(received, admitted, keeper)
+
+    def _send(self, received: ReceivedRequest, admitted: AdmittedRequest, keeper: ResponseKeeper | None) -> None:
+        exchange, route, body, envelope = received.exchange, received.route, received.body, received.envelope
+        id, span, started_at = received.id, received.span, received.received_at
+        ProxyRequest(self.services, exchange, route, body, envelope, admitted, id, span, started_at, keeper).go()
+
+    async def _serve_inlined(
+        self, received: ReceivedRequest, admitted: AdmittedRequest, keeper: ResponseKeeper | None
+    ) -> None:
+        """Sends a request with the pictures that it names by address."""
+        parser, route = self.services.parser, received.route
+        client = client_of(received.key, received.exchange.request)
+        try:
+            body = await self.services.pictures.inlined(
+                received.body, client, self.services.config.max_body_mb * 1024 * 1024
+            )
+            read = await parser.read_relayed(
+                route.dialect, body, client, generates=route.generates, strip_billing=False
+            )
+            if read.envelope.facts.has_pictures:
+                self.services.admission.check_pictures(received.key, admitted.model)
+        except CortexError as error:
+            admitted.reservation.cancel()
+            self.reject(received, error)
+        except BaseException:  # the client disconnected
+            admitted.reservation.cancel()
+            received.span.end({}, error="client_disconnected")
+            raise
+        else:
+            self._send(msgspec.structs.replace(received, body=read.body, envelope=read.envelope), admitted, keeper)
 
     def reject(self, received: ReceivedRequest, error: CortexError) -> None:
         """Reject a request that was received."""

@@ -15,6 +15,7 @@ from cortex.neuron.engine.memory.dtypes import dtype_name
 from cortex.neuron.engine.memory.plan import (
     MIN_PAGES,
     PAGE_TOKENS,
+    STEP_TOKENS,
     UNLIMITED,
     MemoryPlan,
     ModelSizes,
@@ -36,9 +37,14 @@ from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.models.pooling.model import PooledModel
 from cortex.neuron.models.registry import open_model, read_architecture
 from cortex.neuron.models.sizes import WeightStorage
+from cortex.neuron.models.towers.build import build_tower
+from cortex.neuron.models.towers.config import PASS_PATCHES
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.model import TransformersModel
 from cortex.neuron.models.transformers.network import Network
+from cortex.neuron.text.files import picture_spec
+from cortex.neuron.vision.reading import read_picture_spec
+from cortex.neuron.vision.spec import PictureSpec
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
@@ -127,6 +133,7 @@ def load_model(
             matrix_layouts(checkpoint.tensors, spec, device),
             group,
             checkpoint.tensors,
+            picture_spec(Path(spec.path)),
         )
     except UnsupportedModel as error:
         raise LoadError(str(error)) from error
@@ -169,22 +176,26 @@ def build_model(
     packing: Mapping[str, MatrixLayout] | None = None,
     group: AgreeingGroup | None = None,
     tensors: Mapping[str, TensorInfo] | None = None,
+    pictures: PictureSpec | None = None,
 ) -> LoadedModel:
     """Sizes the model, rejects one that does not fit, allocates it, fills its weights with `fill`, and adds the pages.
 
     `packing`: the layouts of tensors that stay quantised. `group`: see `load_model`. `tensors`: those of the
-    checkpoint, which models of a library need.
+    checkpoint, which models of a library need. `pictures`: how it takes pictures; None: as its config says.
     """
     dtype = compute_dtype(spec.dtype, device)
     whole, network = read_architecture(config), None
     if isinstance(whole, TransformersArchitecture):
         network = Network.of(whole)
         whole, packing = network.architecture, whole.packing_of(packing or {})
+    if spec.vision == "off":
+        whole = whole.without_tower()
     architecture = _share_of(whole, spec, group)
     if architecture.pooling is not None and spec.deterministic:
         raise UnsupportedModel("deterministic is only for models that generate text; omit it")
     kv_dtype = kv_cache_dtype(spec, dtype, device)
-    storage = WeightStorage(dtype.itemsize, packing or {}, kv_dtype.itemsize, tensors or {})
+    pass_patches = PASS_PATCHES[device.type] if spec.vision == "device" else 0
+    storage = WeightStorage(dtype.itemsize, packing or {}, kv_dtype.itemsize, tensors or {}, pass_patches)
     sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
     have_bytes = usable_bytes(spec, device)
     if architecture.has_ends:  # tokens are drawn where the head is
@@ -203,9 +214,22 @@ def build_model(
     if network is not None:
         model = TransformersModel(network, architecture, parameters, plan.context_tokens, tensors or {})
     else:
-        build = Decoder if architecture.pooling is None else PooledModel
-        model = build(architecture, parameters, num_positions=plan.context_tokens)
+        num_positions = plan.context_tokens
+        if architecture.pooling is not None:
+            model = PooledModel(architecture, parameters, num_positions=num_positions)
+        else:
+            model = Decoder(architecture, parameters, num_positions, step_tokens(spec, plan.slots.rows, device))
     fill(parameters)
+    num_bytes = parameters.num_bytes
+    if isinstance(model, Decoder) and architecture.held_tower is not None:
+        pictures = pictures or read_picture_spec(config, {})
+        if pictures is None:
+            raise UnsupportedModel("the model has a vision tower, and its config does not say how it takes pictures")
+        place = device if spec.vision == "device" else torch.device("cpu")
+        tower_parameters = Parameters(place, dtype if spec.vision == "device" else compute_dtype("auto", place))
+        model.tower = build_tower(architecture.held_tower, tower_parameters, pictures)
+        fill(tower_parameters)
+        num_bytes += tower_parameters.num_bytes if place == device else 0
     memory: SequenceMemory = NoSequences(plan.slots)
     if isinstance(model, Decoder):
         memory = SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype)
@@ -213,10 +237,15 @@ def build_model(
         body=model,
         dtype=dtype,
         context_tokens=plan.context_tokens,
-        weight_bytes=parameters.num_bytes,
+        weight_bytes=num_bytes,
         memory=memory,
         notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
     )
+
+
+def step_tokens(spec: LoadSpec, rows: int, device: torch.device) -> int:
+    """Most tokens of a step."""
+    return max(spec.prefill_chunk_tokens or STEP_TOKENS[device.type], rows)
 
 
 def kv_cache_dtype(spec: LoadSpec, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -237,6 +266,9 @@ def _share_of(architecture: Architecture, spec: LoadSpec, group: AgreeingGroup |
         return architecture
     if spec.stage is None:
         return architecture.sharded(group.shard)
+    num_deep = 0 if architecture.tower is None else len(architecture.tower.deep_layers)
+    if 0 < spec.stage.layers.start < num_deep:
+        raise UnsupportedModel(f"vectors of pictures are added to the first {num_deep} layers: keep them in one stage")
     return architecture.staged(spec.stage.layers)
 
 

@@ -205,6 +205,8 @@ class LoadSpec:
     """Whether the tokens of a request are independent of the batch (batch-invariant arithmetic), which is slower."""
     speculation: Literal["off", "lookup"] = "lookup"
     """Where draft tokens come from, which a step checks in addition to drawing one; `off`: there are none."""
+    vision: Literal["device", "cpu", "off"] = "device"
+    """Where the vision tower is, if the model has one; `off`: it is not loaded, and the model reads text only."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""

@@ -102,6 +102,8 @@ class StepLoop:
         constraint = self._constraints.compile(request.grammar) if request.grammar is not None else None
         sequence = self._scheduler.submit(request)
         sequence.constraint = constraint
+        if self._runner.pictures is not None:
+            self._runner.pictures.add(request.pictures)
         self._speculation.begin(sequence)
         self._sequences[request.id] = sequence
 
@@ -305,6 +307,8 @@ class StepLoop:
 
     def _finish(self, sequence: Sequence, last: StepOutput) -> None:
         sequence.finished = True
+        if self._runner.pictures is not None:
+            self._runner.pictures.remove(sequence.request.pictures)
         self._scheduler.drop(sequence)
         del self._sequences[sequence.request.id]
         self._outputs.append(last)

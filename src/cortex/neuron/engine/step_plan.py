@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cortex.neuron.engine.pages import Digest
+from cortex.neuron.engine.picture_positions import PictureSpan
 from cortex.neuron.engine.request import EngineRequest
 
 NewRow = tuple[int, EngineRequest, tuple[int, ...]]
@@ -23,6 +24,10 @@ class RowInputs:
     count: int
     tokens: tuple[int, ...] | None
     """Known to the host. None: the row's latest token, which an earlier step drew and which never left the device."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """The positions that have vectors of pictures in place of their tokens' embeddings."""
+    rope_lag: int = 0
+    """What the rotation of the first position lags behind the position, after pictures."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class Attention:
         if self._wide_norms:
             q, k = self._normed(q, k)
         if self._early_rope is not None:
-            rotation = Rotation.at(batch.positions, self._early_rope, q.dtype, self._half)
+            rotation = Rotation.at(batch.rope_positions, self._early_rope, q.dtype, self._half)
             q, k = rotation(q), rotation(k)
         if self._growth is not None:
             q = (q * self._growth[batch.positions]).to(q.dtype)

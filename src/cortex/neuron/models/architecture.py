@@ -39,6 +39,8 @@ from cortex.neuron.models.sharding import (
     sharded_feed_forward,
     sharded_mixer,
 )
+from cortex.neuron.models.towers.config import TowerConfig
+from cortex.neuron.vision.picture import PictureRules
 from cortex.neuron.weights.sharded import TensorSlice
 
 
@@ -138,6 +140,8 @@ class Architecture(ABC):
 
     shard: Shard = WHOLE
     """The part of each layer that `layers` describes: that of one rank, or the whole layer."""
+    tower: TowerConfig | None = None
+    """What makes vectors of pictures; None: the model reads text only."""
     stage: range | None = None
     """Which layers of the model `layers` are, where the model is divided by layers; None: all of them."""
 
@@ -214,6 +218,22 @@ class Architecture(ABC):
     def _reject_division(self) -> None:
         if self.pooling is not None:
             raise UnsupportedModel("embedding and rerank models run on one device each; use replicas instead")
+
+    def without_tower(self) -> Architecture:
+        """The same model, which reads text only."""
+        part = copy.copy(self)
+        part.tower = None
+        return part
+
+    @property
+    def pictures(self) -> PictureRules:
+        """How the decoder treats pictures."""
+        return PictureRules() if self.tower is None else self.tower.rules
+
+    @property
+    def held_tower(self) -> TowerConfig | None:
+        """The tower, on the rank that has it: the first, which sends its vectors to the others."""
+        return self.tower if self.has_ends and self.shard.is_first else None
 
     @property
     def is_divided(self) -> bool:

@@ -28,6 +28,7 @@ from cortex.neuron.layers.recurrent.short_conv import ShortConv
 from cortex.neuron.layers.rope import RopeTables
 from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture, LayerConfig
 from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.towers.tower import Tower
 
 RECURRENT_LAYERS: Mapping[type[RecurrentConfig], Callable[[Parameters, Any, str], RecurrentLayer]] = {
     GatedDeltaConfig: GatedDelta,
@@ -107,13 +108,20 @@ class Decoder:
     norm: RMSNorm
     head: Head
 
-    def __init__(self, architecture: Architecture, parameters: Parameters, num_positions: int) -> None:
-        """`num_positions`: the longest sequence this instance will see."""
+    tower: Tower | None = None
+    """On the rank that has it."""
+
+    def __init__(
+        self, architecture: Architecture, parameters: Parameters, num_positions: int, step_tokens: int = 0
+    ) -> None:
+        """`num_positions`: the longest sequence this instance will see. `step_tokens`: the most positions of pictures
+        in one step."""
         self.architecture = architecture
         self.config = architecture.config
         self.parameters = parameters
         config, prefix = self.config, architecture.prefix
-        self.ropes = RopeTables(num_positions, parameters.device)
+        num_placed = step_tokens if architecture.pictures.has_axes else 0
+        self.ropes = RopeTables(num_positions, parameters.device, num_placed)
         if architecture.has_ends:
             self.embedding = Embedding(parameters, config.vocab, config.hidden, f"{prefix}.embed_tokens.weight")
         own_inputs = architecture.ends.per_layer_inputs if architecture.has_ends else None
@@ -151,12 +159,17 @@ class Decoder:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The device memory that the model holds for as long as it is loaded: weights and tables, each piece once."""
-        return [*self.parameters.storages(), *self.ropes.storages()]
+        own = [*self.parameters.storages(), *self.ropes.storages()]
+        if self.tower is None or self.tower.parameters.device != self.parameters.device:
+            return own
+        return [*own, *self.tower.parameters.storages()]
 
     def __call__(self, batch: Batch) -> Tensor:
         """The residual stream after the last layer of this part, which has the embedding: [tokens, hidden]; of a stage,
         as `through_layers` returns it."""
         hidden = self.embedded(batch.tokens)
+        if batch.pictures is not None:
+            hidden = hidden.index_copy(0, batch.pictures.index, batch.pictures.vectors[:, 0])
         if self._own_inputs is None:
             return self.through_layers(hidden, batch)
         return self._through_layers(hidden, self._own_inputs(batch.tokens, hidden), batch)
@@ -177,8 +190,10 @@ class Decoder:
         if inputs is not None:
             hidden, own = hidden.tensor_split([self.config.hidden], dim=1)
             return self._through_layers(hidden.contiguous(), own.unflatten(1, (-1, inputs.size)), batch)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             hidden = layer(hidden, batch)
+            if batch.pictures is not None and index + 1 < batch.pictures.vectors.shape[1]:
+                hidden = hidden.index_add(0, batch.pictures.index, batch.pictures.vectors[:, index + 1])
         return hidden
 
     @property

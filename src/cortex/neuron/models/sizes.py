@@ -25,6 +25,7 @@ from cortex.neuron.layers.configs import (
 from cortex.neuron.layers.recurrent.configs import RecurrentConfig
 from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture
 from cortex.neuron.models.pooling.config import DenseStep, NormStep, Step
+from cortex.neuron.models.towers.config import PASS_PATCHES, tower_room_bytes, tower_weight_bytes
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.weights.stored import TensorInfo
 
@@ -43,6 +44,8 @@ class WeightStorage:
     """The size of one element in the KV cache; None: `item_bytes`."""
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
     """Those of the checkpoint. Needed for models of a library, whose configs do not tell the sizes of their weights."""
+    pass_patches: int = PASS_PATCHES["cpu"]
+    """Patches of pictures that a vision tower computes at once; 0: the tower is not on this device."""
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """What one dense matrix takes."""
@@ -68,7 +71,24 @@ def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     total = sum(layer_bytes(architecture, storage))
     if architecture.pooling is not None:
         total += sum(_step_bytes(step, storage) for step in architecture.pooling.steps)
+    total += _tower_weights(architecture, storage)
     return total + end_bytes(architecture, storage) if architecture.has_ends else total
+
+
+def _tower_weights(architecture: Architecture, storage: WeightStorage) -> int:
+    tower = architecture.held_tower if storage.pass_patches else None
+    return 0 if tower is None else tower_weight_bytes(tower, storage.item_bytes)
+
+
+def tower_bytes(architecture: Architecture, storage: WeightStorage) -> int:
+    """All that a vision tower takes on its device."""
+    return _tower_weights(architecture, storage) + tower_room(architecture, storage)
+
+
+def tower_room(architecture: Architecture, storage: WeightStorage) -> int:
+    """The memory in which a vision tower computes, and which keeps its vectors."""
+    tower = architecture.held_tower if storage.pass_patches else None
+    return 0 if tower is None else tower_room_bytes(tower, storage.item_bytes, storage.pass_patches)
 
 
 def _held_bytes(architecture: TransformersArchitecture, storage: WeightStorage) -> int:

@@ -39,6 +39,17 @@ class PictureGrid:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureRules:
+    """How a model's decoder treats pictures."""
+
+    has_axes: bool = False
+    """Whether positions in a picture have three axes (time, row, column), and those after it continue from the longer
+    side of the picture."""
+    is_whole: bool = False
+    """Whether the positions of a picture attend to each other, so that all of them are computed in one step."""
+
+
+@dataclass(frozen=True, slots=True)
 class PicturePlace:
     """Where a picture stands in a tokenised prompt."""
 

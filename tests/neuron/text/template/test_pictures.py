@@ -21,6 +21,7 @@ TEMPLATE = (
     "{%- macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
     "{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endmacro -%}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
     "{% if message.role == 'tool' %}TOOL{% else %}{{ show(message.content) }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if tools %}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -162,7 +162,7 @@ class _Captured:
     graph: Graph
     outputs: Outputs
     inputs: Tensor
-    """[3 + KV groups, size] int64: rows, positions, tokens, and slots in each group"""
+    """[4 + KV groups, size] int64: rows, positions, tokens, positions of the rotation, and slots in each group"""
 
 
 class StepGraphs:
@@ -212,16 +212,19 @@ class StepGraphs:
         positions: NDArray[np.int64],
         slots: NDArray[np.int64],
         tokens: NDArray[np.int64] | None = None,
+        rope: NDArray[np.int64] | None = None,
     ) -> Outputs:
         """Runs a step for which `fits` returned true. The outputs are valid until the next replay, in stream order.
 
-        slots: [KV groups, rows]. tokens: of each row, if the graphs check drafts; None: the rows' latest tokens."""
+        slots: [KV groups, rows]. tokens: of each row, if the graphs check drafts; None: the rows' latest tokens.
+        rope: the positions of the rotation; None: the rows' positions."""
         count = len(rows)
         size = self._sizes.serving(count)
         assert size is not None
         captured = self._captured[size]
         inputs = self._padding(size)
-        inputs[0, :count], inputs[1, :count], inputs[3:, :count] = rows, positions, slots
+        inputs[0, :count], inputs[1, :count], inputs[4:, :count] = rows, positions, slots
+        inputs[3, :count] = positions if rope is None else rope
         if tokens is not None:
             inputs[2, :count] = tokens
         host = torch.from_numpy(inputs)
@@ -231,9 +234,9 @@ class StepGraphs:
         return logits[:count], drawn[:count], healthy[:count]
 
     def _padding(self, size: int) -> NDArray[np.int64]:
-        inputs = np.zeros((3 + len(self._page_tables), size), dtype=np.int64)
+        inputs = np.zeros((4 + len(self._page_tables), size), dtype=np.int64)
         inputs[0] = self._padding_row
-        inputs[3:] = PADDING_PAGE
+        inputs[4:] = PADDING_PAGE
         return inputs
 
     @property
@@ -273,7 +276,7 @@ class StepGraphs:
         return self._group.all_reduce(flag).item() == self._group.shard.size
 
     def _step(self, inputs: Tensor) -> Outputs:
-        rows, positions, given, slots, *others = inputs.unbind()
+        rows, positions, given, rope, slots, *others = inputs.unbind()
         first, *tables = self._page_tables
         count = len(rows)
         offsets = torch.arange(count + 1, dtype=torch.int32, device=rows.device) if self._is_batch_invariant else None
@@ -290,6 +293,7 @@ class StepGraphs:
             prefill_tiles=None if offsets is None else F.pad(offsets[:-1, None], (0, 1)),
             batch_invariant=self._is_batch_invariant,
             shares_rows=self._checks_drafts,
+            rope=rope if self._model.architecture.pictures.has_axes else None,
         ).with_groups(others, tables)
         logits = self._model.logits(self._model(batch))
         tokens, healthy = argmax(logits)

@@ -27,7 +27,8 @@ from cortex.neuron.engine.execution.graphs import (
     max_captured_rows,
     native_capture,
 )
-from cortex.neuron.engine.execution.inputs import StepInputs
+from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
+from cortex.neuron.engine.execution.picture_encoder import PictureEncoder
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
 from cortex.neuron.engine.execution.results import Launched
@@ -36,8 +37,9 @@ from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
 from cortex.neuron.engine.step_plan import StepPlan
-from cortex.neuron.kernels.batch import Batch, PrefillRow, prefill_tiles
+from cortex.neuron.kernels.batch import Batch, PictureVectors, PrefillRow, prefill_tiles
 from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.towers.config import PASS_PATCHES
 
 
 def default_capture(model: Decoder, *, is_batch_invariant: bool) -> Capture | None:
@@ -68,11 +70,12 @@ class Runner:
         block_tokens: int | None = None,
         *,
         checks_drafts: bool = False,
+        pass_patches: int = PASS_PATCHES["cpu"],
     ) -> None:
         """`states`: the memory of recurrent states; a row's number is its slot. `capture`: captures single-token steps
         as graphs; None: as `default_capture` says. `block_tokens`: tokens are computed in blocks of this many, so
         that their results do not depend on each other (`batch_invariant`). `checks_drafts`: also captures steps that
-        check draft tokens."""
+        check draft tokens. `pass_patches`: of pictures, as the tower computes them."""
         self.model = model
         self._states = states
         self.device = model.parameters.device
@@ -88,6 +91,14 @@ class Runner:
         self._pages = [np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32) for _ in range(num_groups)]
         self._page_tables = [torch.from_numpy(pages).to(self.device) for pages in self._pages]  # on a CPU: not copied
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
+        self.pictures: PictureEncoder | None = None
+        """None on a rank without a tower."""
+        if model.tower is not None:
+            self.pictures = PictureEncoder(
+                model.tower, pass_patches, self.device, is_batch_invariant=is_batch_invariant
+            )
+        has_axes = model.architecture.pictures.has_axes
+        self._num_rope_positions = model.ropes.num_positions if has_axes else None
         self._threads = StepThreads() if self.device.type == "cpu" and not is_batch_invariant else None
         self._graphs: StepGraphs | None = None
         self._draft_graphs: StepGraphs | None = None
@@ -160,7 +171,7 @@ class Runner:
             self._extend_tables(plan)
             if self._states is not None:
                 self._states.copy(plan.restores)
-            inputs = StepInputs.of(plan, self._pages, self.page_tokens)
+            inputs = StepInputs.of(plan, self._pages, self.page_tokens, self._num_rope_positions)
             scores: list[PromptScores] = []
             if any(row.outputs.scores is not None for row in plan.rows):
                 drawn = self._forward(plan, inputs, draws, mask, scores)
@@ -184,10 +195,10 @@ class Runner:
         """Runs a step of single tokens, or of rows that check drafts, through a captured graph."""
         if graphs is self._graphs:
             self._upload_tokens(plan)
-            logits, tokens, healthy = graphs.replay(inputs.rows, inputs.positions, inputs.slots)
+            logits, tokens, healthy = graphs.replay(inputs.rows, inputs.positions, inputs.slots, rope=inputs.rope)
         else:
             owners = np.repeat(inputs.rows, np.diff(inputs.offsets))
-            logits, tokens, healthy = graphs.replay(owners, inputs.positions, inputs.slots, inputs.tokens)
+            logits, tokens, healthy = graphs.replay(owners, inputs.positions, inputs.slots, inputs.tokens, inputs.rope)
         if not draws:
             return None
         draws_all = len(draws) == len(tokens) and mask is None
@@ -233,8 +244,9 @@ class Runner:
         """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""
         if self._block_tokens is None:
             return self.model(self._batch(plan, inputs))
-        tokens = self._tokens(inputs)
-        blocks = batch_invariant.batches(plan.rows, self._block_tokens, inputs, tokens, self._page_tables, self._upload)
+        tokens, pictures = self._tokens(inputs), self._placed(inputs)
+        shared = (inputs, tokens, self._page_tables, self._upload, pictures)
+        blocks = batch_invariant.batches(plan.rows, self._block_tokens, *shared)
         return torch.cat([self.model(batch)[:count] for batch, count in blocks])
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -282,7 +294,23 @@ class Runner:
             ),
             prefill_offsets=self._upload((inputs.offsets[singles:] - singles).astype(np.int32)),
             prefill_tiles=self._upload(prefill_tiles([row.count for row in plan.rows[singles:]])),
+            rope=None if inputs.rope is None else self._upload(inputs.rope),
+            pictures=self._placed(inputs),
         ).with_groups(others, self._page_tables[1:])
+
+    def _placed(self, inputs: StepInputs) -> PictureVectors | None:
+        """The vectors of the step's pictures, whose positions get their rotations."""
+        pictures = inputs.pictures
+        if pictures is None:
+            return None
+        if pictures.axes is not None:
+            self.model.ropes.place(self._upload(pictures.axes))
+        return PictureVectors(self._upload(pictures.index), self._vectors(pictures))
+
+    def _vectors(self, pictures: PictureInputs) -> Tensor:
+        """[vectors, parts, hidden]"""
+        assert self.pictures is not None, "a step has pictures, and the model no tower"
+        return self.pictures.vectors(pictures.spans, pictures.counts).to(self.model.parameters.dtype)
 
     def _tokens(self, inputs: StepInputs) -> Tensor:
         """The tokens of the step, with those that earlier steps drew on the device."""

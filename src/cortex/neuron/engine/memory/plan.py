@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from cortex.neuron.engine.kv_pages import Window, window_pages
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.sizes import WeightStorage, kv_bytes_by_window, state_bytes, weight_bytes
+from cortex.neuron.models.sizes import WeightStorage, kv_bytes_by_window, state_bytes, tower_room, weight_bytes
 
 PAGE_TOKENS = 32
 CACHED_CONTEXTS = 4
@@ -34,6 +34,7 @@ class ModelSizes:
     """What the parts of a model take on one kind of device."""
 
     weight_bytes: int
+    """With the memory in which a vision tower computes."""
     group_bytes: Mapping[Window, int]
     """One page over the layers of each KV group. The first group has the widest window, or none."""
     slot_bytes: int
@@ -51,7 +52,7 @@ class ModelSizes:
         else:
             token_bytes = kv_bytes_by_window(architecture, storage.kv_item_bytes or storage.item_bytes)
         return cls(
-            weight_bytes=weight_bytes(architecture, storage),
+            weight_bytes=weight_bytes(architecture, storage) + tower_room(architecture, storage),
             group_bytes={window: PAGE_TOKENS * num_bytes for window, num_bytes in token_bytes.items()},
             slot_bytes=state_bytes(architecture, storage.item_bytes),
             vocab=config.vocab if architecture.pooling is None else 0,

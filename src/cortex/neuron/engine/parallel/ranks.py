@@ -93,10 +93,10 @@ class Leader(Rank):
     def _new_runner(self) -> Runner:
         runner: LeadingRunner
         if self._spec.stages:
-            runner = FirstStageRunner(*self._runner_arguments(), checks_drafts=self._checks_drafts)
+            runner = FirstStageRunner(*self._runner_arguments(), **self._runner_options())
             runner.group = self._group
         else:
-            runner = LeadingRunner(*self._runner_arguments(), checks_drafts=self._checks_drafts)
+            runner = LeadingRunner(*self._runner_arguments(), **self._runner_options())
         runner.link = self._link
         return runner
 
@@ -124,11 +124,11 @@ class Follower(Rank):
 
     def _new_runner(self) -> Runner:
         if self._spec.stages:
-            stage = LaterStageRunner(*self._runner_arguments(), checks_drafts=self._checks_drafts)
+            stage = LaterStageRunner(*self._runner_arguments(), **self._runner_options())
             stage.group = self._group
             self._following = stage
         else:
-            self._following = FollowingRunner(*self._runner_arguments(), checks_drafts=self._checks_drafts)
+            self._following = FollowingRunner(*self._runner_arguments(), **self._runner_options())
         return self._following
 
     def _end_loop(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cortex.neuron.engine.execution.inputs import StepInputs
+from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
 from cortex.neuron.engine.execution.prompt_scores import PromptScores
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner
@@ -43,6 +43,11 @@ class LaterStageRunner(FollowingRunner):
     group: TorchGroup
     """Set by the engine before the first step."""
 
+    def _vectors(self, pictures: PictureInputs) -> Tensor:
+        parameters = self.model.parameters
+        shape = (len(pictures.index), 1, self.model.config.hidden)
+        return torch.empty(shape, dtype=parameters.dtype, device=parameters.device)
+
     def _forward(
         self,
         plan: StepPlan,
@@ -53,7 +58,7 @@ class LaterStageRunner(FollowingRunner):
     ) -> Drawn | None:
         del draws, mask, scores
         shard, parameters = self.group.shard, self.model.parameters
-        batch = self._batch(plan, inputs)
+        batch = self._batch(plan, inputs)  # the first stage has put the vectors of pictures in their places
         shape = (len(batch.tokens), self.model.stage_width)
         empty = torch.empty(shape, dtype=parameters.dtype, device=parameters.device)
         hidden = self.model.through_layers(self.group.receive(empty, shard.rank - 1), batch)

@@ -42,7 +42,7 @@ def attention(
     if decodes:
         if batch.shares_rows:  # a token reads the keys and values of those before it in the same step
             new = q[:decodes], k[:decodes], v[:decodes]
-            rotate_and_store(*new, rules, batch.positions[:decodes], batch.slots[:decodes], key_pages, value_pages)
+            rotate_and_store(*new, rules, batch.rope_positions[:decodes], batch.slots[:decodes], key_pages, value_pages)
         decode_attention(q, k, v, rules, batch, key_pages, value_pages, out)
     if decodes == len(q):
         return out
@@ -51,7 +51,7 @@ def attention(
         k[decodes:],
         v[decodes:],
         rules,
-        batch.positions[decodes:],
+        batch.rope_positions[decodes:],
         batch.slots[decodes:],
         key_pages,
         value_pages,
@@ -68,7 +68,8 @@ def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor
 ) -> Tensor:
     rotation = batch.once(
-        ("rotation", id(rules.rope), q.dtype), lambda: Rotation.at(batch.positions, rules.rope, q.dtype, rules.half)
+        ("rotation", id(rules.rope), q.dtype),
+        lambda: Rotation.at(batch.rope_positions, rules.rope, q.dtype, rules.half),
     )
     q = rotate_and_store_by(rotation, q, k, v, rules, batch.slots, key_pages, value_pages)
     return attend_reference(q, rules, batch, key_pages, value_pages)

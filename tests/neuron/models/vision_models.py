@@ -1,0 +1,164 @@
+"""Tiny models of the reference library that take pictures, and prompts with pictures for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+
+from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.text.files import picture_spec
+from cortex.neuron.vision.picture import Picture, PictureGrid, content_key
+from cortex.neuron.vision.preparing import prepare
+from cortex.neuron.vision.spec import PictureSpec
+
+from ..tiny_models import tiny_delta, tiny_sizes
+from .reference_models import randomised
+
+VOCAB, PICTURE = 97, 90
+"""The token at the positions of pictures."""
+SIZES: dict[str, Any] = {
+    **tiny_sizes(vocab_size=VOCAB, hidden_size=48, intermediate_size=64),
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+QWEN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_interleaved": True}
+QWEN35 = {
+    **SIZES,
+    **tiny_delta(),
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "rope_parameters": QWEN_ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]},
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+QWEN_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 25,
+    "patch_size": 4,
+}
+QWEN_TOKENS = {"image_token_id": PICTURE, "vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 93}
+QWEN_PROCESSOR = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "image_mean": [0.5] * 3, "image_std": [0.4] * 3}
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    build: Callable[[], Any]
+    processor: dict[str, Any]
+
+
+def _qwen35() -> Any:
+    config = transformers.Qwen3_5Config(text_config=QWEN35, vision_config=QWEN_TOWER, **QWEN_TOKENS)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def _qwen35_moe() -> Any:
+    text = QWEN35 | EXPERTS
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=QWEN_TOWER, **QWEN_TOKENS)
+    return transformers.Qwen3_5MoeForConditionalGeneration(config)
+
+
+VISION_FAMILIES = {
+    "qwen3_5": VisionFamily(_qwen35, QWEN_PROCESSOR),
+    "qwen3_5_moe": VisionFamily(_qwen35_moe, QWEN_PROCESSOR),
+}
+
+
+def write_vision_model(family: str, folder: Path) -> Any:
+    """Saves a random model, and returns it as the library has it."""
+    row = VISION_FAMILIES[family]
+    reference = randomised(row.build, std=0.12, vector_std=0.3)
+    reference.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(row.processor))
+    return reference
+
+
+def spec_of(folder: Path) -> PictureSpec:
+    spec = picture_spec(folder)
+    assert spec is not None
+    return spec
+
+
+def random_image(width: int, height: int, seed: int) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens, with pictures among them."""
+
+    tokens: tuple[int, ...]
+    pictures: tuple[Picture, ...]
+
+    @classmethod
+    def of(cls, spec: PictureSpec, parts: Sequence[Sequence[int] | Image.Image]) -> Prompt:
+        tokens: list[int] = []
+        pictures: list[Picture] = []
+        for part in parts:
+            if isinstance(part, Image.Image):
+                grid = spec.grid(*part.size)
+                key = content_key(part.tobytes(), grid, spec.digest)
+                pictures.append(Picture(len(tokens), grid, key, prepare(spec, grid, part).tobytes()))
+                tokens += picture_tokens(grid)
+            else:
+                tokens += part
+        return cls(tuple(tokens), tuple(pictures))
+
+    def request(self, name: str, max_tokens: int = 8, **options: Any) -> EngineRequest:
+        sampling = SamplingParams(temperature=0.0)
+        return EngineRequest(name, self.tokens, max_tokens, sampling, pictures=self.pictures, **options)
+
+
+def picture_tokens(grid: PictureGrid) -> list[int]:
+    offsets = set(grid.feature_offsets())
+    return [PICTURE if at in offsets else PICTURE + 1 for at in range(grid.num_tokens)]
+
+
+def text(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, PICTURE - 1, count).tolist()
+
+
+def library_inputs(spec: PictureSpec, prompt: Prompt) -> dict[str, Any]:
+    """The same prompt for the library's model."""
+    ids = torch.tensor([prompt.tokens])
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if not prompt.pictures:
+        return inputs
+    arrays = [
+        np.frombuffer(picture.pixels, np.uint8).reshape(picture.grid.height, picture.grid.width, 3)
+        for picture in prompt.pictures
+    ]
+    normalised = [((each / 255 - np.array(spec.mean)) / np.array(spec.std)).astype(np.float32) for each in arrays]
+    inputs["mm_token_type_ids"] = (ids == PICTURE).int()
+    patch, merge = spec.patch, spec.merge
+    values, grids = [], []
+    for pixels in normalised:
+        rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
+        shaped = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+        patches = shaped.transpose(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None].repeat(2, axis=5)
+        values.append(patches.reshape(rows * columns, -1))
+        grids.append([1, rows, columns])
+    inputs["pixel_values"] = torch.from_numpy(np.concatenate(values))
+    inputs["image_grid_thw"] = torch.tensor(grids)
+    return inputs

@@ -17,7 +17,7 @@ _INNER = ("content", "output")
 _MAX_DEPTH = 4
 """A picture in a document in the result of a tool in a message."""
 _MARKS = (b'"image_url"', b'"input_image"', b'"image"')
-_ADDRESS = (b"http://", b"https://", b"http:\\/\\/", b"https:\\/\\/")
+_STARTS = (b'"http', b'"HTTP', b'"Http')
 
 
 class PictureUrl(NamedTuple):
@@ -27,8 +27,8 @@ class PictureUrl(NamedTuple):
 
 
 def may_have_urls(body: bytes) -> bool:
-    """Whether it is worth parsing `body` for addresses of pictures."""
-    return any(mark in body for mark in _MARKS) and any(start in body for start in _ADDRESS)
+    """Whether it is worth parsing `body` for addresses of pictures. One that is overlooked is rejected by the node."""
+    return any(mark in body for mark in _MARKS) and any(start in body for start in _STARTS)
 
 
 def find_urls(body: bytes) -> tuple[PictureUrl, ...]:

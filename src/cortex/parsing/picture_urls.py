@@ -75,7 +75,7 @@ def _holders(value: Any, path: str, depth: int = 0) -> Iterator[tuple[dict[str, 
         if item.get("type") in ("image_url", "input_image"):
             if isinstance(image, dict) and _is_address(image.get("url")):
                 yield image, "url", image["url"], at
-            elif _is_address(image):
+            elif isinstance(image, str) and _is_address(image):
                 yield item, "image_url", image, at
         elif item.get("type") == "image" and isinstance(source, dict) and _is_address(source.get("url")):
             yield item, "source", source["url"], at

@@ -69,7 +69,7 @@ PICTURE_TEMPLATE = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
 {% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}\
-{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% endif %}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>
 {% endfor %}{% if tools %}{{ tools }}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 

@@ -83,3 +83,11 @@ def test_list_of_prompts_is_no_list_of_pictures() -> None:
 def test_damaged_header_counts_as_a_large_picture() -> None:
     body = json.dumps(bodies(FILES[0][:20])["openai_chat"]).encode()
     assert find_pictures(body, "openai_chat").num_tokens == 16_384
+
+
+def test_search_ends_in_a_body_made_of_beginnings() -> None:
+    gif = base64_of(picture(1, 1, mode="P", color=0, kind="GIF"))
+    images = [gif] * 5000
+    found = find_pictures(json.dumps({"messages": said("?", images=images)}).encode(), "ollama_chat")
+    assert found.num_tokens == 2048 * 256
+    assert find_pictures(b'"url":"' + b",/9j/" * 200_000 + b'"', "openai_chat").num_bytes == 0

@@ -22,6 +22,8 @@ _OLLAMA: Final[frozenset[Dialect]] = frozenset(("ollama_chat", "ollama_generate"
 _MAX_HEAD_CHARACTERS: Final = 1 << 17
 """Of a file, from its start: cameras put a small copy of the picture before its size."""
 _MAX_URL_HEAD: Final = 256
+_MAX_LOOKED_AT: Final = 2048
+"""What follows counts as text: looking at more would delay a loop."""
 _TOKEN_SIDE: Final = 28
 """Pixels to the side of a token in models with many of them."""
 _LEAST_TOKENS, _MOST_TOKENS = 256, 16_384
@@ -44,9 +46,11 @@ def find_pictures(body: bytes, dialect: Dialect) -> FoundPictures:
 
 
 def _files(body: bytes, is_ollama: bool) -> Iterator[tuple[int, int]]:
+    num_looked_at = 0
     for mark in _STARTS:
         at = body.find(mark)
-        while at >= 0:
+        while at >= 0 and num_looked_at < _MAX_LOOKED_AT:
+            num_looked_at += 1
             end = at + len(mark)
             if at and body[at - 1] in b'",' and _is_picture(body, at, is_ollama):
                 end = max(end, body.find(b'"', at))

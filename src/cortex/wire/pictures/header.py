@@ -105,8 +105,9 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     """Marker, start and end of the segments before the first scan."""
     at = 2
     for _ in range(_MAX_SEGMENTS):
-        while data[at] != 0xFF:  # what a damaged file has between segments
-            at = data.index(b"\xff", at) if b"\xff" in data[at : at + 65536] else len(data)
+        at = data.find(b"\xff", at)
+        if at < 0:
+            return
         while data[at] == 0xFF:  # fill bytes
             at += 1
         marker = data[at]

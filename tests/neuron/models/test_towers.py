@@ -67,20 +67,22 @@ def test_pictures_match_the_reference_library(family: str, tmp_path: Path) -> No
     tower = engine.model.tower
     assert tower is not None
     for prompt in prompts[:2]:
-        inputs = library_inputs(spec, prompt)
-        grids = {name: inputs[name] for name in inputs.keys() & {"image_grid_thw", "image_sizes"}}
+        inputs = library_inputs(spec, prompt, family)
+        grids = {name: inputs[name] for name in inputs.keys() & {"image_grid_thw", "image_sizes", "image_position_ids"}}
         features = reference.model.get_image_features(inputs["pixel_values"], **grids, return_dict=True).pooler_output
         expected = torch.cat(list(features)) if isinstance(features, (list, tuple)) else features
         found = tower([PixelGrid(picture.grid, picture.pixels) for picture in prompt.pictures])
-        assert (found[:, 0] - expected.flatten(0, -2)).abs().max() < 1e-3 * expected.abs().max()
+        assert (found[:, 0] - expected.flatten(0, -2)).abs().max() < 1e-3 * expected.abs().max(), family
     for number, prompt in enumerate(prompts):
-        logits = reference(**library_inputs(spec, prompt)).logits[0].log_softmax(-1)
+        logits = reference(**library_inputs(spec, prompt, family)).logits[0].log_softmax(-1)
         [output, *_] = run(engine, prompt.request("scores", 1, prompt_logprobs=0))["scores"]
         expected = logits[:-1].gather(1, torch.tensor(prompt.tokens[1:])[:, None])[:, 0]
         scores = torch.tensor([each.logprob for each in output.prompt_logprobs])
         assert (scores - expected).abs().max() < 1e-3, number
     expected_tokens = [
-        reference.generate(**library_inputs(spec, prompt), max_new_tokens=8, do_sample=False)[0][len(prompt.tokens) :]
+        reference.generate(**library_inputs(spec, prompt, family), max_new_tokens=8, do_sample=False)[0][
+            len(prompt.tokens) :
+        ]
         for prompt in prompts
     ]
     engine.close()

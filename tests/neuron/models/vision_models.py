@@ -78,7 +78,101 @@ def _qwen35_moe() -> Any:
     return transformers.Qwen3_5MoeForConditionalGeneration(config)
 
 
+def _qwen3_vl() -> Any:
+    text = SIZES | {"num_hidden_layers": 3, "rope_parameters": QWEN_ROPE | {"mrope_section": [4, 2, 2]}}
+    tower = QWEN_TOWER | {"deepstack_visual_indexes": [0, 2]}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=tower, **QWEN_TOKENS)
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def _qwen3_vl_moe() -> Any:
+    text = SIZES | EXPERTS | {"rope_parameters": QWEN_ROPE | {"mrope_section": [4, 2, 2]}}
+    tower = QWEN_TOWER | {"deepstack_visual_indexes": [1]}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=tower, **QWEN_TOKENS)
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
+TOWER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def _mistral3() -> Any:
+    tower = TOWER | {"model_type": "pixtral", "head_dim": 16, "image_size": 64, "patch_size": 4, "hidden_act": "silu"}
+    text = SIZES | {"model_type": "mistral", "sliding_window": None}
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config=tower, image_token_id=PICTURE, spatial_merge_size=2, vision_feature_layer=-1
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_hidden_layers": 3}
+
+
+def _gemma3() -> Any:
+    tower = TOWER | {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 4, "vision_use_head": False}
+    text = SIZES | WINDOWS | {"sliding_window": 9, "query_pre_attn_scalar": 16}
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=tower,
+        mm_tokens_per_image=16,
+        image_token_id=PICTURE,
+        boi_token_index=91,
+        eoi_token_index=92,
+        tie_word_embeddings=True,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+GEMMA4_TEXT = {
+    **(SIZES | WINDOWS),
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "pad_token_id": 0,
+}
+
+
+def _gemma4(tower: dict[str, Any], text: dict[str, Any]) -> Any:
+    vision = {
+        **TOWER,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 64,
+        **tower,
+    }
+    config = transformers.Gemma4Config(
+        text_config=GEMMA4_TEXT | text, vision_config=vision, audio_config=None, image_token_id=PICTURE
+    )
+    return transformers.Gemma4ForConditionalGeneration(config)
+
+
+def _gemma4_unified() -> Any:
+    vision = {"patch_size": 4, "pooling_kernel_size": 3, "mm_embed_dim": 32, "mm_posemb_size": 64}
+    vision["output_proj_dims"] = 32
+    config = transformers.Gemma4UnifiedConfig(
+        text_config=GEMMA4_TEXT, vision_config=vision, audio_config=None, image_token_id=PICTURE
+    )
+    return transformers.Gemma4UnifiedForConditionalGeneration(config)
+
+
+GEMMA4_PROCESSOR = {"max_soft_tokens": 20, "do_normalize": False}
 VISION_FAMILIES = {
+    "qwen3_vl": VisionFamily(_qwen3_vl, QWEN_PROCESSOR),
+    "qwen3_vl_moe": VisionFamily(_qwen3_vl_moe, QWEN_PROCESSOR),
+    "mistral3": VisionFamily(_mistral3, {"size": {"longest_edge": 64}}),
+    "gemma3": VisionFamily(_gemma3, {"size": {"height": 32, "width": 32}, "resample": 2}),
+    "gemma4": VisionFamily(
+        lambda: _gemma4(
+            {"use_clipped_linears": True, "standardize": True},
+            {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB},
+        ),
+        GEMMA4_PROCESSOR,
+    ),
+    "gemma4, whole": VisionFamily(lambda: _gemma4({}, {"use_bidirectional_attention": "vision"}), GEMMA4_PROCESSOR),
+    "gemma4_unified": VisionFamily(_gemma4_unified, GEMMA4_PROCESSOR),
     "qwen3_5": VisionFamily(_qwen35, QWEN_PROCESSOR),
     "qwen3_5_moe": VisionFamily(_qwen35_moe, QWEN_PROCESSOR),
 }
@@ -139,7 +233,7 @@ def text(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, PICTURE - 1, count).tolist()
 
 
-def library_inputs(spec: PictureSpec, prompt: Prompt) -> dict[str, Any]:
+def library_inputs(spec: PictureSpec, prompt: Prompt, family: str) -> dict[str, Any]:
     """The same prompt for the library's model."""
     ids = torch.tensor([prompt.tokens])
     inputs: dict[str, Any] = {"input_ids": ids}
@@ -150,15 +244,53 @@ def library_inputs(spec: PictureSpec, prompt: Prompt) -> dict[str, Any]:
         for picture in prompt.pictures
     ]
     normalised = [((each / 255 - np.array(spec.mean)) / np.array(spec.std)).astype(np.float32) for each in arrays]
-    inputs["mm_token_type_ids"] = (ids == PICTURE).int()
+    if spec.sizing != "edge":
+        inputs["mm_token_type_ids"] = (ids == PICTURE).int()
+    return inputs | LIBRARY_PIXELS[spec.sizing](spec, normalised, family)
+
+
+def _qwen_pixels(spec: PictureSpec, pictures: list[Any], family: str) -> dict[str, Any]:
+    del family
     patch, merge = spec.patch, spec.merge
     values, grids = [], []
-    for pixels in normalised:
+    for pixels in pictures:
         rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
         shaped = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
         patches = shaped.transpose(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None].repeat(2, axis=5)
         values.append(patches.reshape(rows * columns, -1))
         grids.append([1, rows, columns])
-    inputs["pixel_values"] = torch.from_numpy(np.concatenate(values))
-    inputs["image_grid_thw"] = torch.tensor(grids)
-    return inputs
+    return {"pixel_values": torch.from_numpy(np.concatenate(values)), "image_grid_thw": torch.tensor(grids)}
+
+
+def _pixtral_pixels(spec: PictureSpec, pictures: list[Any], family: str) -> dict[str, Any]:
+    del spec, family
+    height, width = (max(each.shape[axis] for each in pictures) for axis in (0, 1))
+    padded = [np.pad(each, ((0, height - each.shape[0]), (0, width - each.shape[1]), (0, 0))) for each in pictures]
+    values = torch.from_numpy(np.stack(padded).transpose(0, 3, 1, 2).copy())
+    return {"pixel_values": values, "image_sizes": torch.tensor([each.shape[:2] for each in pictures])}
+
+
+def _gemma3_pixels(spec: PictureSpec, pictures: list[Any], family: str) -> dict[str, Any]:
+    del spec, family
+    return {"pixel_values": torch.from_numpy(np.stack(pictures).transpose(0, 3, 1, 2).copy())}
+
+
+def _gemma4_pixels(spec: PictureSpec, pictures: list[Any], family: str) -> dict[str, Any]:
+    """Padded to the largest number of patches. The unified model has larger patches."""
+    patch = spec.side if family == "gemma4_unified" else spec.patch
+    values, places = [], []
+    for pixels in pictures:
+        rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
+        patches = pixels.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 1, 3, 4).reshape(rows * columns, -1)
+        x, y = np.meshgrid(np.arange(columns), np.arange(rows))
+        most = 20 * (spec.side // patch) ** 2
+        values.append(np.pad(patches, ((0, most - len(patches)), (0, 0))))
+        place = np.stack((x, y), axis=-1).reshape(-1, 2)
+        places.append(np.pad(place, ((0, most - len(place)), (0, 0)), constant_values=-1))
+    return {
+        "pixel_values": torch.from_numpy(np.stack(values)),
+        "image_position_ids": torch.from_numpy(np.stack(places)),
+    }
+
+
+LIBRARY_PIXELS = {"area": _qwen_pixels, "edge": _pixtral_pixels, "square": _gemma3_pixels, "budget": _gemma4_pixels}

@@ -193,6 +193,11 @@ def build_model(
     architecture = _share_of(whole, spec, group)
     if architecture.pooling is not None and spec.deterministic:
         raise UnsupportedModel("deterministic is only for models that generate text; omit it")
+    if architecture.pictures.is_whole and spec.deterministic:
+        raise UnsupportedModel(
+            "deterministic computes prompts in small blocks, and this model sees pictures whole; "
+            'omit it, or load the model with vision = "off"'
+        )
     kv_dtype = kv_cache_dtype(spec, dtype, device)
     pass_patches = PASS_PATCHES[device.type] if spec.vision == "device" else 0
     storage = WeightStorage(dtype.itemsize, packing or {}, kv_dtype.itemsize, tensors or {}, pass_patches)

@@ -79,6 +79,8 @@ class Batch:
     rope: Tensor | None = None
     """[tokens] int64: the row of the rotations' tables for each token, where that is not its position"""
     pictures: PictureVectors | None = None
+    reach: Tensor | None = None
+    """[tokens] int32: how many positions of its row each token sees, where tokens of pictures see later ones"""
     groups: tuple[Batch, ...] = ()
     """The step as the layers of each KV group after the first see it; empty: all layers see the same."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -91,6 +91,7 @@ class Attention:
             pair_distance=self._half if self._early_rope is None else 0,
             window=config.window,
             softcap=config.softcap,
+            whole_pictures=config.whole_pictures,
             is_causal=config.is_causal,
             rotates=config.rope is not None and self._early_rope is None,
             sinks=parameters.load(f"{prefix}.sinks", config.heads, dtype=torch.float32) if config.sinks else None,

@@ -151,6 +151,8 @@ class AttentionConfig:
     """Each head has a score that takes part in the softmax and stands for no value."""
     softcap: float | None = None
     """Scores x become softcap · tanh(x / softcap); None: they are not capped."""
+    whole_pictures: bool = False
+    """Whether the positions of a picture see each other."""
     is_causal: bool = True
     """Whether a token attends to no later one. Otherwise it attends to all tokens of its text, and a window of n
     reaches n - 1 positions to both sides."""

@@ -125,6 +125,7 @@ class Decoder:
         if architecture.has_ends:
             self.embedding = Embedding(parameters, config.vocab, config.hidden, f"{prefix}.embed_tokens.weight")
         own_inputs = architecture.ends.per_layer_inputs if architecture.has_ends else None
+        self._padding_token = int(architecture.raw.get("pad_token_id") or 0)
         self._own_inputs = None if own_inputs is None else PerLayerInputs(parameters, own_inputs, prefix)
         self.layers: list[DecoderLayer] = []
         for name, layer in architecture.named_layers():
@@ -172,7 +173,10 @@ class Decoder:
             hidden = hidden.index_copy(0, batch.pictures.index, batch.pictures.vectors[:, 0])
         if self._own_inputs is None:
             return self.through_layers(hidden, batch)
-        return self._through_layers(hidden, self._own_inputs(batch.tokens, hidden), batch)
+        tokens = batch.tokens
+        if batch.pictures is not None:  # no token has the inputs of pictures
+            tokens = tokens.index_fill(0, batch.pictures.index, self._padding_token)
+        return self._through_layers(hidden, self._own_inputs(tokens, hidden), batch)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """The residual stream before the first layer: [tokens, hidden]"""

@@ -47,6 +47,8 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 
 def picture_spec(directory: Path) -> PictureSpec | None:
     """How the model in `directory` takes pictures, None if it does not; raises TextFileMalformed."""
+    if not directory.is_dir():
+        return None
     processors = {name: read_json(directory / name) for name in PROCESSOR_FILES}
     try:
         return read_picture_spec(read_json(directory / "config.json"), image_processor_in(processors))

@@ -78,6 +78,8 @@ class StepInputs:
     rope: NDArray[np.int64] | None = None
     """The row of the rotations' tables for each token; None: its position."""
     pictures: PictureInputs | None = None
+    reach: NDArray[np.int32] | None = None
+    """How many positions of its row each token sees, where those of a picture see each other; None: up to itself"""
 
     @classmethod
     def of(
@@ -86,9 +88,12 @@ class StepInputs:
         pages: Sequence[NDArray[np.int32]],
         page_tokens: int,
         num_rope_positions: int | None = None,
+        *,
+        whole_pictures: bool = False,
     ) -> StepInputs:
         """`pages`: the rows' page tables in each KV group, including this plan's new pages. `num_rope_positions`: the
-        rows of the rotations' tables, after which come those of pictures; None: pictures have no axes."""
+        rows of the rotations' tables, after which come those of pictures; None: pictures have no axes.
+        `whole_pictures`: whether the positions of a picture see each other."""
         num_rows = len(plan.rows)
         rows = np.fromiter((row.row for row in plan.rows), np.int64, num_rows)
         counts = np.fromiter((row.count for row in plan.rows), np.int64, num_rows)
@@ -118,7 +123,19 @@ class StepInputs:
             last=is_last.nonzero()[0],
             rope=None if num_rope_positions is None else _rope(plan, offsets, positions, num_rope_positions),
             pictures=PictureInputs.of(plan, offsets, has_axes=num_rope_positions is not None),
+            reach=_reach(plan, offsets, positions) if whole_pictures else None,
         )
+
+
+def _reach(plan: StepPlan, offsets: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int32] | None:
+    if not any(row.inputs.pictures for row in plan.rows):
+        return None
+    reach = (positions + 1).astype(np.int32)
+    for row, offset in zip(plan.rows, offsets, strict=False):
+        for span in row.inputs.pictures:
+            first = offset + span.offset
+            reach[first : first + span.count] = row.start + span.offset + span.count
+    return reach
 
 
 def _rope(

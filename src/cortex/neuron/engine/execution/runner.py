@@ -171,7 +171,13 @@ class Runner:
             self._extend_tables(plan)
             if self._states is not None:
                 self._states.copy(plan.restores)
-            inputs = StepInputs.of(plan, self._pages, self.page_tokens, self._num_rope_positions)
+            inputs = StepInputs.of(
+                plan,
+                self._pages,
+                self.page_tokens,
+                self._num_rope_positions,
+                whole_pictures=self.model.architecture.pictures.is_whole,
+            )
             scores: list[PromptScores] = []
             if any(row.outputs.scores is not None for row in plan.rows):
                 drawn = self._forward(plan, inputs, draws, mask, scores)
@@ -296,6 +302,7 @@ class Runner:
             prefill_tiles=self._upload(prefill_tiles([row.count for row in plan.rows[singles:]])),
             rope=None if inputs.rope is None else self._upload(inputs.rope),
             pictures=self._placed(inputs),
+            reach=None if inputs.reach is None else self._upload(inputs.reach),
         ).with_groups(others, self._page_tables[1:])
 
     def _placed(self, inputs: StepInputs) -> PictureVectors | None:

@@ -81,4 +81,5 @@ class Gemma3(Llama):
 
 
 class Gemma3Multimodal(TextPart, Gemma3):
-    pass
+    def attention(self, index: int) -> AttentionConfig:
+        return replace(super().attention(index), whole_pictures=True)

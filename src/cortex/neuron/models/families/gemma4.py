@@ -186,8 +186,11 @@ class Gemma4Unified(Gemma4):
 
 
 class Gemma4Multimodal(TextPart, Gemma4):
-    notes = ("text only: the vision and audio towers are not loaded",)
+    def attention(self, index: int) -> AttentionConfig:
+        """In the larger models, positions of a picture see each other in layers with a window."""
+        is_whole = self.raw.get("use_bidirectional_attention") == "vision" and self.window(index) is not None
+        return replace(super().attention(index), whole_pictures=is_whole)
 
 
-class Gemma4UnifiedMultimodal(TextPart, Gemma4Unified):
-    notes = ("text only: images and audio are not read",)
+class Gemma4UnifiedMultimodal(Gemma4Multimodal, Gemma4Unified):
+    defaults: ClassVar[Mapping[str, Any]] = {**Gemma4Unified.defaults, "use_bidirectional_attention": "vision"}

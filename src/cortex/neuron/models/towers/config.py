@@ -15,6 +15,11 @@ PASS_PATCHES = {"cuda": 16_384, "cpu": 4096}
 MIN_CACHED_VECTORS = 4096
 """Vectors of pictures that are kept for later requests, at least; where more patches are computed at once, as many."""
 
+WHOLE_PICTURE_TOKENS = 1120
+"""Positions of the largest picture in models whose pictures are computed whole."""
+RANGE = ("input_min", "input_max", "output_min", "output_max")
+"""The limits of a linear layer's inputs and outputs."""
+
 Activation = Literal["gelu", "gelu_tanh", "silu"]
 
 
@@ -78,6 +83,8 @@ class TowerConfig(ABC):
     """Whether its norms are by the root mean square, without a bias."""
     bias: bool = True
     activation: Activation = "gelu_tanh"
+    is_clipped: bool = False
+    """Whether the inputs and outputs of linear layers are limited, each to a range of its own."""
     deep_layers: tuple[int, ...] = ()
     """The layers whose outputs are added to the decoder's first layers, too."""
     rules: PictureRules = field(default_factory=PictureRules)
@@ -125,6 +132,9 @@ class TowerConfig(ABC):
         yield role, TowerTensor({f"{name}.weight": rows for name, rows in sources.items()}, columns)
         if self.bias if bias is None else bias:
             yield f"{role}.bias", TowerTensor({f"{name}.bias": rows for name, rows in sources.items()})
+        owners = [name.removesuffix(".linear") for name in sources if name.endswith(".linear") and self.is_clipped]
+        if owners:
+            yield f"{role}.ranges", TowerTensor({f"{name}.{end}": 1 for name in owners for end in RANGE}, 0, ())
 
     def norm(self, role: str, name: str, size: int, *, bias: bool | None = None) -> Iterator[tuple[str, TowerTensor]]:
         yield role, TowerTensor({f"{name}.weight": size})

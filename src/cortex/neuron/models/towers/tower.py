@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +21,10 @@ from cortex.neuron.vision.spec import PictureSpec
 
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Of attention, the fastest first."""
+
+
+Turn = Callable[[Tensor], Tensor]
+"""Rotates queries or keys: [patches, heads, dim] → the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class TowerLayer:
         self._weights = weights
         self._is_gated = len(config.names.up) == 2
 
-    def __call__(self, x: Tensor, counts: Sequence[int], rotation: Rotation | None) -> Tensor:
+    def __call__(self, x: Tensor, counts: Sequence[int], rotation: Turn | None) -> Tensor:
         """x: [patches, hidden] → the same. counts: the patches of each picture, which follow each other."""
         config, weights = self._config, self._weights
         mixed = self._norm("mixer_norm", x)
@@ -79,6 +83,11 @@ class TowerLayer:
         return activated(gate, activation).mul_(up)
 
     def _linear(self, role: str, x: Tensor) -> Tensor:
+        ranges = self._weights.get(f"{role}.ranges")
+        if ranges is not None:
+            limits = ranges.view(-1, 4).unbind()
+            parts = zip(self._weights[role].chunk(len(limits)), limits, strict=True)
+            return torch.cat([F.linear(x.clamp(a, b), weight).clamp_(c, d) for weight, (a, b, c, d) in parts], dim=-1)
         return F.linear(x, self._weights[role], self._weights.get(f"{role}.bias"))
 
     def _norm(self, role: str, x: Tensor) -> Tensor:
@@ -125,7 +134,7 @@ class Tower(ABC):
     def embedded(self, pictures: Sequence[PixelGrid]) -> Tensor:
         """[patches of all pictures, hidden]: the input of the first layer"""
 
-    def rotation(self, pictures: Sequence[PixelGrid]) -> Rotation | None:
+    def rotation(self, pictures: Sequence[PixelGrid]) -> Turn | None:
         """Of queries and keys by the places of patches; None: they are not rotated."""
         del pictures
         return None
@@ -198,6 +207,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale: flo
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def averaged(x: Tensor, rows: int, columns: int, merge: int) -> Tensor:
+    """x: [pictures, patches, hidden] → [pictures, vectors, hidden]: the means of squares of `merge` patches"""
+    return x.view(len(x), rows, merge, columns, merge, -1).mean((2, 4)).flatten(1, 2)
+
+
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, config: TowerConfig, eps: float | None = None) -> Tensor:
     eps = config.eps if eps is None else eps
     if bias is None and config.is_rms:
@@ -229,4 +243,4 @@ def _flattened(tensor: Tensor, rows: int, frames: int) -> Tensor:
     """[rows, colours, (frames,) patch, patch] → [rows, columns]"""
     if frames > 1:
         tensor = tensor.float().sum(2).to(tensor.dtype) if tensor.dim() == 5 else tensor
-    return tensor.reshape(rows, -1)
+    return tensor.reshape(rows, -1) if tensor.dim() else tensor.reshape(1)

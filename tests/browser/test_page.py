@@ -512,6 +512,6 @@ def test_models_that_read_text_only_are_named_before_pictures_are_sent(page: Pag
     page.goto("#/playground")
     page.get_by_label("Model", exact=True).select_option("small")
     drop(page, "paste", picture(40, 30), "shot.png", "image/png")
-    page.get_by_text("small reads text only. Choose cold, or remove the pictures.").wait_for()
+    page.get_by_text("small is not known to read pictures. Choose cold, or remove the pictures.").wait_for()
     say(page, "")
     page.get_by_text("small reads text only, and the request has pictures").wait_for()

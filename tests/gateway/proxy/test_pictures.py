@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node.protocol import Capabilities, ModelState
 
@@ -111,3 +112,14 @@ async def test_screenshots_of_megabytes_are_relayed_unchanged(
     status, reply = await client.post("/v1/messages", messages("m", padded, FILE))
     assert status == 200, reply
     assert beast.seen[-1].body == messages("m", padded, FILE)
+
+
+async def test_what_another_server_reads_is_not_known_unless_the_catalogue_says_it(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    other = await neurons("other", sizes={"a": GB, "b": GB}, dialects=("openai_chat",))
+    other.states |= {"a": ModelState.READY, "b": ModelState.READY}
+    listed = Catalogue(models=(ModelSpec(id="b", capabilities=("chat",)),))
+    client = await start_gateway(foreign=(other,), catalogue=listed)
+    assert (await client.post("/v1/chat/completions", chat("a", FILE)))[0] == 200
+    assert (await client.post("/v1/chat/completions", chat("b", FILE)))[0] == 400

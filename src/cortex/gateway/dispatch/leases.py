@@ -13,7 +13,7 @@ from cortex.gateway.dispatch.replica_loads import ReplicaLoads
 from cortex.routing import choice
 from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.errors import CortexError, UnsupportedModality
-from cortex.wire.node.protocol import Dialect, ModelState
+from cortex.wire.node.protocol import Dialect, ModelState, ModelStatus
 from cortex.wire.pictures.rejection import reads_text_only
 
 Need = Literal["response", "count", "embeddings", "rerank"]
@@ -24,6 +24,9 @@ _CAPABILITIES: dict[Need, tuple[str, str]] = {
     "rerank": ("rerank", "makes no scores"),
 }
 """What a model must be capable of, and what one that is not does."""
+
+_ENGINES = ("torch", "candle")
+"""The harnesses that are no servers."""
 
 NO_NODES: frozenset[str] = frozenset()
 RELOAD_TOLERANCE_S = 2.0
@@ -197,18 +200,23 @@ class LeasePool:
 
     def check_pictures(self, model: str, may_use: Callable[[str], bool]) -> None:
         """Raises UnsupportedModality where it is known that `model` reads text only, with models that read pictures
-        among those that `may_use` admits. What foreign servers read is not known."""
-        reads, not_known = dict[str, bool](), set[str]()
-        for node in self._fleet_state.fleet.nodes:
-            for name, held in node.residencies.items():
-                listed = self._fleet_state.fleet.catalogue.spec(name).capabilities if not node.has_lifecycle else ()
-                if node.has_lifecycle or listed:
-                    reads[name] = reads.get(name, False) or held.status.capabilities.vision or "vision" in listed
-                if not (listed or (node.has_lifecycle and held.status.family is not None)):
-                    not_known.add(name)
-        if model not in not_known and not reads.get(model, True):
-            others = sorted(name for name, can in reads.items() if can and may_use(name))
-            raise reads_text_only(model, others, "messages")
+        among those that `may_use` admits. What other servers read is known only if the catalogue lists it."""
+        fleet = self._fleet_state.fleet
+        listed = {spec.id: spec.capabilities for spec in fleet.catalogue.models if spec.capabilities}
+        held = [(node, node.residencies[model].status) for node in fleet.nodes if model in node.residencies]
+        may_read = not held or any(
+            status.capabilities.vision or (model not in listed and not _reports_what_it_reads(node, status))
+            for node, status in held
+        )
+        if may_read or "vision" in listed.get(model, ()):
+            return
+        reported = {
+            name
+            for node in fleet.nodes
+            for name, residency in node.residencies.items()
+            if residency.status.capabilities.vision or "vision" in listed.get(name, ())
+        }
+        raise reads_text_only(model, sorted(filter(may_use, reported)), "messages")
 
     def check_capable(self, model: str, need: Need) -> None:
         """Raises UnsupportedModality where it is known that `model` cannot do what a request needs, with a model that
@@ -288,6 +296,11 @@ class LeasePool:
         lease.is_alone = chosen.replica.running + chosen.replica.waiting == 0
         self._loads.sent(lease.target, chosen.prefill_s)
         return lease
+
+
+def _reports_what_it_reads(node: Node, status: ModelStatus) -> bool:
+    """Models of servers do not, nor those whose files no node has read yet."""
+    return node.has_lifecycle and status.harness in _ENGINES and status.family is not None
 
 
 @cache

@@ -83,7 +83,7 @@ export function Attached({ conversation, models }) {
             <button type="button" class="small" aria-label=${`Remove ${picture.name}`}
               onClick=${() => attach(conversation, pictures.filter((each) => each !== picture))}>✕</button></li>`)}
       </ul>
-      ${blind.length > 0 && html`<p class="bad-text" role="alert">${blind.join(" and ")} ${blind.length > 1 ? "read" : "reads"} text only.
+      ${blind.length > 0 && html`<p class="bad-text" role="alert">${blind.join(" and ")} ${blind.length > 1 ? "are" : "is"} not known to read pictures.
         ${seeing.length ? ` Choose ${seeing.slice(0, 3).join(" or ")}, or remove the pictures.` : " No model here reads pictures."}</p>`}
     </div>`;
 }

@@ -29,6 +29,16 @@ _TOKEN_SIDE: Final = 28
 _LEAST_TOKENS, _MOST_TOKENS = 256, 16_384
 
 
+_MARKS: Final[dict[Dialect, tuple[bytes, ...]]] = {
+    "openai_chat": (b";base64,", b";BASE64,"),
+    "openai_responses": (b";base64,", b";BASE64,"),
+    "anthropic_messages": (b'"base64"',),
+    "ollama_chat": (b'"images"',),
+    "ollama_generate": (b'"images"',),
+}
+"""One of these is in every body with a picture: most bodies have none, and are searched no further."""
+
+
 class FoundPictures(NamedTuple):
     num_bytes: int
     """Of the body."""
@@ -36,8 +46,13 @@ class FoundPictures(NamedTuple):
     """About the most that they take in a prompt. The node counts them for its model."""
 
 
+_NONE: Final = FoundPictures(0, 0)
+
+
 def find_pictures(body: bytes, dialect: Dialect) -> FoundPictures:
     """The pictures in `body` whose files it contains."""
+    if not any(mark in body for mark in _MARKS.get(dialect, ())):
+        return _NONE
     num_bytes = num_tokens = 0
     for start, end in _files(body, dialect in _OLLAMA):
         num_bytes += end - start

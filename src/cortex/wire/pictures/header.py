@@ -13,7 +13,7 @@ from cortex.wire.pictures.orientation import UPRIGHT, read_orientation, swaps_si
 
 PictureFormat = Literal["jpeg", "png", "webp", "gif"]
 
-_MAX_SEGMENTS = 4096
+_MAX_SEGMENTS = 1024
 """Parts of a file that are looked through; further ones hold nothing that is needed."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}

@@ -14,7 +14,7 @@ from PIL import Image as Files
 
 from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.picture_process.limits import PictureLimits
-from cortex.neuron.vision.picture import Picture, PicturePlace
+from cortex.neuron.vision.picture import Picture, PictureGrid, PicturePlace
 from cortex.neuron.vision.preparing import prepare
 from cortex.neuron.vision.spec import PictureSpec
 from cortex.wire.errors import InvalidValue, Overloaded, PreparationLimitExceeded
@@ -101,3 +101,13 @@ async def test_pictures_survive_the_end_of_their_process(pictures: Pictures) -> 
     assert pictures.process_id is not None
     os.kill(pictures.process_id, signal.SIGKILL)
     assert len(await prepared(pictures, picture(33, 32), picture(34, 32))) == 2
+
+
+async def test_pixels_of_a_request_fit_one_message(pictures: Pictures) -> None:
+    packed = request(picture(), picture())
+    grid = PictureGrid(100, 100, 10_000, 6400, 6400)
+    places = [PicturePlace(number, 10_000 * number, grid) for number in range(2)]
+    with pytest.raises(InvalidValue, match="81 million pixels") as caught:
+        await pictures.prepare(packed, SPEC, places)
+    assert caught.value.param == "messages[0].content[1]"
+    assert pictures.process_id is None

@@ -22,6 +22,9 @@ from cortex.wire.rejection import Rejected, error_of
 _MAX_OF_REQUEST = 2
 """Pictures of one request that are decoded at once: others get their turns between them."""
 _REST_AFTER_S = 60.0
+MAX_PIXEL_BYTES = 225_000_000
+"""Of one request: they are one message to the worker (`ipc.channel.MAX_FRAME_BYTES`). About seventy tiles of a
+thousand pixels square."""
 
 
 class Pictures:
@@ -49,6 +52,16 @@ class Pictures:
         self, request: PackedRequest, spec: PictureSpec, places: Sequence[PicturePlace]
     ) -> tuple[Picture, ...]:
         """The pictures of a prompt. Raises a CortexError, which names the picture."""
+        num_bytes = 0
+        for place in places:
+            num_bytes += place.grid.num_bytes
+            if num_bytes > MAX_PIXEL_BYTES:
+                size, most = num_bytes // 3_000_000, MAX_PIXEL_BYTES // 3_000_000
+                raise invalid(
+                    request.head.images[place.number].param,
+                    f"the pictures up to here have {size} million pixels as the model takes them, at most {most} are "
+                    "allowed in one request; send fewer, or with `detail` low",
+                )
         turns = asyncio.Semaphore(_MAX_OF_REQUEST)
 
         async def one(place: PicturePlace) -> Picture:

@@ -17,7 +17,7 @@ from cortex.settings import Section
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import plain_name, split_quant
-from cortex.wire.node.load_options import Count, KVDtype, Speculation
+from cortex.wire.node.load_options import Count, KVDtype, Speculation, Vision
 from cortex.wire.node.sampling import SamplingDefaults
 
 MEBIBYTE = 1024 * 1024
@@ -90,6 +90,9 @@ class ModelSpec(Section, frozen=True):
     speculation: Speculation | None = None
     """`lookup`: while few requests run, a step also checks tokens that are likely to come next. The output is the same.
     `off`: one token per step. As the node is configured when absent."""
+    vision: Vision | None = None
+    """Where the vision tower of a model that takes images is: `device`, `cpu` or `off`. As the node is configured when
+    absent."""
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does; from
     the next load on. By default they are only text, so that clients cannot forge turns."""

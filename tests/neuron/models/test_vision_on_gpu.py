@@ -21,7 +21,8 @@ def scores(model: Any, inputs: dict[str, Any], prompt: Prompt) -> torch.Tensor:
     placed = {name: value.to(device) for name, value in inputs.items()}
     placed = {name: value.to(dtype) if value.is_floating_point() else value for name, value in placed.items()}
     logits = model(**placed).logits[0, :-1].float().log_softmax(-1).cpu()
-    return logits.gather(1, torch.tensor(prompt.tokens[1:])[:, None])[:, 0]
+    chosen: torch.Tensor = logits.gather(1, torch.tensor(prompt.tokens[1:])[:, None])[:, 0]
+    return chosen
 
 
 @pytest.mark.gpu

@@ -86,7 +86,11 @@ def _qwen3_vl() -> Any:
 
 
 def _qwen3_vl_moe() -> Any:
-    text = SIZES | EXPERTS | {"rope_parameters": QWEN_ROPE | {"mrope_section": [4, 2, 2]}}
+    text = (
+        SIZES
+        | EXPERTS
+        | {"shared_expert_intermediate_size": 0, "rope_parameters": QWEN_ROPE | {"mrope_section": [4, 2, 2]}}
+    )
     tower = QWEN_TOWER | {"deepstack_visual_indexes": [1]}
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=tower, **QWEN_TOKENS)
     return transformers.Qwen3VLMoeForConditionalGeneration(config)
@@ -153,7 +157,10 @@ def _gemma4_unified() -> Any:
     vision = {"patch_size": 4, "pooling_kernel_size": 3, "mm_embed_dim": 32, "mm_posemb_size": 64}
     vision["output_proj_dims"] = 32
     config = transformers.Gemma4UnifiedConfig(
-        text_config=GEMMA4_TEXT, vision_config=vision, audio_config=None, image_token_id=PICTURE
+        text_config=GEMMA4_TEXT | {"sliding_window": 24},
+        vision_config=vision,
+        audio_config=None,
+        image_token_id=PICTURE,
     )
     return transformers.Gemma4UnifiedForConditionalGeneration(config)
 
@@ -182,6 +189,11 @@ def write_vision_model(family: str, folder: Path) -> Any:
     """Saves a random model, and returns it as the library has it."""
     row = VISION_FAMILIES[family]
     reference = randomised(row.build, std=0.12, vector_std=0.3)
+    for name, buffer in reference.named_buffers():
+        if ".std_" in name:
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
+        if name.endswith(("put_min", "put_max")):
+            buffer.fill_(-1.1 if name.endswith("min") else 1.3)
     reference.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(row.processor))
     return reference
@@ -230,7 +242,7 @@ def picture_tokens(grid: PictureGrid) -> list[int]:
 
 
 def text(count: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, PICTURE - 1, count).tolist()
+    return [int(token) for token in np.random.default_rng(seed).integers(0, PICTURE - 1, count)]
 
 
 def library_inputs(spec: PictureSpec, prompt: Prompt, family: str) -> dict[str, Any]:
@@ -245,7 +257,7 @@ def library_inputs(spec: PictureSpec, prompt: Prompt, family: str) -> dict[str, 
     ]
     normalised = [((each / 255 - np.array(spec.mean)) / np.array(spec.std)).astype(np.float32) for each in arrays]
     if spec.sizing != "edge":
-        inputs["mm_token_type_ids"] = (ids == PICTURE).int()
+        inputs["token_type_ids" if spec.sizing == "square" else "mm_token_type_ids"] = (ids == PICTURE).int()
     return inputs | LIBRARY_PIXELS[spec.sizing](spec, normalised, family)
 
 

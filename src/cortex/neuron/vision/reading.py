@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cortex.neuron.vision.spec import PictureSpec, PictureText, Resample, Sizing
@@ -57,7 +57,8 @@ PICTURE_FAMILIES: Mapping[str, PictureFamily] = {
     "qwen3_vl_moe": _QWEN,
     "gemma3": PictureFamily("square", GEMMA3_TEXT, most=896, patch=14, merge=4, resample="bilinear"),
     "gemma4": _GEMMA4,
-    "gemma4_unified": _GEMMA4,
+    # No picture is longer than the window of its layers, so that all of it is seen there.
+    "gemma4_unified": replace(_GEMMA4, choices=_GEMMA4.choices[:4]),
     "mistral3": PictureFamily("edge", PIXTRAL_TEXT, most=1540, patch=14, mean=CLIP_MEAN, std=CLIP_STD),
 }
 """By the `model_type` of the whole model's config."""

@@ -16,6 +16,8 @@ KVDtype = Literal["auto", "fp8"]
 """The dtype of a model's KV cache; `auto`: the dtype that the model computes in."""
 Speculation = Literal["off", "lookup"]
 """Where draft tokens come from."""
+Vision = Literal["device", "cpu", "off"]
+"""Where a model's vision tower is."""
 
 Options = TypeVar("Options", bound="LoadOptions")
 
@@ -45,6 +47,10 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """`lookup`, also when absent: while few requests run, a step also checks tokens that are likely to come next, from
     the text so far, a request's `prediction` or its grammar. The output is the same, edits of long texts come several
     times as fast. `off`: one token per step."""
+    vision: Vision | None = None
+    """Where the vision tower of a model that takes images is. `device`, also when absent: on the model's device. `cpu`:
+    in the memory of the host, where images take seconds and no memory of the device. `off`: it is not loaded, and the
+    model reads text only."""
     tensor_parallel: Count = 1
     """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
     pipeline_parallel: Count = 1

@@ -30,7 +30,7 @@ def prefill_attention(
     dim_block = triton.next_power_of_2(dim)
     queries, keys, warps = fitting_tiles(dim_block, q.element_size(), shared_memory(q.device))
     parts = PREFILL_TILE // queries
-    reaches = rules.whole_pictures and batch.reach is not None
+    reach = batch.reach if rules.whole_pictures else None
     _prefill_kernel[(len(batch.prefill_tiles) * parts, heads)](
         q,
         key_pages,
@@ -41,7 +41,7 @@ def prefill_attention(
         batch.prefill_offsets,
         batch.prefill_tiles,
         rules.sinks,
-        batch.reach[batch.num_decodes :] if reaches else None,
+        None if reach is None else reach[batch.num_decodes :],
         out,
         rules.scale * LOG2_E,
         (rules.softcap or 0.0) * LOG2_E,
@@ -58,8 +58,8 @@ def prefill_attention(
         WINDOWED=rules.window is not None,
         SINKS=rules.sinks is not None,
         CAPPED=rules.softcap is not None,
-        REACHES=reaches,
-        MASKED=batch.batch_invariant or rules.window is not None or reaches,
+        REACHES=reach is not None,
+        MASKED=batch.batch_invariant or rules.window is not None or reach is not None,
         num_warps=warps,
         num_stages=2,
         **launch_options(q.device),

@@ -188,9 +188,18 @@ class Gemma4Unified(Gemma4):
 class Gemma4Multimodal(TextPart, Gemma4):
     def attention(self, index: int) -> AttentionConfig:
         """In the larger models, positions of a picture see each other in layers with a window."""
-        is_whole = self.raw.get("use_bidirectional_attention") == "vision" and self.window(index) is not None
+        is_whole = self.raw.get("use_bidirectional_attention") == "vision" and self._sees_whole(index)
         return replace(super().attention(index), whole_pictures=is_whole)
+
+    def _sees_whole(self, index: int) -> bool:
+        return self.window(index) is not None
 
 
 class Gemma4UnifiedMultimodal(Gemma4Multimodal, Gemma4Unified):
+    """Positions of a picture see each other in all layers."""
+
     defaults: ClassVar[Mapping[str, Any]] = {**Gemma4Unified.defaults, "use_bidirectional_attention": "vision"}
+
+    def _sees_whole(self, index: int) -> bool:
+        del index
+        return True

@@ -36,6 +36,8 @@ class Qwen3Moe(Qwen3):
 class Qwen3VLMoe(TextPart, Qwen3Moe):
     """Qwen3-MoE with a vision tower."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {**Qwen3Moe.defaults, "norm_topk_prob": True}
+
 
 class Mellum(Qwen3Moe):
     defaults: ClassVar[Mapping[str, Any]] = {

@@ -16,7 +16,7 @@ from ..picture_files import base64_of, data_url, picture
 from .stage import REPLY, DirectedNode, Stage
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import FilePayload, Locator, Page
 
 
 EVIL = "<img src=x onerror=window.hacked=1>"
@@ -480,9 +480,10 @@ def test_pictures_are_chosen_pasted_dropped_removed_and_sent(page: Page, node: D
     node.capabilities["small"] = Capabilities(tools=True, vision=True)
     red, blue = picture(400, 300), picture(30, 40, color=(0, 0, 200))
     page.goto("#/playground")
-    page.get_by_label("Pictures", exact=True).set_input_files(
-        [{"name": f"{name}.png", "mimeType": "image/png", "buffer": file} for name, file in (("red", red), ("x", blue))]
-    )
+    chosen: list[FilePayload] = [
+        {"name": f"{name}.png", "mimeType": "image/png", "buffer": file} for name, file in (("red", red), ("x", blue))
+    ]
+    page.get_by_label("Pictures", exact=True).set_input_files(chosen)
     attached = page.get_by_label("Pictures of the next message")
     attached.get_by_alt_text("x.png").wait_for()
     page.get_by_role("button", name="Remove x.png").click()

@@ -62,7 +62,7 @@ def gateway(daemon: Daemon, start_gateway: StartGateway, tiny_model: Path) -> It
 def asking(path: str, *files: bytes) -> dict[str, Any]:
     common: dict[str, Any] = {"model": MODEL, "temperature": 0, "seed": 1}
     if path == "/v1/responses":
-        parts = [{"type": "input_image", "image_url": data_url(file)} for file in files]
+        parts: list[dict[str, Any]] = [{"type": "input_image", "image_url": data_url(file)} for file in files]
         return {**common, "max_output_tokens": 8, "input": [{"role": "user", "content": parts}]}
     if path == "/v1/messages":
         sources = [{"type": "base64", "media_type": "image/png", "data": base64_of(file)} for file in files]

@@ -81,6 +81,9 @@ class PooledTexts:
     """The first elements of each vector, as many as this; None: all."""
     normalize: bool = False
     """At length one, after vectors are cut."""
+    num_queries: int = 0
+    """The first texts are queries: one for each of the others, or one for all. The result is then no vectors but the
+    cosine of each other text with its query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +206,11 @@ class LoadSpec:
     """The dtype in which keys and values are kept; `auto`: the one that the model computes in."""
     deterministic: bool = False
     """Whether the tokens of a request are independent of the batch (batch-invariant arithmetic), which is slower."""
-    speculation: Literal["off", "lookup"] = "lookup"
-    """Where draft tokens come from, which a step checks in addition to drawing one; `off`: there are none."""
+    speculation: Literal["off", "lookup", "mtp", "draft"] = "lookup"
+    """Where draft tokens come from, which a step checks in addition to drawing one; `off`: there are none. `mtp`: also
+    from the model's own head for further tokens; `draft`: also from the model at `draft_path`."""
+    draft_path: str = ""
+    """Of a smaller model with the same tokenizer; empty: there is none."""
     vision: Literal["device", "cpu", "off"] = "device"
     """Where the vision tower is, if the model has one; `off`: it is not loaded, and the model reads text only."""
     max_num_seqs: int = 256

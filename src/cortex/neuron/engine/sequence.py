@@ -123,8 +123,9 @@ class Sequence:
             tokens = (*self.tokens[start:], *self.draft.tokens)[: end - start]
             outputs = RowOutputs(draws=1 + end - len(self.tokens))
             return RowPlan(self.row, start, RowInputs(end - start, tokens, rope_lag=lag), outputs, decodes=True)
+        following = self.tokens[end] if end < len(self.tokens) else None
         spans = self.pictures.spans(start, end) if self.request.pictures else ()
-        inputs = RowInputs(end - start, tuple(self.tokens[start:end]), spans, lag)
+        inputs = RowInputs(end - start, tuple(self.tokens[start:end]), following, spans, lag)
         return RowPlan(self.row, start, inputs, self._outputs(start, end), writes)
 
     def _outputs(self, start: int, end: int) -> RowOutputs:

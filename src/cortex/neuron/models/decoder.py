@@ -26,8 +26,10 @@ from cortex.neuron.layers.recurrent.layer import RecurrentLayer
 from cortex.neuron.layers.recurrent.mamba import Mamba
 from cortex.neuron.layers.recurrent.short_conv import ShortConv
 from cortex.neuron.layers.rope import RopeTables
-from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture, LayerConfig
+from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.layer import EXPERT_NORMS, LayerConfig
+from cortex.neuron.models.prediction_head import PredictionHead
 from cortex.neuron.models.towers.tower import Tower
 
 RECURRENT_LAYERS: Mapping[type[RecurrentConfig], Callable[[Parameters, Any, str], RecurrentLayer]] = {
@@ -107,6 +109,8 @@ class Decoder:
     embedding: Embedding
     norm: RMSNorm
     head: Head
+    prediction: PredictionHead | None = None
+    """What predicts further tokens; None: the model has no such head, or is loaded without it."""
 
     tower: Tower | None = None
     """On the rank that has it."""
@@ -134,6 +138,9 @@ class Decoder:
             tied = self.embedding if config.tied else None
             self.norm = self.new_norm(architecture.ends.norm, f"{prefix}.norm.weight")
             self.head = Head(parameters, config.vocab, config.hidden, "lm_head", tied)
+        if architecture.head is not None:
+            self._head_layer = DecoderLayer(self, architecture.head.layer, architecture.head.layer_name)
+            self.prediction = PredictionHead(self, architecture.head, config.hidden, self._head_layer)
 
     def new_norm(self, norm: NormConfig, source: str) -> RMSNorm:
         """Allocates a norm over the residual stream."""
@@ -150,8 +157,9 @@ class Decoder:
 
     @property
     def attentions(self) -> Sequence[CachedAttention]:
-        """The layers' attentions, which keep KV, in order."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, (Attention, LatentAttention))]
+        """The layers' attentions, which keep KV, in order; last that of the prediction head."""
+        layers = self.layers if self.prediction is None else [*self.layers, self._head_layer]
+        return [layer.mixer for layer in layers if isinstance(layer.mixer, (Attention, LatentAttention))]
 
     @property
     def recurrent_layers(self) -> list[RecurrentLayer]:
@@ -217,5 +225,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] → [rows, vocab]"""
-        logits, cap = self.head.logits(self.norm.centred(hidden), self.norm), self.architecture.ends.logit_cap
+        return self.logits_after(self.norm, hidden)
+
+    def logits_after(self, norm: RMSNorm, hidden: Tensor) -> Tensor:
+        """With another last norm. hidden: [rows, hidden] → [rows, vocab]"""
+        logits, cap = self.head.logits(norm.centred(hidden), norm), self.architecture.ends.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

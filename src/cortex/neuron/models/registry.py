@@ -8,6 +8,8 @@ from typing import Any
 
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.encoders.bert import Bert, Roberta
+from cortex.neuron.models.encoders.eurobert import EuroBert, jina_embeddings
+from cortex.neuron.models.encoders.gte import Gte
 from cortex.neuron.models.encoders.modernbert import ModernBert
 from cortex.neuron.models.encoders.nomic import NomicBert
 from cortex.neuron.models.errors import UnsupportedModel
@@ -102,7 +104,11 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
 ENCODERS: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "bert": Bert,
     "camembert": Roberta,
+    "eurobert": EuroBert,
+    "gte": Gte,
+    "jina_embeddings_v5": jina_embeddings,
     "modernbert": ModernBert,
+    "new": Gte,
     "nomic_bert": NomicBert,
     "roberta": Roberta,
     "xlm-roberta": Roberta,

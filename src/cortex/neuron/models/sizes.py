@@ -23,7 +23,8 @@ from cortex.neuron.layers.configs import (
     halves,
 )
 from cortex.neuron.layers.recurrent.configs import RecurrentConfig
-from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.layer import EXPERT_NORMS, LayerConfig
 from cortex.neuron.models.pooling.config import DenseStep, NormStep, Step
 from cortex.neuron.models.towers.config import PASS_PATCHES, tower_room_bytes, tower_weight_bytes
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
@@ -115,7 +116,7 @@ def _step_bytes(step: Step, storage: WeightStorage) -> int:
 
 
 def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
-    """The parameters outside the layers: embedding, last norm and head."""
+    """The parameters outside the layers: embedding, last norm and head, and what predicts further tokens."""
     config, prefix = architecture.config, architecture.prefix
     vocab = len(architecture.shard.part(config.vocab))
     if config.tied:  # the head multiplies by the embedding
@@ -127,32 +128,46 @@ def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     if architecture.ends.per_layer_inputs is not None:
         ends += _per_layer_inputs_bytes(architecture.ends.per_layer_inputs, architecture, storage)
     ends += sum(storage.matrix_bytes(rows, config.hidden) for rows in architecture.ends.tables.values())
-    return ends + len(architecture.ends.norms) * _norm_bytes(architecture.ends.norm, config.hidden, storage)
+    ends += len(architecture.ends.norms) * _norm_bytes(architecture.ends.norm, config.hidden, storage)
+    return ends + head_bytes(architecture, storage)
+
+
+def head_bytes(architecture: Architecture, storage: WeightStorage) -> int:
+    """The parameters of the head that predicts further tokens; 0 where the model is loaded without."""
+    head, hidden = architecture.head, architecture.config.hidden
+    if head is None:
+        return 0
+    total = storage.linear_bytes(2 * hidden, {head.projection: hidden})
+    total += len(head.norms) * _norm_bytes(head.norm, hidden, storage)
+    return total + sum(_layer_bytes(name, layer, hidden, storage) for name, layer in head.named_layers())
 
 
 def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]:
     """The parameters of each layer."""
-    totals = []
-    for name, layer in architecture.named_layers():
-        num_norms = len(layer.mixer_norms.names) + len(layer.feed_forward_norms.names)
-        total = num_norms * _norm_bytes(layer.norm, architecture.config.hidden, storage)
-        if isinstance(layer.mixer, AttentionConfig):
-            total += _attention_bytes(layer.mixer, storage, f"{name}.self_attn")
-        elif isinstance(layer.mixer, LatentAttentionConfig):
-            total += _latent_bytes(layer.mixer, storage, f"{name}.self_attn")
-        elif layer.mixer is not None:
-            total += _recurrent_bytes(layer.mixer, storage, f"{name}.{layer.mixer.block}")
-        if isinstance(layer.feed_forward, MLPConfig):
-            total += _mlp_bytes(layer.feed_forward, storage, f"{name}.mlp")
-        elif layer.feed_forward is not None:
-            total += _moe_bytes(layer.feed_forward, storage, f"{name}.mlp")
-        if layer.experts is not None:
-            total += len(EXPERT_NORMS) * _norm_bytes(layer.norm, architecture.config.hidden, storage)
-            total += _moe_bytes(layer.experts, storage, f"{name}.mlp")
-        if layer.per_layer_input is not None:
-            total += _per_layer_input_bytes(layer.per_layer_input, storage, name)
-        totals.append(total + storage.item_bytes * layer.has_factor)
-    return totals
+    hidden = architecture.config.hidden
+    return [_layer_bytes(name, layer, hidden, storage) for name, layer in architecture.named_layers()]
+
+
+def _layer_bytes(name: str, layer: LayerConfig, hidden: int, storage: WeightStorage) -> int:
+    """`name`: the prefix of its tensors."""
+    num_norms = len(layer.mixer_norms.names) + len(layer.feed_forward_norms.names)
+    total = num_norms * _norm_bytes(layer.norm, hidden, storage)
+    if isinstance(layer.mixer, AttentionConfig):
+        total += _attention_bytes(layer.mixer, storage, f"{name}.self_attn")
+    elif isinstance(layer.mixer, LatentAttentionConfig):
+        total += _latent_bytes(layer.mixer, storage, f"{name}.self_attn")
+    elif layer.mixer is not None:
+        total += _recurrent_bytes(layer.mixer, storage, f"{name}.{layer.mixer.block}")
+    if isinstance(layer.feed_forward, MLPConfig):
+        total += _mlp_bytes(layer.feed_forward, storage, f"{name}.mlp")
+    elif layer.feed_forward is not None:
+        total += _moe_bytes(layer.feed_forward, storage, f"{name}.mlp")
+    if layer.experts is not None:
+        total += len(EXPERT_NORMS) * _norm_bytes(layer.norm, hidden, storage)
+        total += _moe_bytes(layer.experts, storage, f"{name}.mlp")
+    if layer.per_layer_input is not None:
+        total += _per_layer_input_bytes(layer.per_layer_input, storage, name)
+    return total + storage.item_bytes * layer.has_factor
 
 
 def _per_layer_inputs_bytes(config: PerLayerInputsConfig, architecture: Architecture, storage: WeightStorage) -> int:
@@ -176,9 +191,10 @@ def _norm_bytes(norm: NormConfig, size: int, storage: WeightStorage) -> int:
 
 
 def kv_bytes_by_window(architecture: Architecture, item_bytes: int) -> dict[int | None, int]:
-    """Keys and values of one token over the layers that keep them, for each of the model's windows."""
+    """Keys and values of one token over the layers that keep them, for each of the model's windows; the head that
+    predicts further tokens is one of these layers."""
     sizes = dict.fromkeys(architecture.windows, 0)
-    for layer in architecture.layers:
+    for layer in (*architecture.layers, *(() if architecture.head is None else (architecture.head.layer,))):
         if isinstance(layer.mixer, KV_MIXERS):
             sizes[layer.mixer.window] += layer.mixer.kv_elements * item_bytes
     return sizes

@@ -18,7 +18,7 @@ from cortex.neuron.weights.stored import StoredTensor
 
 _DELTA_PARTS: Final = {"in_proj_qkvz": joint_inputs, "in_proj_ba": joint_gates}
 _JOINT: Final = re.compile(
-    r"\.(self_attn\.qkv_proj|mlp\.(shared_expert\.)?gate_up_proj|linear_attn\.in_proj_(qkvz|ba))\.(weight|bias)$"
+    r"\.(self_attn\.qkv_proj|mlp\.(shared_expert\.)?gate_up_proj|mlp\.up_gate_proj|linear_attn\.in_proj_(qkvz|ba))\.(weight|bias)$"
 )
 """Tensors that hold the rows of several."""
 _OWN_NAMES: Final = {
@@ -150,7 +150,8 @@ def _split(
     if part in _DELTA_PARTS:
         made = {} if heads is None else _DELTA_PARTS[part](tensor, heads)
         return {f"{block}.{own}": parts for own, parts in made.items()} or {name: tensor}
-    rows: Mapping[str, int] = dict.fromkeys(("gate_proj", "up_proj"), tensor.num_rows // 2)
+    halves = ("up_proj", "gate_proj") if part == "up_gate_proj" else ("gate_proj", "up_proj")
+    rows: Mapping[str, int] = dict.fromkeys(halves, tensor.num_rows // 2)
     if part == "qkv_proj":
         rows = {} if sizes is None else sizes.rows
     if sum(rows.values()) != tensor.num_rows:

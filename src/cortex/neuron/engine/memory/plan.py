@@ -63,6 +63,12 @@ class ModelSizes:
             whole_tokens=WHOLE_PICTURE_TOKENS if architecture.pictures.is_whole else 0,
         )
 
+    def with_draft(self, draft: ModelSizes) -> ModelSizes:
+        """Together with a draft model, whose layers have pages under the ids of the first group."""
+        first, *others = self.group_bytes
+        pages = {first: self.group_bytes[first] + draft.page_bytes, **{each: self.group_bytes[each] for each in others}}
+        return replace(self, weight_bytes=self.weight_bytes + draft.weight_bytes, group_bytes=pages)
+
     @property
     def page_bytes(self) -> int:
         """One page over all layers."""

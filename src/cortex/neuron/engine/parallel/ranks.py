@@ -11,7 +11,8 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, RequestError
 from cortex.neuron.engine.execution.runner import Runner
-from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
+from cortex.neuron.engine.filling import Progress
+from cortex.neuron.engine.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup, poller
 from cortex.neuron.engine.parallel.stages import FirstStageRunner, LaterStageRunner
 from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner, RankLink, StepLink

@@ -1,8 +1,9 @@
 """The steps of a model that is divided by layers: hidden states travel from stage to stage and back to the first one.
 
 The leader, which has the first layers, also has embedding and head. So between two stages a step sends the hidden
-states of its tokens, and the last stage returns only those that tokens are drawn after or that are scored. Every step
-returns something: the leader keeps its turn until all stages have ended it.
+states of its tokens, and the last stage returns only those that tokens are drawn after or that are scored, or all if
+the leader drafts tokens from them. Every step returns something: the leader keeps its turn until all stages have ended
+it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class LaterStageRunner(FollowingRunner):
         draws: Sequence[Draw],
         mask: Tensor | None,
         scores: list[PromptScores],
-    ) -> Drawn | None:
+    ) -> tuple[Drawn | None, Tensor | None]:
         del draws, mask, scores
         shard, parameters = self.group.shard, self.model.parameters
         batch = self._batch(plan, inputs)  # the first stage has put the vectors of pictures in their places
@@ -65,11 +66,14 @@ class LaterStageRunner(FollowingRunner):
         if shard.rank == shard.size - 1:
             hidden = hidden.index_select(0, self._upload(returned_tokens(plan, inputs)))
         self.group.send(hidden, (shard.rank + 1) % shard.size)
-        return None
+        return None, None
 
 
 def returned_tokens(plan: StepPlan, inputs: StepInputs) -> NDArray[np.int64]:
-    """The tokens whose hidden states the last stage returns, in order; at least one."""
+    """The tokens whose hidden states the last stage returns, in order; at least one. All of them where the first stage
+    drafts tokens."""
+    if plan.num_proposals is not None:
+        return np.arange(inputs.offsets[-1])
     scored = [
         np.arange(offset, offset + len(row.outputs.scores.following))
         for row, offset in zip(plan.rows, inputs.offsets, strict=False)

@@ -19,10 +19,11 @@ from cortex.neuron.layers.configs import (
     QKNormConfig,
     RopeConfig,
 )
-from cortex.neuron.models.architecture import BlockNorms, EndsConfig, LayerConfig
+from cortex.neuron.models.architecture import EndsConfig
 from cortex.neuron.models.config import count_in, number_in, optional_count_in, read_layer_rope
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama
+from cortex.neuron.models.layer import BlockNorms, LayerConfig
 from cortex.neuron.models.text_part import TextPart
 
 _ROPES = {

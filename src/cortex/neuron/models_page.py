@@ -15,6 +15,7 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.registry import ENCODERS, FAMILIES
 from cortex.neuron.models.text_part import TextPart
+from cortex.neuron.models.towers.families import TOWERS
 from cortex.neuron.models.transformers.library import COMPARED, EXTRA
 from cortex.neuron.text.output.detect import MARKERS, REASONING_MARKERS, ToolSyntax
 from cortex.neuron.weights.gguf.config import ARCHITECTURES
@@ -35,8 +36,8 @@ Generated from the tables of the code by `make docs`; edit those, not this page.
 
 A model's family follows from the `model_type` of its `config.json`. **Shape**: families of one shape share a file of
 the code, and this is what it describes. **GGUF** has the architecture's name in GGUF files; empty: from safetensors
-only. **Divided**: `tensor_parallel` divides every layer, `pipeline_parallel` divides by layers. **Images**: what
-becomes of the vision tower of models that are published with one.
+only. **Divided**: `tensor_parallel` divides every layer, `pipeline_parallel` divides by layers. **Images**: whether
+images in prompts are read, in families that are published with a vision tower; from safetensors.
 """
 
 ENCODED = """\
@@ -146,7 +147,10 @@ def _images(family: Family) -> str:
     """A function chooses among the text parts of its module."""
     parts = [family] if isinstance(family, type) else vars(_module(family)).values()
     is_part = any(isinstance(each, type) and issubclass(each, TextPart) and each is not TextPart for each in parts)
-    return "not read" if is_part else ""
+    if not is_part:
+        return ""
+    has_tower = any(FAMILIES[name] is family for name in TOWERS)
+    return "read" if has_tower else "not read"
 
 
 def _module(family: Family) -> ModuleType:

@@ -85,7 +85,10 @@ OWN_OPTIONS: dict[str, dict[str, Any]] = {
 LATENT = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32}
 WITH_LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu")
 OWN_OPTIONS |= {family: LATENT | OWN_OPTIONS.get(family, {}) for family in WITH_LATENTS}
-WITH_TOWER = ("gemma3", "gemma4", "gemma4_unified", "mistral3", "muse_glimmer", "qwen3_5", "qwen3_5_moe")
+WITH_TOWER = (
+    *("gemma3", "gemma4", "gemma4_unified", "mistral3", "muse_glimmer"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+)
 
 
 def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,9 @@ from cortex.gateway.config import (
     PicturesSection,
     ResponsesSection,
 )
+from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.users import SignInSection
 from cortex.gateway.pictures.fetcher import PictureFetcher
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
@@ -48,6 +50,8 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
             catalogue: Catalogue | None = None,
             rules: EvictionRules | None = None,
             keys: tuple[KeySection, ...] = (),
+            groups: tuple[GroupSection, ...] = (),
+            sign_in: SignInSection | None = None,
             key_env: str | None = None,
             node_keys: Mapping[str, str] | None = None,
             memory_mb: int | None = None,
@@ -77,6 +81,8 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 gateway=section,
                 neurons=tuple(sections),
                 keys=keys,
+                groups=groups,
+                sign_in=sign_in or SignInSection(),
                 eviction=rules or EvictionRules(min_residency_s=0),
                 telemetry=telemetry or TelemetrySection(),
                 responses=responses or ResponsesSection(),

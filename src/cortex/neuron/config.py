@@ -265,16 +265,18 @@ class NeuronConfig(Section, frozen=True):
     key_file: Path | None = None
     """A file with more keys, one on each line, relative to this file. Changes of it are used at once."""
     allowed_hosts: tuple[str, ...] = ()
-    """Public DNS names of this node, such as `beast.example.com`. A node without keys rejects requests to other public
-    names: a web page could send them. Addresses, names without a dot and private suffixes are always accepted."""
+    """Public DNS names of this node, such as `beast.example.com`. A node without keys rejects requests to other ones,
+    which a web page could send. Addresses, names without a dot and private suffixes are always accepted."""
     tls_cert: Path | None = None
     """A certificate with its chain, in PEM, relative to this file: the node then speaks HTTPS only. A renewed file is
     used at once."""
     tls_key: Path | None = None
     """The private key of `tls_cert`, in PEM, relative to this file."""
     model_roots: tuple[Path, ...] = ()
-    """Directories whose models load requests may name by path. The hub cache and the sources in this file need no
-    entry."""
+    """Directories whose models load requests may name by path, beyond the hub cache and what this file names."""
+    model_dirs: tuple[Path, ...] = ()
+    """Folders whose GGUF files and checkpoints are models of this node, new ones within a minute. The id is the path in
+    the folder, without `.gguf`."""
     drain_s: Annotated[float, Meta(ge=0)] = 30.0
     """How long running responses may take to end after SIGTERM, and by default before an unload."""
     keepalive_s: Seconds = 2.0

@@ -18,6 +18,7 @@ from cortex.cli.failures import Command
 from cortex.cli.output import console, json_option, print_json
 
 POLL_S = 1.0
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TITLES = ("TIME", "STATUS", "TTFT", "TOTAL", "TOK/S", "TOKENS", "NODE", "KEY", "MODEL")
 
 
@@ -27,6 +28,7 @@ _TITLES = ("TIME", "STATUS", "TTFT", "TOTAL", "TOK/S", "TOKENS", "NODE", "KEY", 
 @click.option("--model", help="Only requests for this model; * matches any text.")
 @click.option("--key", help="Only requests with the key of this name or id.")
 @click.option("--status", help="Only requests with this status: 200, 5xx, ok, error.")
+@click.option("--since", help="From the request log: 30m, 12h, 7d, a date, or a time.")
 @gateway_options
 @json_option
 def logs(
@@ -35,17 +37,21 @@ def logs(
     model: str | None,
     key: str | None,
     status: str | None,
+    since: str | None,
     gateway: GatewayClient,
     as_json: bool,
 ) -> None:
     """Show the latest requests, oldest first.
 
     TOKENS are those of the prompt, in parentheses how many of them were cached, and of the response, in parentheses how
-    many of them were drafted. With --json one request per line when following.
+    many of them were drafted. With --json one request per line when following. --since needs log_retention_days under
+    [activity] of the gateway.
     """
+    if since is not None and follow:
+        raise click.UsageError("--since shows what has ended: leave out --follow")
     filters = {name: value for name, value in (("model", model), ("key", key), ("status", status)) if value is not None}
     batches = _batches(gateway, limit, filters)
-    first = next(batches)
+    first = next(batches) if since is None else _logged(gateway, limit, filters, since)
     if as_json and not follow:
         print_json(first)
         return
@@ -61,6 +67,24 @@ def logs(
     while follow:
         time.sleep(POLL_S)
         _show(lines, next(batches), as_json)
+
+
+def _logged(gateway: GatewayClient, limit: int, filters: dict[str, str], since: str) -> list[dict[str, Any]]:
+    """Requests of the request log, oldest first. Raises CommandError."""
+    options = urlencode({**filters, "limit": limit, "since": _moment(since, time.time())})
+    found: list[dict[str, Any]] = gateway.get(f"/fleet/activity?{options}")["requests"]
+    return found[::-1]
+
+
+def _moment(text: str, now: float) -> str:
+    """A time for the gateway: `12h` before `now`, or the text itself, in the time zone of this machine."""
+    number, unit = text[:-1], text[-1:]
+    if unit in _UNITS_S and number.isdecimal():
+        return f"{now - int(number) * _UNITS_S[unit]:.0f}"
+    try:
+        return f"{datetime.fromisoformat(text).timestamp():.0f}"
+    except (ValueError, OverflowError) as problem:
+        raise click.BadParameter("use 30m, 12h, 7d, a date or a time", param_hint="--since") from problem
 
 
 def _batches(gateway: GatewayClient, limit: int, filters: dict[str, str]) -> Iterator[list[dict[str, Any]]]:

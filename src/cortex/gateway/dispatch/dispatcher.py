@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from cortex.fleet.catalogue import Cost
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Assessment, Decision, Origin, Verdict
@@ -130,6 +131,13 @@ class Dispatcher(StateMachine):
             return self._leases.context_tokens(self.resolve(name).model_id)
         except CortexError:
             return None
+
+    def prices(self, name: str) -> Cost:
+        """The prices of the model that a request names; none where there is no such model."""
+        try:
+            return self.fleet.catalogue.spec(self.resolve(name).model_id).cost
+        except CortexError:
+            return Cost()
 
     def lease_now(
         self,

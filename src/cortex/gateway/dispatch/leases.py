@@ -229,6 +229,7 @@ class LeasePool:
             for node in self._fleet_state.fleet.nodes
             for name, held in node.residencies.items()
             if held.status.family is not None or held.state is ModelState.READY
+            if node.has_lifecycle  # what a foreign server can do is not known
         }
         if any(known.get(model, [True])):
             return

@@ -44,7 +44,9 @@ class AdmissionController:
 
     def admit(self, key: KeySection | None, prompt_bytes: int, facts: Facts) -> AdmittedRequest:
         """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it."""
-        reservation = self.meter.admit(key, prompt_bytes, facts, partial(self._dispatcher.context_tokens, facts.model))
+        dispatcher, model = self._dispatcher, facts.model
+        context, prices = partial(dispatcher.context_tokens, model), partial(dispatcher.prices, model)
+        reservation = self.meter.admit(key, prompt_bytes, facts, context, prices)
         try:
             resolution = self._dispatcher.resolve(facts.model)
             reservation.check_model(resolution.model_id)

@@ -19,11 +19,18 @@ SESSION_PATH = b"/session"
 """Where a browser signs in."""
 PAGE_FILES = b"/page/"
 """The prefix of the page's files, which are the same for everybody."""
-OPEN_PATHS = (b"/", b"/health", b"/ready", SESSION_PATH)
+SIGN_IN_PATHS = (SIGN_IN_METHODS, SIGN_IN_START, SIGN_IN_CALLBACK) = (
+    b"/session/methods",
+    b"/session/start",
+    b"/session/callback",
+)
+OPEN_PATHS = (b"/", b"/health", b"/ready", SESSION_PATH, *SIGN_IN_PATHS)
 """Paths that need no key, in addition to those of `PAGE_FILES`."""
 OLLAMA_LISTINGS = (b"/api/version", b"/api/tags", b"/api/ps", b"/api/show")
 LISTING_PATHS = (b"/v1/models", b"/models", b"/props", *OLLAMA_LISTINGS)
 """Paths that need no key either, with `gateway.open_listing`."""
+CONVERSATIONS_PATH = b"/session/conversations"
+CONVERSATION_BYTES = 1024 * 1024
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""
 
@@ -77,6 +84,8 @@ def api_server(
         if not is_open and not is_preflight:
             authenticate(request)
         is_inference = request.method == b"POST" and request.path in ROUTES
+        if request.path.startswith(CONVERSATIONS_PATH):
+            return CONVERSATION_BYTES
         return limits.body_bytes if is_inference else CONTROL_BODY_BYTES
 
     def reject(error: CortexError, path: bytes) -> Response:

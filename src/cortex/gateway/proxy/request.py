@@ -273,6 +273,8 @@ class ProxyRequest:
             elif name == _DIMENSIONS_HEADER and value.isdigit():
                 self._accounting.dimensions = int(value[:9])
         lease = self._lease
+        if status < 400 and lease is not None and not lease.has_lifecycle:
+            self.services.nodes[lease.node].served_needs.add((lease.model, self.route.need))
         if status < 400 or lease is None:
             self._hide_details_of_foreign_streams(relay)
             return True

@@ -52,6 +52,10 @@ class CountedConnection(Protocol):
 
     client: str
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether its first request has not arrived yet."""
+
     def retire(self) -> None:
         """Take no further request: close now if idle, else after the running exchange."""
 
@@ -270,6 +274,11 @@ class ClientConnection(asyncio.Protocol):
         self._server.num_exchanges -= 1
         if exchange.request.body:
             self._parser.release(len(exchange.request.body))
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether its first request has not arrived yet."""
+        return not self._has_served and self._exchange is None and not self._closing
 
     def retire(self) -> None:
         """Take no further request: close now if idle, else after the running exchange."""

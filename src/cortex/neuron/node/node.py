@@ -31,6 +31,7 @@ from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
+from cortex.neuron.node.loading.model_folders import scan_folders
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding, equal_parts
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
@@ -169,7 +170,7 @@ class Node:
         node = cls(config, inventory, parts)
         warn_of_unknown_devices(config.devices, inventory)
         node._run_in_background(node.devices.warm(), "import the engine")
-        await node._scan_cache()
+        await node.scan_library()
         node._regular = [
             node._tasks.start("sample devices", node._keep_sampling),
             node._tasks.start("survey models", node._keep_surveying),
@@ -379,10 +380,13 @@ class Node:
         while True:
             await self._loader.survey_library()
             await asyncio.sleep(_SCAN_S)
-            await self._scan_cache()
+            await self.scan_library()
 
-    async def _scan_cache(self) -> None:
+    async def scan_library(self) -> None:
+        """Lists the models whose files have come, and no longer those whose files are gone."""
         self._library.discovered(await asyncio.to_thread(scan_cache, self._library.cache))
+        found = await asyncio.to_thread(scan_folders, self._library.folders)
+        self._models.forget(self._library.found_in_folders(found))
         await self.files.scan()
 
 

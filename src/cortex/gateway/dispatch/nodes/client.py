@@ -136,6 +136,8 @@ class NodeClient:
         self.pool = Pool(section.endpoint.rstrip("/").removesuffix("/v1"), ticker, limits, tls=tls)
         self.headers: Headers = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
         """Sent with every call to this node."""
+        self.served_needs: set[tuple[str, str]] = set()
+        """What a foreign server has responded to without an error: model and need."""
 
     @classmethod
     def of(

@@ -37,7 +37,8 @@ Generated from the tables of the code by `make docs`; edit those, not this page.
 A model's family follows from the `model_type` of its `config.json`. **Shape**: families of one shape share a file of
 the code, and this is what it describes. **GGUF** has the architecture's name in GGUF files; empty: from safetensors
 only. **Divided**: `tensor_parallel` divides every layer, `pipeline_parallel` divides by layers. **Images**: whether
-images in prompts are read, in families that are published with a vision tower; from safetensors.
+images in prompts are read, in families that are published with a vision tower: from safetensors, and in Qwen3-VL and
+Qwen3.5 also from GGUF with its `mmproj` file in the same directory.
 """
 
 ENCODED = """\

@@ -304,7 +304,7 @@ def survey_text(path: Path) -> TextSurvey:
     if gguf is not None:
         metadata = read_metadata(gguf).metadata
         sources, generation = template_source.from_gguf(metadata), defaults.from_gguf(metadata)
-        has_vision = False
+        has_vision = files.picture_spec(gguf) is not None
     else:
         sources, has_vision = template_source.from_directory(path), files.picture_spec(path) is not None
         generation = defaults.from_generation_config(files.read_json(path / "generation_config.json"))

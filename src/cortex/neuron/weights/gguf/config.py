@@ -47,6 +47,8 @@ ARCHITECTURES: Final = {
     "qwen3next": ("qwen3_next", "Qwen3NextForCausalLM"),
     "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "qwen3vl": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3vlmoe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
 }
@@ -54,6 +56,7 @@ INTERLEAVED: Final = frozenset({"granite", "granitehybrid", "llama", "mistral3",
 """Architectures whose converters interleave the rotary halves of queries and keys."""
 _MIXTURES: Final = frozenset(
     {"deepseek2", "ernie4_5-moe", "glm4moe", "gpt-oss", "laguna", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"}
+    | {"qwen3vlmoe"}
 )
 _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""
@@ -139,6 +142,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         config |= _mixture(keys)
     elif architecture not in _RECURRENT or architecture == "lfm2":
         config["intermediate_size"] = _of_first_layer(keys, architecture, "feed_forward_length")
+    if sections := file.metadata.get(f"{architecture}.rope.dimension_sections"):
+        config["mrope_section"] = list(sections)[:3]
     if architecture in _PARTIAL:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if is_hybrid:

@@ -27,7 +27,8 @@ ENGINE = {"neuron.engine", "units", *MODELS}
 WORKER = {"neuron.worker", "ipc", "routing", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.vision", "neuron.weights"}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
-NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "quant_names", *HUB, *TOKENIZER, *WORKER}
+PICTURES = {"neuron.picture_process", "ipc", "settings", "neuron.vision", "wire"}
+NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "quant_names", *HUB, *PICTURES, *TOKENIZER, *WORKER}
 API = {"neuron.api", "build", "open_files", "parsing", "http", "settings", "tls", *NODE}
 NEURON = {"neuron", "exits", *API}
 LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "tasks", "wire", "settings"}
@@ -44,7 +45,7 @@ DISPATCH = {
     "tls",
     "wire",
 }
-PROXY = {"gateway.proxy", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
+PROXY = {"gateway.proxy", "gateway.pictures", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
 GATEWAY_API = {"gateway.api", "build", *PROXY}
 GATEWAY_PAGE = {"gateway.page", "cortex", *PROXY}
 RESPONSES = {"gateway.responses", *PROXY}
@@ -87,6 +88,7 @@ RULES: dict[str, Rule] = {
     "gateway.dispatch": Rule(DISPATCH),
     "gateway.proxy": Rule(PROXY),
     "gateway.api": Rule(GATEWAY_API),
+    "gateway.pictures": Rule({"gateway.pictures", "gateway.config", "http", "parsing", "wire"}),
     "gateway.page": Rule(GATEWAY_PAGE),
     "gateway.responses": Rule(RESPONSES),
     "gateway": Rule(GATEWAY),
@@ -98,7 +100,8 @@ RULES: dict[str, Rule] = {
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.vision", "neuron.weights", "wire", "settings"}),
     "neuron.vision": Rule({"neuron.vision"}, frozenset(), frozenset({"numpy", "PIL"})),
-    "neuron.config": Rule({"neuron.servers", "wire", "settings", "telemetry"}),
+    "neuron.picture_process": Rule(PICTURES, frozenset({"msgspec", "numpy", "PIL"})),
+    "neuron.config": Rule({"neuron.picture_process", "neuron.servers", "wire", "settings", "telemetry"}),
     "neuron.servers": Rule({"neuron.servers", "wire", "settings"}, frozenset({"msgspec"})),
     "neuron.worker": Rule(WORKER),
     "neuron.tokenizer_process": Rule(TOKENIZER),

@@ -14,10 +14,18 @@ from aiohttp import ClientSession, ClientTimeout
 
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.rules import EvictionRules
-from cortex.gateway.config import ActivitySection, Config, GatewaySection, NeuronSection, ResponsesSection
+from cortex.gateway.config import (
+    ActivitySection,
+    Config,
+    GatewaySection,
+    NeuronSection,
+    PicturesSection,
+    ResponsesSection,
+)
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.users import SignInSection
+from cortex.gateway.pictures.fetcher import PictureFetcher
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.telemetry.tracing import TelemetrySection
@@ -50,6 +58,8 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
             telemetry: TelemetrySection | None = None,
             responses: ResponsesSection | None = None,
             activity: ActivitySection | None = None,
+            pictures: PicturesSection | None = None,
+            fetcher: PictureFetcher | None = None,
             **gateway: Any,
         ) -> Client:
             sections = [
@@ -77,8 +87,9 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 telemetry=telemetry or TelemetrySection(),
                 responses=responses or ResponsesSection(),
                 activity=activity or ActivitySection(),
+                pictures=pictures or PicturesSection(),
             )
-            started = Gateway(config, catalogue or Catalogue(), tmp_path)
+            started = Gateway(config, catalogue or Catalogue(), tmp_path, fetcher=fetcher)
             _, port = await started.start()
             opened.append(started)
             return Client(started, port, session)

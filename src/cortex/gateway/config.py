@@ -167,6 +167,23 @@ class ResponsesSection(Section, frozen=True):
         check_location(self.database)
 
 
+class PicturesSection(Section, frozen=True):
+    """Pictures that clients name by address instead of sending them."""
+
+    urls: bool = False
+    """Fetch them, from https addresses on the public internet, and send them to the node in the request. With `false`
+    such a request is rejected with 400."""
+    hosts: tuple[str, ...] = ()
+    """The only hosts that they are fetched from, such as `images.example.com`, or `.example.com` for all below it.
+    Empty: any."""
+    max_urls: Count = 10
+    """Addresses in one request; more are rejected with 400."""
+    max_mb: Count = 20
+    """A larger file is rejected with 400."""
+    timeout_s: Seconds = 10.0
+    """A picture that takes longer to fetch, redirects included, is rejected with 400."""
+
+
 class ActivitySection(Section, frozen=True):
     """The latest requests, kept in memory for `cortex logs` and the Activity page."""
 
@@ -269,6 +286,7 @@ class Config(Section, frozen=True):
     ledger: LedgerSection = LedgerSection()
     responses: ResponsesSection = ResponsesSection()
     activity: ActivitySection = ActivitySection()
+    pictures: PicturesSection = PicturesSection()
     telemetry: TelemetrySection = TelemetrySection()
 
     def __post_init__(self) -> None:

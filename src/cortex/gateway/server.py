@@ -47,6 +47,8 @@ from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
 from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.page import Page
 from cortex.gateway.page.signing_in import SigningIn
+from cortex.gateway.pictures.fetcher import PictureFetcher
+from cortex.gateway.pictures.inlining import PictureInlining
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.activity_file import ActivityFile
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
@@ -89,6 +91,7 @@ class Gateway:
         directory: Path,
         files: ConfigurationFiles | None = None,
         resolve: Resolve = resolve_addresses,
+        fetcher: PictureFetcher | None = None,
     ) -> None:
         """Relative paths of the configuration start at `directory`. `files`: where the configuration came from; without
         them keys cannot be edited. Raises SettingsError."""
@@ -124,6 +127,7 @@ class Gateway:
         self._tracer = open_tracer(config.telemetry, "cortex")
         self._admission = AdmissionController(self.dispatcher, self._metering.meter)
         limits = client_limits(config, open_files.limit())
+        parser = BodyParser()
         self._services = Services(
             config=config.gateway,
             admission=self._admission,
@@ -134,7 +138,8 @@ class Gateway:
             ticker=self._ticker,
             disconnected_usage=DisconnectedUsage(),
             activity=ActivityLog(config.activity),
-            parser=BodyParser(),
+            parser=parser,
+            pictures=PictureInlining(config.pictures, fetcher or PictureFetcher(self._ticker), parser),
             buffered=Buffered(limits.buffered_bytes),
         )
         self._activity_file = ActivityFile(config.state_directory(directory), self._services.activity)
@@ -345,6 +350,7 @@ class Gateway:
         self.config, self._configured, self._catalogue = config, configured, catalogue
         self._authorities = authorities
         self._services.config = config.gateway
+        self._services.pictures.section = config.pictures
         self._responses.use(config.responses)
         self._router.configure(config, is_open=self._metering.is_open)
         self._services.activity.configure(config.activity)

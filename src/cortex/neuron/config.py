@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from cortex import settings
+from cortex.neuron.picture_process.limits import PictureLimits
 from cortex.neuron.servers.entry import ENGINE_NAMES, HarnessEntry, check_server
 from cortex.neuron.servers.ready_made import BY_NAME, completed_server
 from cortex.settings import Listen, Section
@@ -231,6 +232,7 @@ class NeuronConfig(Section, frozen=True):
     harness: HarnessSettings = HarnessSettings()
     limits: Limits = Limits()
     text: TextLimits = TextLimits()
+    pictures: PictureLimits = PictureLimits()
     models: tuple[ModelEntry, ...] = ()
     default_models: tuple[DefaultModel, ...] = ()
 

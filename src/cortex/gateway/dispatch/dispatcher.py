@@ -55,6 +55,7 @@ class Dispatcher(StateMachine):
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
         self._is_closing = False
         self.acquire = self._leases.acquire
+        self.check_pictures = self._leases.check_pictures
         self.measured = self._leases.measured
         self.resolve = self._fleet_state.resolve
         self.watch = self._jobs.watch
@@ -139,7 +140,13 @@ class Dispatcher(StateMachine):
             return ModelSpec(id=name)
 
     def lease_now(
-        self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str], need: Need = "response"
+        self,
+        model: str,
+        prompt: Callable[[], bytes],
+        excluded: frozenset[str],
+        need: Need = "response",
+        *,
+        has_pictures: bool = False,
     ) -> Lease | None:
         """A lease, if one is available at once. None while an event is applied, because the state is about to change.
         Raises UnsupportedModality; for a response the node decides that, because most requests ask for one."""
@@ -147,7 +154,7 @@ class Dispatcher(StateMachine):
             return None
         if need != "response":
             self._leases.check_capable(model, need)
-        return self.acquire(model, prompt, excluded)
+        return self.acquire(model, prompt, excluded, has_pictures=has_pictures)
 
     def request_lease(self, pending: PendingRequest) -> None:
         """Deliver a lease at once where one is available, else queue the request.
@@ -156,10 +163,10 @@ class Dispatcher(StateMachine):
         because the state is about to change.
         """
         if pending.need == "count":
-            pending.deliver(self._leases.tokeniser(pending.model))
+            pending.deliver(self._leases.tokeniser(pending.model, has_pictures=pending.has_pictures))
             return
         self._leases.check_capable(pending.model, pending.need)
-        if not self._is_applying and (lease := self.acquire(pending.model, pending.prompt, pending.excluded)):
+        if not self._is_applying and (lease := self._leases.acquire_for(pending, pending.excluded)):
             pending.deliver(lease)
         elif self._is_closing:
             raise _shutting_down()

@@ -12,7 +12,7 @@ import msgspec
 
 from cortex.fleet.placement.decision import Origin
 from cortex.gateway.dispatch.dispatcher import Dispatcher
-from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.gateway.ledger.meter import Meter, Reservation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.http.request import Request
@@ -56,8 +56,14 @@ class AdmissionController:
         try:
             resolution = self._dispatcher.resolve(facts.model)
             reservation.check_model(resolution.model_id)
+            if facts.has_pictures:
+                self.check_pictures(key, resolution.model_id)
         except CortexError as error:
             reservation.cancel()
             raise shown_to(key, error) from error
         origin: Origin = "background" if resolution.background else "request"
         return AdmittedRequest(resolution.model_id, origin, reservation, key)
+
+    def check_pictures(self, key: KeySection | None, model: str) -> None:
+        """Raises UnsupportedModality for a model that reads text only, with those of `key` that read pictures."""
+        self._dispatcher.check_pictures(model, partial(may_use, key))

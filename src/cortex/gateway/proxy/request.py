@@ -119,7 +119,7 @@ class ProxyRequest:
         self._is_unread = False
         """Whether the node has not read the response either."""
         is_stream = route.generates and envelope.facts.stream
-        num_bytes, num_choices = len(received), envelope.facts.num_choices
+        num_bytes, num_choices = len(received) - envelope.facts.picture_bytes, envelope.facts.num_choices
         self._accounting = RequestAccounting(
             services, route, admitted, id, span, num_bytes, num_choices, is_stream, started_at
         )
@@ -138,7 +138,8 @@ class ProxyRequest:
         try:
             if self.route.runs_model:
                 need, model = self.route.need, self.admitted.model
-                lease = self.services.dispatcher.lease_now(model, self._prompt_bytes, self._excluded, need)
+                prompt, excluded, has_pictures = self._prompt_bytes, self._excluded, self.envelope.facts.has_pictures
+                lease = self.services.dispatcher.lease_now(model, prompt, excluded, need, has_pictures=has_pictures)
                 if lease is not None:
                     self._deliver(lease)
                     return
@@ -150,6 +151,7 @@ class ProxyRequest:
                 origin=self.admitted.origin,
                 need=self.route.need,
                 excluded=self._excluded,
+                has_pictures=self.envelope.facts.has_pictures,
             )
             self.services.dispatcher.request_lease(pending)
         except CortexError as error:

@@ -11,6 +11,7 @@ from cortex.gateway.config import GatewaySection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.metrics import Metrics
+from cortex.gateway.pictures.inlining import PictureInlining
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.admission import AdmissionController
@@ -34,6 +35,7 @@ class Services:
     disconnected_usage: DisconnectedUsage
     activity: ActivityLog
     parser: BodyParser
+    pictures: PictureInlining
     buffered: Buffered
     """Request bytes in memory, of clients and of runs in the background."""
     clock: ClassVar = staticmethod(time.monotonic)

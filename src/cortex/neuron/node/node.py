@@ -45,6 +45,7 @@ from cortex.neuron.node.status import ServedModel, describe_node
 from cortex.neuron.node.survey_process.client import SurveyProcess, Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.node.text.work import TextSource
+from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.servers.ready_made import installed
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
@@ -106,13 +107,9 @@ class Node:
         open_text = parts.open_text or partial(
             TokenizerClient, memory_bytes=config.text.memory_mb << 20, read_s=config.text.timeout_s
         )
-        self.texts = Texts(
-            open_text,
-            config.text,
-            limits.max_queue,
-            self._local_path,
-            lambda model_id: self._models.prompt_rules(model_id),
-        )
+        self.pictures = Pictures(config.pictures)
+        rules = lambda model_id: self._models.prompt_rules(model_id)  # noqa: E731
+        self.texts = Texts(open_text, config.text, limits.max_queue, self._local_path, rules)
         held = MemoryCeilings(ceilings, self._holdings)
         room = DeviceRoom(
             self.devices, forecast, lambda model: self._harnesses.of(model).estimates, held, parts.read_devices
@@ -313,6 +310,7 @@ class Node:
         await self.shares.close()
         await self._harnesses.close()
         await self.texts.close()
+        await self.pictures.close()
         await self.files.close()
         await self._surveys.close()
         await self._models.closed()
@@ -370,6 +368,7 @@ class Node:
         while True:
             await self.devices.sample()
             await self.texts.rest_idle(self._models.is_in_memory)
+            await self.pictures.rest_idle()
             await self._surveys.rest_idle()
             await asyncio.sleep(_SAMPLE_S)
 

@@ -27,6 +27,7 @@ from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, Upstrea
 from cortex.wire.events import AnyEvent, Finish, ReasoningDelta, TextDelta, ToolCallDelta, Usage
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.packed_request import PackedRequest, unpack
+from cortex.wire.pictures.files import with_files
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
 
@@ -157,8 +158,7 @@ class RelayedSession:
                 param="prompt",
             )
         if self._chat is None:
-            request: GenerateRequest = unpack(self._packed.whole)
-            chat = openai_chat.build(request)
+            chat = openai_chat.build(with_files(unpack(self._packed.whole), self._packed.files))
         else:
             chat = self._chat
             if head.stream:

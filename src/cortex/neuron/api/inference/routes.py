@@ -17,7 +17,7 @@ from cortex.neuron.api.inference.departures import Departures
 from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
 from cortex.neuron.api.inference.relayed import RelayedSession, operator_fields
 from cortex.neuron.api.inference.session import Session
-from cortex.neuron.api.inference.tasks import check_task
+from cortex.neuron.api.inference.tasks import check_pictures, check_task
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
 from cortex.neuron.api.log_context import stream_failure
@@ -83,6 +83,7 @@ class Inference:
                 watch.model = packed.head.model
                 is_of_gateway = bool(bodies.principal_of(http))
                 check_task(self.backend, packed.head.model, served, "chat", is_of_gateway=is_of_gateway)
+                check_pictures(self.backend, packed.head, is_of_gateway=is_of_gateway)
                 try:
                     with self.departures.request(packed.head, is_of_gateway=is_of_gateway):
                         return await self._respond(call, name, packed, watch)

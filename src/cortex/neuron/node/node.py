@@ -108,8 +108,13 @@ class Node:
             TokenizerClient, memory_bytes=config.text.memory_mb << 20, read_s=config.text.timeout_s
         )
         self.pictures = Pictures(config.pictures)
-        rules = lambda model_id: self._models.prompt_rules(model_id)  # noqa: E731
-        self.texts = Texts(open_text, config.text, limits.max_queue, self._local_path, rules)
+        self.texts = Texts(
+            open_text,
+            config.text,
+            limits.max_queue,
+            self._local_path,
+            lambda model_id: self._models.prompt_rules(model_id),
+        )
         held = MemoryCeilings(ceilings, self._holdings)
         room = DeviceRoom(
             self.devices, forecast, lambda model: self._harnesses.of(model).estimates, held, parts.read_devices

@@ -18,7 +18,7 @@ from typing import Any
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
-from cortex.neuron.node.devices import NodeDevices, ReadDevices, warn_of_unknown_devices
+from cortex.neuron.node.devices import NodeDevices, ReadDevices, inventory_of, warn_of_unknown_devices
 from cortex.neuron.node.event_feed import EventFeed
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.harness.command.harness import CommandHarness
@@ -46,7 +46,7 @@ from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.node.text.work import TextSource
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices
+from cortex.neuron.worker.discovery import Inventory, discover, read_devices
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.quant_names import is_same_quant
@@ -93,10 +93,11 @@ class Node:
         )
         self._surveys = (parts.surveys or partial(_survey_process, limits))()
         lead = Lead(config, self.devices, forecast, parts.connect_peer)
-        engine = EngineHarness(config, self.devices, forecast, self._surveys, lead)
+        engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, lead)
         commands = [CommandHarness(entry, config, parts.read_devices) for entry in config.commands]
         self._harnesses = Harnesses(engine, *commands, *parts.harnesses)
-        self.discovery = describe_node(inventory, limits.sleep_mb, self._harnesses.names)
+        usable = [name for name in self._harnesses.names if engine.is_usable or name not in engine.names]
+        self.discovery = describe_node(inventory, limits.sleep_mb, tuple(usable))
         self._config = config
         self._started_s = time.monotonic()
         self._library = Library(config)
@@ -163,10 +164,11 @@ class Node:
     async def start(cls, config: NeuronConfig, parts: Parts | None = None) -> Node:
         """Returns a node that serves at once; default models load in the background."""
         parts = parts or Parts()
-        inventory = divided(await asyncio.to_thread(parts.discover), config.cpu_devices)
+        inventory = await asyncio.to_thread(inventory_of, config, parts.discover)
         node = cls(config, inventory, parts)
         warn_of_unknown_devices(config.devices, inventory)
-        node._run_in_background(node.devices.warm(), "import the engine")
+        if node._engine.is_usable:
+            node._run_in_background(node.devices.warm(), "import the engine")
         await node._scan_cache()
         node._regular = [
             node._tasks.start("sample devices", node._keep_sampling),
@@ -378,7 +380,8 @@ class Node:
             await self._scan_cache()
 
     async def _scan_cache(self) -> None:
-        self._library.discovered(await asyncio.to_thread(scan_cache, self._library.cache))
+        if self._engine.is_usable:  # nothing else runs models that no entry names
+            self._library.discovered(await asyncio.to_thread(scan_cache, self._library.cache))
         await self.files.scan()
 
 

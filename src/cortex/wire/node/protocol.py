@@ -29,7 +29,8 @@ Dialect = Literal[
     "ollama_generate",
     "llama_cpp_infill",
 ]
-DeviceKind = Literal["cuda", "cpu"]
+DeviceKind = Literal["cuda", "rocm", "cpu"]
+"""`rocm`: an AMD card, for harnesses only."""
 Stage = Literal["resolve", "download", "read", "place", "warm"]
 
 

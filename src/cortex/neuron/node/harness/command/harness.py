@@ -22,6 +22,7 @@ from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.worker import amd
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.tasks import finish_all
@@ -201,8 +202,9 @@ class CommandHarness:
         )
         memory = ServerMemory(
             chosen.indices,
-            free_bytes if devices[0].kind == "cuda" else None,
+            free_bytes if devices[0].kind != "cpu" else None,
             self.estimates.whole_bytes(model, facts),
+            amd.memory_of if devices[0].kind == "rocm" else None,
         )
         host = CommandHost(
             model.id,
@@ -235,7 +237,7 @@ class CommandHarness:
             "MODEL_ID": model.id,
             "CONTEXT": None if model.context_tokens is None else str(model.context_tokens),
             "DEVICES": ",".join(str(device.index) for device in devices),
-            "GPU_COUNT": str(sum(device.kind == "cuda" for device in devices)),
+            "GPU_COUNT": str(sum(device.kind != "cpu" for device in devices)),
             "PID": str(pid),
         }
         return Expansion(values, self._env, self._entry.name)
@@ -243,9 +245,14 @@ class CommandHarness:
 
 def _visible(devices: Sequence[Device]) -> dict[str, str]:
     """The server sees no other GPUs. Their ids are the same whatever the node itself sees."""
-    if devices[0].kind != "cuda":
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(device.uuid or str(device.index) for device in devices)}
+    names = ",".join(device.uuid or str(device.index) for device in devices)
+    match devices[0].kind:
+        case "cuda":
+            return {"CUDA_VISIBLE_DEVICES": names}
+        case "rocm":  # HIP counts what ROCr leaves visible
+            return {"ROCR_VISIBLE_DEVICES": names, "HIP_VISIBLE_DEVICES": ",".join(map(str, range(len(devices))))}
+        case "cpu":
+            return {}
 
 
 def _size(path: Path) -> int:

@@ -50,6 +50,9 @@ class ServerMemory:
     free_bytes: Callable[[], int] | None
     """Free memory of GPUs, all together; blocks. None: the server takes memory of the host, and its processes tell."""
     expected_bytes: int
+    used_bytes: Callable[[list[int]], int] | None = None
+    """What the driver of the GPUs says that processes use; blocks. None, or 0: it does not say, and the free memory
+    before and after tells."""
 
 
 @dataclass(eq=False, slots=True)
@@ -154,10 +157,13 @@ class CommandHost:
         return 0 if self.memory.free_bytes is None else await asyncio.to_thread(self.memory.free_bytes)
 
     async def _measured(self, free_before: int) -> int:
-        if self.memory.free_bytes is not None:
-            return max(0, free_before - await self._free_bytes())
-        server = self._server
-        return 0 if server is None else await asyncio.to_thread(lambda: server.num_bytes)
+        server, memory = self._server, self.memory
+        if memory.free_bytes is None:
+            return 0 if server is None else await asyncio.to_thread(lambda: server.num_bytes)
+        used_bytes = 0
+        if server is not None and (read := memory.used_bytes) is not None:
+            used_bytes = await asyncio.to_thread(lambda: read(server.processes))
+        return used_bytes or max(0, free_before - await self._free_bytes())
 
     async def _watch_end(self) -> None:
         assert self._server is not None

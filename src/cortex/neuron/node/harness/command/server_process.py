@@ -60,9 +60,14 @@ class ServerProcess:
         return self._waiter.done()
 
     @property
+    def processes(self) -> list[int]:
+        """All of them that run now."""
+        return descendants(self._process.pid)
+
+    @property
     def num_bytes(self) -> int:
         """The memory of all its processes."""
-        return resident_bytes(descendants(self._process.pid))
+        return resident_bytes(self.processes)
 
     @property
     def last_lines(self) -> str:

@@ -22,6 +22,7 @@ from cortex.cli.commands.serve import serve
 from cortex.cli.commands.status import status
 from cortex.cli.commands.usage import usage
 from cortex.cli.failures import EXIT_CODES_HELP, Group, run
+from cortex.cli.importing.command import import_configuration
 from cortex.cli.up.command import up
 from cortex.gateway.config import check_environment
 
@@ -36,7 +37,7 @@ _LOOK = (status, ps, models, logs, jobs, explain, doctor)
 _USE = (run_model, chat, embed, launch)
 _CONTROL = (load, unload, pin, unpin, move, pull, rm, drain, undrain)
 
-for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, serve, completion):
+for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, serve, import_configuration, completion):
     cortex.add_command(command)
 cortex.add_command(unload, "stop")  # as users of Ollama call it
 

@@ -280,7 +280,10 @@ def main() -> None:
     limits = gpu_limits(device) if is_gpu else cpu_limits()
     start = time.perf_counter()
     spec = LoadSpec(
-        str(arguments.checkpoint or ""), max_num_seqs=arguments.max_num_seqs, deterministic=arguments.deterministic
+        str(arguments.checkpoint or ""),
+        max_num_seqs=arguments.max_num_seqs,
+        deterministic=arguments.deterministic,
+        speculation="off",  # random models repeat themselves: lookup would measure itself (bench/speculation.py does)
     )
     if arguments.checkpoint is not None:
         engine = Engine(load_model(spec, device, lambda *_: None, lambda: False), spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from cortex import __version__
+from cortex.cli.commands.cancel import cancel
 from cortex.cli.commands.chat import chat
 from cortex.cli.commands.completion import completion
 from cortex.cli.commands.doctor.command import doctor
@@ -35,7 +36,7 @@ def cortex() -> None:
 
 _LOOK = (status, ps, models, logs, jobs, explain, doctor)
 _USE = (run_model, chat, embed, launch)
-_CONTROL = (load, unload, pin, unpin, move, pull, rm, drain, undrain)
+_CONTROL = (load, unload, cancel, pin, unpin, move, pull, rm, drain, undrain)
 
 for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, serve, import_configuration, completion):
     cortex.add_command(command)

@@ -46,6 +46,7 @@ from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
 from cortex.gateway.page.page import Page
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
+from cortex.gateway.proxy.accounting.running import RunningRequests
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import CONTROL_BODY_BYTES, api_server, client_limits, paths_without_key
@@ -129,6 +130,7 @@ class Gateway:
             ticker=self._ticker,
             disconnected_usage=DisconnectedUsage(),
             activity=ActivityLog(config.activity),
+            running=RunningRequests(),
             parser=BodyParser(),
             buffered=Buffered(limits.buffered_bytes),
         )
@@ -155,7 +157,7 @@ class Gateway:
             orders,
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
             JobRoutes(board, self._metering),
-            ActivityRoutes(self._services.activity, self._metering, self._streams),
+            ActivityRoutes(self._services.activity, self._services.running, self._metering, self._streams),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
             KeyRoutes(self._metering, files.path if files is not None else None, self._reload_files, self._deferred),
         )

@@ -7,12 +7,11 @@ while the response is relayed. Its `RequestAccounting` records the result.
 from __future__ import annotations
 
 import asyncio
-from functools import lru_cache
-from urllib.parse import quote
 
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
+from cortex.gateway.proxy.accounting.running import RunningRequest
 from cortex.gateway.proxy.accounting.usage import reported_usage
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
@@ -26,12 +25,12 @@ from cortex.gateway.proxy.redaction import (
 )
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import JSON_HEADERS, Route, error_response
+from cortex.gateway.proxy.routes import keepalive as keepalive_of
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation
-from cortex.http.observer import Keepalive, ObservedRelay, Outcome
+from cortex.http.observer import ObservedRelay, Outcome
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
-from cortex.http.response_head import stream_headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault
 from cortex.parsing.envelope import Envelope
@@ -42,8 +41,7 @@ from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.dialects.openai_responses import kept
-from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
+from cortex.wire.errors import CortexError, RequestCancelled, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import (
     ATTEMPT_ID,
@@ -57,8 +55,8 @@ from cortex.wire.node.headers import (
     RECOVERS,
     TOKEN_LIMIT,
     WAITED,
+    header_value,
 )
-from cortex.wire.node.protocol import Dialect as DialectName
 
 _PRINCIPAL_HEADER = PRINCIPAL.encode()
 _ATTEMPT_HEADER = ATTEMPT_ID.encode()
@@ -71,7 +69,6 @@ _WAITED_HEADER = WAITED.encode()
 _TOKEN_LIMIT_HEADER = TOKEN_LIMIT.encode()
 _BUDGET_HEADER = BUDGET.encode()
 _PROMPT_TOKENS_HEADER = PROMPT_TOKENS.encode()
-
 _RECOVERS_HEADER = RECOVERS.encode()
 _OVERLOADED = (503, 529)
 
@@ -139,13 +136,15 @@ class ProxyRequest:
         self._accounting = RequestAccounting(
             services, route, admitted, id, span, num_bytes, num_choices, is_stream, started_at
         )
-        keepalive = _keepalive(route.dialect, services.config.keepalive_s) if is_stream else None
+        keepalive = keepalive_of(route.dialect, services.config.keepalive_s) if is_stream else None
         headers, capture = route.id_headers(id), None
         if keeper is not None:
             headers, capture = (*headers, *keeper.headers), keeper.capture
         relay = Relay(exchange, self, services.ticker, keepalive, headers, capture)
         self._relay: Relay | None = None if relay.closed else relay
         """Cleared in `on_done`: request and relay refer to each other, and the cycle would outlive them."""
+        if self._relay is not None:
+            services.running.add(self)
 
     def go(self) -> None:
         """Get a lease for a node, or wait for one."""
@@ -174,13 +173,12 @@ class ProxyRequest:
     def _deliver(self, result: Lease | CortexError) -> None:
         """There is a lease, or there will be none."""
         self._pending = None
-        if isinstance(result, Lease):
-            try:
-                self._send(result)
-            except CortexError as error:
-                self._reject(error)
-        else:
-            self._reject(result)
+        try:
+            if isinstance(result, CortexError):
+                raise result
+            self._send(result)
+        except CortexError as error:
+            self._reject(error)
 
     def _send(self, lease: Lease) -> None:
         assert self._relay is not None  # nothing is sent after the end
@@ -203,7 +201,7 @@ class ProxyRequest:
             (b"accept", b"text/event-stream" if self._accounting.stream else b"application/json"),
             (b"x-request-id", self.id),
             (_ATTEMPT_HEADER, self._accounting.attempt_id),
-            (_PRINCIPAL_HEADER, _header_value(self.admitted.reservation.principal)),
+            (_PRINCIPAL_HEADER, header_value(self.admitted.reservation.principal)),
         )
         if self.keeper is not None and self.keeper.kept is not None:
             headers = (*headers, (_KEPT_HEADER, self.keeper.kept.header_value.encode()))
@@ -217,7 +215,7 @@ class ProxyRequest:
         self._attempt = self.span.call(lease.node)
         if (traceparent := self._attempt.traceparent) is not None:
             headers = (*headers, (b"traceparent", traceparent))
-        ours: Headers = ((_NODE_HEADER, _header_value(lease.node)),) if services.config.node_header else ()
+        ours: Headers = ((_NODE_HEADER, header_value(lease.node)),) if services.config.node_header else ()
         if reservation.token_limit is not None and reservation.is_tight:
             ours = (*ours, (_BUDGET_HEADER, b"%d tokens" % reservation.token_limit))
         silence_s = services.config.idle_timeout_s
@@ -259,6 +257,20 @@ class ProxyRequest:
         if self._relay is not None:
             self._relay.reject(*response, self.route.codec.stream_error(error))
 
+    def running(self) -> RunningRequest:
+        return self._accounting.running(self._lease)
+
+    def cancel(self, by: str) -> None:
+        """End the request, at its node too; the client gets an error."""
+        if (relay := self._relay) is None:
+            return
+        error = RequestCancelled(f"The request was cancelled by {by}.")
+        self._accounting.failed_with(error)
+        response = error_response(error, self.route.family)
+        if not relay.exchange.started:
+            self._accounting.status = response.status
+        relay.cancel(*response, self.route.codec.stream_error(error))
+
     # --- the relay's callbacks
 
     def on_head(self, relay: ObservedRelay, status: int, headers: Headers) -> bool:
@@ -271,14 +283,16 @@ class ProxyRequest:
             elif name == _DIMENSIONS_HEADER and value.isdigit():
                 self._accounting.dimensions = int(value[:9])
         lease = self._lease
+        key = self.admitted.key
         if status < 400 or lease is None:
-            self._hide_details_of_foreign_streams(relay)
+            is_foreign = lease is not None and not lease.has_lifecycle and self._translation is None
+            if is_foreign and self._accounting.stream and key is not None and hides_details(key):
+                relay.translate(StreamRedaction(key, self.route.codec.stream_error))
             return True
         if status in NOT_ADMITTED and lease.has_lifecycle:
             # The client's key was checked here. This is about the gateway's own key for the node.
             self.on_fault(relay, NotAdmitted(f"status {status}: the node does not admit this gateway, check key_env"))
             return False
-        key = self.admitted.key
         if status == errors.InvalidAPIKey.status or hides_errors_of(key, status):
             relay.translate(ErrorRedaction(key, self.route.family, self._error_of_node))
         if not self.route.runs_model or self._accounting.num_attempts >= MAX_ATTEMPTS:
@@ -313,13 +327,6 @@ class ProxyRequest:
             return self.admitted.reservation.extend(counted) != before
         except CortexError:
             return False
-
-    def _hide_details_of_foreign_streams(self, relay: ObservedRelay) -> None:
-        key, lease = self.admitted.key, self._lease
-        if key is None or key.operator or lease is None or lease.has_lifecycle:
-            return
-        if self._accounting.stream and self._translation is None:
-            relay.translate(StreamRedaction(key, self.route.codec.stream_error))
 
     def on_first_data(self, relay: ObservedRelay) -> None:  # noqa: ARG002
         self._accounting.first_data_at = self.services.clock()
@@ -366,6 +373,7 @@ class ProxyRequest:
     def on_done(self, relay: ObservedRelay, outcome: Outcome) -> None:
         """Return the lease and account for the request."""
         self._relay = None
+        self.services.running.discard(self)
         if self._pending is not None:
             self.services.dispatcher.cancel(self._pending)
             self._pending = None
@@ -391,15 +399,3 @@ class ProxyRequest:
         self._accounting.close(lease, outcome, usage, tail.num_bytes)
         if self.keeper is not None:
             self.keeper.ended(self._accounting.status, outcome)
-
-
-@lru_cache(maxsize=16)
-def _keepalive(dialect: DialectName, interval_s: float) -> Keepalive:
-    codec = DIALECTS[dialect]
-    return Keepalive(codec.KEEPALIVE, interval_s, stream_headers(codec.CONTENT_TYPE))
-
-
-@lru_cache(maxsize=4096)
-def _header_value(text: str) -> bytes:
-    """`text`, any name that an operator chose, as a safe header value."""
-    return quote(text, safe=" @._-").encode()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import islice
+from urllib.parse import quote
 
 from cortex.wire.errors import MAX_ECHO
 from cortex.wire.requests import GenerateRequest
@@ -74,3 +76,9 @@ def listed(values: Iterable[str]) -> str:
     starts = (value[:MAX_ECHO] for value in islice(values, MAX_ECHO))  # no more than these can be shown
     kept = ("".join(c for c in start if c.isascii() and c.isprintable() and c != ",") for start in starts)
     return ", ".join(dict.fromkeys(kept))[:MAX_ECHO]
+
+
+@lru_cache(maxsize=4096)
+def header_value(text: str) -> bytes:
+    """`text`, any name that an operator chose, as a safe header value."""
+    return quote(text, safe=" @._-").encode()

@@ -8,6 +8,7 @@ import click
 
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
+from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, table
 from cortex.wire.words import duration, plural
 
@@ -17,7 +18,7 @@ _PHASES = {"wait": "waits", "prefill": "reads the prompt", "decode": "generates"
 
 @click.command(cls=Command)
 @click.argument("ids", metavar="[ID]...", nargs=-1)
-@click.option("--model", help="Every request for this model.")
+@click.option("--model", type=MODEL, help="Every request for this model.")
 @gateway_options
 @json_option
 def cancel(ids: tuple[str, ...], model: str | None, gateway: GatewayClient, as_json: bool) -> None:

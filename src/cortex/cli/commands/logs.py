@@ -15,6 +15,7 @@ from rich.text import Text
 
 from cortex.cli.client import GatewayClient, GatewayUnreachable, gateway_options
 from cortex.cli.failures import Command
+from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json
 
 POLL_S = 1.0
@@ -24,7 +25,7 @@ _TITLES = ("TIME", "STATUS", "TTFT", "TOTAL", "TOK/S", "TOKENS", "NODE", "KEY", 
 @click.command(cls=Command)
 @click.option("-f", "--follow", is_flag=True, help="Wait for further requests until Ctrl-C.")
 @click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many requests.")
-@click.option("--model", help="Only requests for this model; * matches any text.")
+@click.option("--model", type=MODEL, help="Only requests for this model; * matches any text.")
 @click.option("--key", help="Only requests with the key of this name or id.")
 @click.option("--status", help="Only requests with this status: 200, 5xx, ok, error.")
 @gateway_options

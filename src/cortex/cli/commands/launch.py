@@ -55,7 +55,7 @@ def planned(agent: str, url: str, key: str, model: str, context_tokens: int | No
                 f'model_providers.cortex={{name="cortex", base_url="{url}/v1", env_key="CORTEX_AGENT_KEY", '
                 'wire_api="responses"}'
             )
-            options = ("-c", provider, "-c", 'model_provider="cortex"', "-m", model)
+            options: tuple[str, ...] = ("-c", provider, "-c", 'model_provider="cortex"', "-m", model)
             if context_tokens is not None:
                 options = ("-c", f"model_context_window={context_tokens}", *options)
             return Launch("codex", options, {"CORTEX_AGENT_KEY": key})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ from cortex.neuron.text.errors import TextFileMalformed
 
 MAX_JSON_BYTES: Final = 16 << 20
 MAX_TEMPLATE_BYTES: Final = 1 << 20
+MAX_TOKENIZER_BYTES: Final = 128 << 20
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -46,3 +48,16 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 def has_vision(directory: Path) -> bool:
     """Whether the model in `directory` has a vision tower; raises TextFileMalformed."""
     return "vision_config" in read_json(directory / "config.json")
+
+
+def token_search(directory: Path) -> Callable[[str], bool]:
+    """Whether a text is a token of its own, without a tokenizer: it stands in quotes in the file that has them."""
+    try:
+        content = read_limited(directory / "tokenizer.json", MAX_TOKENIZER_BYTES)
+    except FileNotFoundError:
+        return lambda _: False
+
+    def is_token(text: str) -> bool:
+        return json.dumps(text).encode() in content or json.dumps(text, ensure_ascii=False).encode() in content
+
+    return is_token

@@ -19,7 +19,8 @@ TARGET = "/v1/embeddings"
 
 
 class _Item(msgspec.Struct, frozen=True):
-    embedding: list[float]
+    embedding: msgspec.Raw
+    """As the node wrote it: to read and to write the numbers of many vectors would block the loop."""
     index: int = 0
 
 
@@ -65,6 +66,8 @@ def response_body(
         found = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
         raise UpstreamInterrupted(f"The response of /v1/embeddings could not be read: {problem}") from problem
+    if not all(bytes(memoryview(item.embedding)[:1]) == b"[" for item in found.data):
+        raise UpstreamInterrupted("The response of /v1/embeddings could not be read: it has vectors that are no arrays")
     vectors = [item.embedding for item in sorted(found.data, key=lambda item: item.index)]
     usage = Usage(prompt_tokens=found.usage.prompt_tokens)
     if path == OLD_PATH:

@@ -46,6 +46,7 @@ class ServedFiles:
     num_layers: ClassVar[int] = 0
     has_stages: ClassVar[bool] = False
     pooling: ClassVar[None] = None
+    stored: ClassVar[None] = None
 
     @property
     def backend(self) -> str:

@@ -147,8 +147,8 @@ class Dispatcher(StateMachine):
         Raises Overloaded, ShuttingDown or UnsupportedModality. While an event is applied every request is queued,
         because the state is about to change.
         """
-        if pending.need == "count":
-            pending.deliver(self._leases.tokeniser(pending.model))
+        if pending.need == "count" and (lease := self._leases.tokeniser(pending.model)) is not None:
+            pending.deliver(lease)
             return
         self._leases.check_capable(pending.model, pending.need)
         if not self._is_applying and (lease := self.acquire(pending.model, pending.prompt, pending.excluded)):

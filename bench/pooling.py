@@ -1,19 +1,20 @@
-"""Benchmarks an embedding model in the engine without a server: random weights of BGE-M3's shape, or a checkpoint.
+"""Benchmarks an embedding model: random weights of BGE-M3's shape, or a checkpoint.
 
-    PYTHONPATH=src python bench/pooling.py --texts 512 --tokens 512 --json out.json
+    PYTHONPATH=src python bench/pooling.py --http --profile --json out.json
     PYTHONPATH=src python bench/pooling.py --checkpoint DIR --device cpu --texts 32 --tokens 128 --peer
 
 The limit is the rate of a large bf16 GEMM in the same run; the model's own FLOPs count: two for each weight and token,
-and four for each pair of tokens, dimension and layer in attention. `--peer` runs the same texts through the reference
-library, 32 at a time. `--http URL --model ID` measures a running node or gateway instead, with base64.
+and four for each pair of tokens, dimension and layer in attention. `--http` also starts a node with the same model, and
+compares what clients get as base64 with the engine's rate. `--peer` runs the same texts through Sentence Transformers,
+in turns with the engine. `--profile` prints the kernels that take the most time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,40 +27,34 @@ from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.pooling.engine import PoolingEngine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, PooledTexts
 from cortex.neuron.layers.parameters import Parameters
+from daemon import Neuron, running_neuron
+from encoder_checkpoint import BGE_M3, POOLING, TINY, texts_of, write_encoder
+from engine import matrix_limit
 
-BGE_M3: dict[str, Any] = {
-    "model_type": "xlm-roberta",
-    "vocab_size": 250_002,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 8194,
-    "type_vocab_size": 1,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-5,
-    "pad_token_id": 1,
-    "pooling": {"task": "embed", "modes": ["cls"], "steps": [("normalize", {})]},
-}
-GEMM_SIZE = 8192
+SHAPES = {"bge-m3": BGE_M3, "tiny": TINY}
+TEXTS_PER_REQUEST = 64
+NUM_CLIENTS = 8
+HTTP_ROUNDS = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="bge-m3")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--texts", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peer", action="store_true")
-    parser.add_argument("--http", metavar="URL")
-    parser.add_argument("--model")
+    parser.add_argument("--http", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.peer and options.checkpoint is None:
+        parser.error("--peer needs --checkpoint")
+    result = engine_rates(options)
     if options.http:
-        result = {"http_tokens_per_s": http_rate(options.http, options.model, options.texts, options.tokens)}
-    else:
-        result = engine_rates(options)
+        result |= http_rates(options, result["tokens_per_s"])
     for name, value in result.items():
         print(f"{name:28} {value:,.4g}")
     if options.json:
@@ -68,12 +63,17 @@ def main() -> None:
 
 def engine_rates(options: argparse.Namespace) -> dict[str, float]:
     device = torch.device(options.device)
-    engine = loaded(options.checkpoint, device)
-    config = engine.pooled.config
-    generator = np.random.default_rng(0)
-    ids = generator.integers(4, config.vocab, options.texts * options.tokens).astype(np.uint32)
-    texts = PooledTexts(ids.tobytes(), (options.tokens,) * options.texts)
-    best_s, longest_s = min((timed(engine, texts) for _ in range(options.repeats + 1)), key=lambda pair: pair[0])
+    engine = loaded(options.checkpoint, SHAPES[options.shape], device)
+    ids = np.random.default_rng(0).integers(4, engine.pooled.config.vocab, (options.texts, options.tokens))
+    texts = PooledTexts(ids.astype(np.uint32).tobytes(), (options.tokens,) * options.texts)
+    peer = Peer(options.checkpoint, ids, device) if options.peer else None
+    best_s, longest_s = timed(engine, texts)  # also a warm-up
+    best_s = peer_s = float("inf")
+    for _ in range(options.repeats):
+        took_s, step_s = timed(engine, texts)
+        best_s, longest_s = min((best_s, longest_s), (took_s, step_s))
+        if peer is not None:
+            peer_s = min(peer_s, peer.seconds())
     num_tokens = options.texts * options.tokens
     layers = engine.pooled.architecture.layers
     weights = sum(_layer_weights(layer) for layer in layers)
@@ -81,11 +81,13 @@ def engine_rates(options: argparse.Namespace) -> dict[str, float]:
     flops = num_tokens * (2 * weights + attention) / best_s
     result = {"tokens_per_s": num_tokens / best_s, "tflops": flops / 1e12, "longest_step_ms": longest_s * 1e3}
     if device.type == "cuda":
-        limit = gemm_flops(device)
+        limit = matrix_limit(device)
         result |= {"limit_tflops": limit / 1e12, "share_of_limit": flops / limit}
-    if options.peer:
-        peer_s = peer_seconds(options.checkpoint, ids.reshape(options.texts, options.tokens), device)
+    if peer is not None:
         result |= {"peer_tokens_per_s": num_tokens / peer_s, "times_peer": peer_s / best_s}
+    if options.profile:
+        print_profile(engine, texts, device)
+    engine.close()
     return result
 
 
@@ -95,7 +97,7 @@ def _layer_weights(layer: Any) -> int:
     return int(mixer.hidden * heads + block.hidden * block.inner * (3 if block.gated else 2))
 
 
-def loaded(checkpoint: Path | None, device: torch.device) -> PoolingEngine:
+def loaded(checkpoint: Path | None, shape: dict[str, Any], device: torch.device) -> PoolingEngine:
     if checkpoint is not None:
         engine = load_engine(LoadSpec(str(checkpoint)), device, lambda *_: None, lambda: False)
         assert isinstance(engine, PoolingEngine), "the checkpoint generates text"
@@ -103,10 +105,11 @@ def loaded(checkpoint: Path | None, device: torch.device) -> PoolingEngine:
 
     def fill(parameters: Parameters) -> None:
         for binding in parameters.bindings:
-            binding.destination.normal_(std=0.02)
+            values = binding.destination
+            values.normal_(1.0, 0.1) if values.ndim == 1 else values.normal_(std=values.shape[-1] ** -0.5)
 
     spec = LoadSpec("bge-m3")
-    return PoolingEngine(build_model(BGE_M3, spec, device, fill), spec)
+    return PoolingEngine(build_model({**shape, "pooling": POOLING}, spec, device, fill), spec)
 
 
 def timed(engine: PoolingEngine, texts: PooledTexts) -> tuple[float, float]:
@@ -121,52 +124,73 @@ def timed(engine: PoolingEngine, texts: PooledTexts) -> tuple[float, float]:
     return time.perf_counter() - began_s, longest_s
 
 
-def gemm_flops(device: torch.device) -> float:
-    one = torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device=device)
-    best_s = float("inf")
-    for _ in range(10):
-        torch.cuda.synchronize(device)
+def print_profile(engine: PoolingEngine, texts: PooledTexts, device: torch.device) -> None:
+    """The operations of one request by the time of the device, and how long the device had nothing to do."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        took_s, _ = timed(engine, texts)
+    events = profile.key_averages()
+    key = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    print(events.table(sort_by=key, row_limit=25, max_name_column_width=90))
+    if device.type == "cuda":
+        busy_s = sum(event.self_device_time_total for event in events) / 1e6
+        print(f"profiled request: {took_s * 1e3:.1f} ms, kernels {busy_s * 1e3:.1f} ms")
+
+
+class Peer:
+    """The same texts in Sentence Transformers, in its usual batches of 32; on a CPU in float32, which is the fastest
+    dtype of most of them."""
+
+    def __init__(self, checkpoint: Path, ids: np.ndarray[Any, Any], device: torch.device) -> None:
+        from sentence_transformers import SentenceTransformer
+
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self._model = SentenceTransformer(str(checkpoint), device=str(device), model_kwargs={"dtype": dtype}).eval()
+        tokens = torch.from_numpy(ids.astype(np.int64)).to(device)
+        self._batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in tokens.split(32)]
+        self.seconds()
+
+    def seconds(self) -> float:
         began_s = time.perf_counter()
-        torch.mm(one, one)
-        torch.cuda.synchronize(device)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return 2 * GEMM_SIZE**3 / best_s
+        with torch.inference_mode():
+            for batch in self._batches:
+                self._model(dict(batch))["sentence_embedding"].cpu()
+        return time.perf_counter() - began_s
 
 
-def peer_seconds(checkpoint: Path, ids: np.ndarray[Any, Any], device: torch.device) -> float:
-    import transformers
-
-    model = transformers.AutoModel.from_pretrained(checkpoint).to(device).eval()
-    batches = torch.from_numpy(ids.astype(np.int64)).to(device).split(32)
-    best_s = float("inf")
-    with torch.inference_mode():
-        for _ in range(2):
+def http_rates(options: argparse.Namespace, engine_rate: float) -> dict[str, float]:
+    """What clients of a node get, `TEXTS_PER_REQUEST` in a request, and one client with all texts in one request."""
+    shape = SHAPES[options.shape]
+    with tempfile.TemporaryDirectory() as folder, running_neuron() as (neuron, _):
+        write_encoder(shape, Path(folder) / "bge-m3")
+        neuron.load("bge-m3", f"{folder}/bge-m3")
+        texts = texts_of(options.texts, options.tokens, shape["vocab_size"])
+        parts = [texts[first : first + TEXTS_PER_REQUEST] for first in range(0, len(texts), TEXTS_PER_REQUEST)]
+        send(neuron, parts[0])
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            list(pool.map(lambda part: send(neuron, part), parts))
             began_s = time.perf_counter()
-            for batch in batches:
-                model(batch)
-            best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s
+            total = sum(pool.map(lambda part: send(neuron, part), parts * HTTP_ROUNDS))
+            rate = total / (time.perf_counter() - began_s)
+        one_s = float("inf")
+        for _ in range(options.repeats):
+            began_s = time.perf_counter()
+            send(neuron, texts)
+            one_s = min(one_s, time.perf_counter() - began_s)
+    one_rate = options.texts * options.tokens / one_s
+    return {
+        "http_tokens_per_s": rate,
+        "http_share_of_engine": rate / engine_rate,
+        "one_request_tokens_per_s": one_rate,
+        "one_request_share_of_engine": one_rate / engine_rate,
+    }
 
 
-def http_rate(url: str, model: str, num_texts: int, num_tokens: int) -> float:
-    """Tokens per second of four clients that send the texts, 64 in a request."""
-    words = np.random.default_rng(0).choice(["red", "blue", "cat", "dog", "tree", "stone"], (num_texts, num_tokens))
-    texts = [" ".join(row) for row in words]
-
-    def send(part: list[str]) -> int:
-        body = {"model": model, "input": part, "encoding_format": "base64", "truncate_prompt_tokens": num_tokens}
-        request = urllib.request.Request(
-            f"{url}/v1/embeddings", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as response:
-            return int(json.loads(response.read())["usage"]["prompt_tokens"])
-
-    parts = [texts[first : first + 64] for first in range(0, len(texts), 64)]
-    send(parts[0])
-    with ThreadPoolExecutor(4) as pool:
-        began_s = time.perf_counter()
-        total = sum(pool.map(send, parts))
-    return total / (time.perf_counter() - began_s)
+def send(neuron: Neuron, texts: list[str]) -> int:
+    body = {"model": "bge-m3", "input": texts, "encoding_format": "base64"}
+    return int(neuron.call("/v1/embeddings", body)["usage"]["prompt_tokens"])
 
 
 if __name__ == "__main__":

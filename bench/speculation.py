@@ -1,10 +1,12 @@
 """Benchmarks several tokens per step: a model of a named shape whose weights make it count, or a checkpoint.
 
     PYTHONPATH=src python bench/speculation.py --model qwen3-8b --quant q4
+    PYTHONPATH=src python bench/speculation.py --model qwen3.5-9b --speculation mtp --scenarios mtp-1,mtpwidth-3
     GOMP_SPINCOUNT=1000 PYTHONPATH=src python bench/speculation.py --checkpoint model.gguf --device cpu
 
 The scripted model's next token is the last one plus one: its embeddings are large, and the head has them one row later.
 All of its matrices are computed as in any model. So the right draft is known, and drafts can be right at a fixed rate.
+A prediction head is computed as in any model too; only the tokens that it proposes are replaced.
 Every scenario checks that the tokens are the ones without drafts. `x plain` is the speed in proportion to a run
 without drafts just before it.
 """
@@ -15,10 +17,11 @@ import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,8 +41,9 @@ GREEDY = SamplingParams(temperature=0.0)
 PROMPT_TOKENS, RESPONSE_TOKENS = 512, 512
 EDIT_ODDS = (0.81, 0.74, 0.70, 0.68, 0.66)
 """How often the tokens of a draft are accepted in edits of code by lookup, as vLLM reports it for five draft tokens:
-the share of drafts whose token at this position was accepted. Nothing is known of later positions, so nothing is drafted
-there."""
+the share of drafts whose token at this position was accepted. Nothing is known of later positions, so nothing is
+drafted there."""
+MTP_RATE = 0.8
 ROW_BLOCK = 4096
 Tokens = tuple[int, ...]
 
@@ -51,10 +55,12 @@ class ReplayDrafter(Drafter):
     """By the prompt."""
     odds: ClassVar[tuple[float, ...]] = ()
     """Empty: real drafts."""
+    proposal_rate: ClassVar[float] = 0.0
+    """How often a token that the device proposes is right, if those before it are; 0: what it really proposes."""
     chance: ClassVar[random.Random] = random.Random(0)
 
-    def __init__(self, text: list[int], prediction: Tokens = (), *, is_on: bool = True) -> None:
-        super().__init__(text, prediction, is_on=is_on)
+    def __init__(self, text: list[int], prediction: Tokens = (), **options: Any) -> None:
+        super().__init__(text, prediction, **options)
         self._all = text
         self._num_prompt_tokens = len(text)
         self._response = self.responses.get(tuple(text), ())
@@ -72,6 +78,14 @@ class ReplayDrafter(Drafter):
             tokens[num_right] = 0 if tokens[num_right] else 1
         return Draft(tuple(tokens), self.odds[: len(tokens)], "lookup")
 
+    def propose(self, tokens: Tokens) -> None:
+        """The device has computed as many tokens; they are replaced."""
+        if self.proposal_rate:
+            done = len(self._all) - self._num_prompt_tokens
+            right = self._response[done : done + len(tokens)]
+            tokens = tuple(token if self.chance.random() < self.proposal_rate else int(token == 0) for token in right)
+        super().propose(tokens)
+
 
 class SwitchedWidths(FastestWidths):
     """A fixed width while one is set."""
@@ -83,9 +97,12 @@ class SwitchedWidths(FastestWidths):
             return [0 if is_mixed else self.fixed] * len(drafts)
         return super().widths(drafts, num_tokens, is_mixed=is_mixed)
 
+    def num_proposals(self, odds: Sequence[Sequence[float]], num_tokens: int) -> int:
+        return super().num_proposals(odds, num_tokens) if self.fixed is None else self.fixed
 
-def widths_of(runner: Runner) -> SwitchedWidths:
-    return SwitchedWidths(SIZES, STEP_GROWTH[runner.device.type], lambda: runner.max_draft_tokens)
+
+def widths_of(runner: Runner, proposal_cost: float) -> SwitchedWidths:
+    return SwitchedWidths(SIZES, STEP_GROWTH[runner.device.type], lambda: runner.max_draft_tokens, proposal_cost)
 
 
 def scripted(parameters: Parameters) -> None:
@@ -229,6 +246,21 @@ class SpeculationBench:
         prompts = self.prompts(streams)
         return self.measure(prompts, (), lambda response: tuple(self.random.randrange(10) for _ in response))
 
+    def mtp(self, streams: int) -> dict[str, float]:
+        """The head proposes, and four in five of its tokens are right; needs `--speculation mtp`."""
+        return self._proposed(streams, None)
+
+    def mtpwidth(self, width: int) -> dict[str, float]:
+        """The same, with a fixed number of draft tokens for one stream."""
+        return self._proposed(1, width)
+
+    def _proposed(self, streams: int, width: int | None) -> dict[str, float]:
+        ReplayDrafter.proposal_rate, SwitchedWidths.fixed = MTP_RATE, width
+        try:
+            return self.measure(self.prompts(streams), ())
+        finally:
+            ReplayDrafter.proposal_rate, SwitchedWidths.fixed = 0.0, None
+
     def lookup(self, streams: int) -> dict[str, float]:
         """The prompt has the response, with one token in twelve replaced; for the scripted model."""
         prompts = []
@@ -244,6 +276,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--checkpoint", type=Path, help="a model directory or GGUF file, instead of a scripted model")
     parser.add_argument("--quant", help="as in engine.py")
+    parser.add_argument("--speculation", choices=("lookup", "mtp"), default="lookup")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--response-tokens", type=int, default=RESPONSE_TOKENS)
     parser.add_argument(
@@ -253,12 +286,13 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    spec = LoadSpec(str(arguments.checkpoint or ""), max_num_seqs=64)
+    spec = LoadSpec(str(arguments.checkpoint or ""), max_num_seqs=64, speculation=arguments.speculation)
     if arguments.checkpoint is not None:
         loaded = load_model(spec, device, lambda *_: None, lambda: False)
     else:
         loaded = build_model(SHAPES[arguments.model], spec, device, scripted, packing=packing(arguments.quant))
-    engine = Engine(loaded, spec, width_rule=widths_of, new_drafter=ReplayDrafter)
+    rule = partial(widths_of, proposal_cost=loaded.proposal_cost)
+    engine = Engine(loaded, spec, width_rule=rule, new_drafter=ReplayDrafter)
     engine.warm_up()
     start = time.perf_counter()
     while engine.prepare():

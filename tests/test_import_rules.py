@@ -22,10 +22,10 @@ SOURCE = Path(__file__).parents[1] / "src"
 ENGINE_LIBRARIES = frozenset({"torch", "triton", "numpy", "safetensors", "tokenizers"})
 KERNELS = {"neuron.kernels", "neuron.delta_sizes", "quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
-MODELS = {"neuron.models", "neuron.weights", *LAYERS}
+MODELS = {"neuron.models", "neuron.vision", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", "units", *MODELS}
 WORKER = {"neuron.worker", "engine_packages", "ipc", "routing", "tasks", "telemetry", "wire", *ENGINE}
-TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights"}
+TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.vision", "neuron.weights"}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
 NODE = {"neuron.node", "neuron.config", "http", "quant_names", *HUB, *TOKENIZER, *WORKER}
 API = {"neuron.api", "build", "open_files", "parsing", "http", "settings", "tls", *NODE}
@@ -97,7 +97,8 @@ RULES: dict[str, Rule] = {
     "neuron.weights": Rule({"neuron.weights", "neuron.delta_sizes", "quant_names"}, ENGINE_LIBRARIES),
     "neuron.models": Rule(MODELS, ENGINE_LIBRARIES, frozenset({"transformers"})),
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
-    "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings"}),
+    "neuron.text": Rule({"neuron.text", "neuron.vision", "neuron.weights", "wire", "settings"}),
+    "neuron.vision": Rule({"neuron.vision"}, frozenset(), frozenset({"numpy", "PIL"})),
     "neuron.config": Rule({"wire", "settings", "telemetry"}),
     "neuron.worker": Rule(WORKER),
     "neuron.tokenizer_process": Rule(TOKENIZER),
@@ -343,7 +344,18 @@ GATEWAY_ONLY = frozenset(
     {"torch", "triton", "numpy", "aiohttp", "huggingface_hub", "tokenizers", "opentelemetry", "cortex.neuron"}
 )
 NO_ENGINE = frozenset(
-    {"torch", "triton", "transformers", "tokenizers", "huggingface_hub", "numpy", "safetensors", "jinja2", "llguidance"}
+    {
+        "torch",
+        "triton",
+        "transformers",
+        "tokenizers",
+        "huggingface_hub",
+        "numpy",
+        "safetensors",
+        "jinja2",
+        "llguidance",
+        "PIL",
+    }
 )
 NOT_ON_A_GPU_HOST = frozenset(
     {"msgspec", "httptools", "llguidance", "uvloop", "click", "rich", "jinja2", "huggingface_hub", "transformers"}

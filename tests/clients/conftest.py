@@ -1,4 +1,4 @@
-"""A gateway and a node with the scripted model, and the environments of the clients.
+"""A gateway and a node with the scripted model and two small ones for embeddings, and the environments of the clients.
 
 `make clients` makes the environments. A client's program runs in its own one, performs its tasks against the gateway,
 and prints what became of each.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from ..neuron.pooled_sources import write_embedder, write_reranker
 from .scripted_model import write_scripted_model
 
 HERE = Path(__file__).parent
@@ -32,12 +33,13 @@ Run = Callable[[str], Results]
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a gateway whose only model is the scripted one."""
+    """The address of a gateway with the scripted model, an embedding model and a rerank model."""
     folder = tmp_path_factory.mktemp("clients")
     texts = [page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))]
-    model = write_scripted_model(folder / "scripted", texts)
+    models = [str(write_scripted_model(folder / "scripted", texts))]
+    models += [write_embedder(folder / "embedder"), write_reranker(folder / "reranker")]
     ports = _free_ports(3)
-    command = [sys.executable, "-m", "cortex.cli.cortex", "up", str(model)]
+    command = [sys.executable, "-m", "cortex.cli.cortex", "up", *models]
     for option, port in zip(("--port", "--metrics-port", "--neuron-port"), ports, strict=True):
         command += [option, str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CORTEX_CACHE": str(folder / "cache")}

@@ -1,4 +1,5 @@
-"""Clients and frameworks, unmodified, against gateway and node: chat, stream, tools and structured output."""
+"""Clients and frameworks, unmodified, against gateway and node: chat, stream, tools, structured output and
+embeddings."""
 
 from __future__ import annotations
 
@@ -25,6 +26,9 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "responses: server-side state",
     ),
     "instructor_client.py": ("chat", "tools", "structured by tool", "structured by schema", "stream", "anthropic"),
+    "embeddings_client.py": (
+        *("openai", "langchain", "langchain: ollama", "llamaindex", "litellm", "litellm: rerank", "ollama"),
+    ),
     "litellm_client.py": (*named("openai", "anthropic", tasks=(*TASKS, "overflow")), "responses"),
     "openai_agents_client.py": (*named("responses", "chat"), "responses: second turn"),
     "llm_client.py": TASKS,

@@ -17,7 +17,7 @@ from cortex.settings import Section
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import plain_name, split_quant
-from cortex.wire.node.load_options import Count, KVDtype, Speculation
+from cortex.wire.node.load_options import Count, KVDtype, Speculation, Vision, checked_speculation
 from cortex.wire.node.sampling import SamplingDefaults
 
 MEBIBYTE = 1024 * 1024
@@ -89,7 +89,13 @@ class ModelSpec(Section, frozen=True):
     however its prompt is divided into steps. Slower; not for models that are divided among devices."""
     speculation: Speculation | None = None
     """`lookup`: while few requests run, a step also checks tokens that are likely to come next. The output is the same.
-    `off`: one token per step. As the node is configured when absent."""
+    `mtp`: these also come from the model's own head for further tokens. `draft:` and the name of a smaller model with
+    the same tokenizer: also from that one. `off`: one token per step. As the node is configured when absent."""
+    draft: Annotated[str, msgspec.Meta(max_length=4000)] | None = None
+    """The name of a smaller model with the same tokenizer: the same as `speculation = "draft:NAME"`."""
+    vision: Vision | None = None
+    """Where the vision tower of a model that takes images is: `device`, `cpu` or `off`. As the node is configured when
+    absent."""
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does; from
     the next load on. By default they are only text, so that clients cannot forge turns."""
@@ -101,6 +107,9 @@ class ModelSpec(Section, frozen=True):
     """Shown to clients; as the node reports when empty."""
 
     def __post_init__(self) -> None:
+        speculation = checked_speculation(self.speculation, self.draft)
+        msgspec.structs.force_setattr(self, "speculation", speculation)
+        msgspec.structs.force_setattr(self, "draft", None)
         if self.only_on and (excluded := [name for name in self.pinned_on if name not in self.only_on]):
             raise ValueError(f"`{self.id}` is pinned on {', '.join(excluded)}, which `only_on` excludes")
         if self.pipeline_parallel > 1 and self.min_devices > 1:

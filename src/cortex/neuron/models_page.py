@@ -43,7 +43,9 @@ ENCODED = """\
 ## Encoders
 
 They make vectors and scores of texts (`/v1/embeddings`, `/v1/rerank`), on one device. Decoders do so too where their
-files describe a pooling: Qwen3-Embedding and Qwen3-Reranker (`qwen3`), EmbeddingGemma (`gemma3_text`).
+files describe a pooling: Qwen3-Embedding and Qwen3-Reranker (`qwen3`), EmbeddingGemma (`gemma3_text`), and
+jina-embeddings-v5's repositories for one task (`qwen3`, `eurobert`). Its repositories with adapters for four tasks get
+that for retrieval.
 """
 
 FORMATS = """\
@@ -115,7 +117,8 @@ def _rows() -> Iterator[list[str]]:
 
 
 def _encoder_rows() -> Iterator[list[str]]:
-    for family, names, gguf in _grouped(ENCODERS, GGUF_ENCODERS):
+    files = {name: model_type for name, (model_type, _) in ARCHITECTURES.items()} | GGUF_ENCODERS
+    for family, names, gguf in _grouped(ENCODERS, files):
         yield [_code(*names), _models(family), gguf]
 
 

@@ -23,10 +23,25 @@ class Text(Value, frozen=True, tag="text"):
     text: str
 
 
-class Image(Value, frozen=True, tag="image"):
-    """An image by URL; inline images are `data:` URLs."""
+Detail = Literal["auto", "low", "high"]
 
-    url: str
+
+class Image(Value, frozen=True, tag="image"):
+    """A picture: its file, or the address of one. In a packed request it has neither, but the number of its file among
+    those that are packed, and its size."""
+
+    data: bytes = b""
+    media_type: str = ""
+    """As the client declared it."""
+    url: str = ""
+    detail: Detail = "auto"
+    param: str = ""
+    """Where it is in the body of the client, for errors."""
+    number: int = 0
+    num_bytes: int = 0
+    width: int = 0
+    """Of the upright picture, as the header of its file says."""
+    height: int = 0
 
 
 class Reasoning(Value, frozen=True, tag="reasoning"):

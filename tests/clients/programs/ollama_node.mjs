@@ -41,8 +41,8 @@ await report({
   },
   async listings() {
     const { models } = await client.list();
-    assert.deepEqual(models.map((one) => one.name), [model]);
-    assert.equal((await client.ps()).models.length, 1);
+    assert.ok(models.some((one) => one.name === model));
+    assert.ok((await client.ps()).models.some((one) => one.name === model));
     assert.ok((await client.show({ model })).capabilities.includes("completion"));
     assert.match((await client.version()).version, /^\d+\.\d+\.\d+$/);
   },

@@ -49,10 +49,10 @@ def generate() -> None:
 
 
 def listings() -> None:
-    (listed,) = client.list().models
-    equal((listed.model, listed.size > 0, len(listed.digest)), (MODEL, True, 64))
-    (loaded,) = client.ps().models
-    equal((loaded.name, loaded.size_vram > 0, loaded.digest), (MODEL, True, listed.digest))
+    (listed,) = (each for each in client.list().models if each.model == MODEL)
+    equal((listed.size > 0, len(listed.digest)), (True, 64))
+    (loaded,) = (each for each in client.ps().models if each.name == MODEL)
+    equal((loaded.size_vram > 0, loaded.digest), (True, listed.digest))
     shown = client.show(MODEL)
     equal("completion" in shown.capabilities, True)
     equal(shown.modelinfo[f"{shown.modelinfo['general.architecture']}.context_length"] > 0, True)

@@ -58,7 +58,7 @@ async def test_model_that_cannot_is_not_loaded_and_one_that_can_is_named(
     client = await start_gateway(beast)
     for path, model, able in (
         ("/v1/embeddings", "chat", "embedder"),
-        ("/v1/rerank", "embedder", "reranker"),
+        ("/v1/rerank", "chat", "reranker"),
         ("/v1/chat/completions", "embedder", "chat"),
     ):
         body = {"model": model, "input": "x", "query": "q", "documents": ["d"], "messages": []}

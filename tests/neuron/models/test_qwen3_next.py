@@ -154,10 +154,15 @@ def test_sharded_files_in_half_precision_match(name: str, dtype: torch.dtype, tm
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-def test_multimodal_checkpoint_notes_that_it_reads_text_only(tmp_path: Path) -> None:
+def test_a_tower_that_is_left_out_is_noted_and_takes_no_memory(tmp_path: Path) -> None:
     loaded = load(reference_of(qwen3_5), tmp_path)
-    assert loaded.notes == ("text only: the vision tower is not loaded",)
-    assert loaded.model.architecture.raw["model_type"] == "qwen3_5"
+    assert loaded.notes == ()
+    assert loaded.model.tower is not None
+    spec = LoadSpec(str(tmp_path), dtype="float32", max_num_seqs=3, vision="off")
+    without = load_model(spec, CPU, lambda *_: None, lambda: False)
+    assert without.notes == ("text only: the vision tower is not loaded",)
+    assert without.model.tower is None
+    assert without.weight_bytes + loaded.model.tower.parameters.num_bytes == loaded.weight_bytes
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,17 @@ async def test_openai_client_embeds_texts_in_order_with_the_model_s_tokens_and_p
         assert status == 200
         assert np.allclose(tei, vectors, atol=1e-5)
 
+        pairs = {"model": "embedder", "text_1": TEXTS[0], "text_2": TEXTS[1:]}
+        status, scored = await api.post("/score", pairs)
+        assert np.allclose([each["score"] for each in scored["data"]], expected[1:] @ expected[0], atol=1e-5)
+        status, scored = await api.post("/score", {**pairs, "text_1": TEXTS[::-1][:3]})
+        cosines = (expected[1:] * expected[::-1][:3]).sum(-1)
+        assert np.allclose([each["score"] for each in scored["data"]], cosines, atol=1e-5)
+        asked = {"model": "embedder", "query": TEXTS[0], "documents": TEXTS[1:]}
+        status, ranked = await api.post("/v1/rerank", asked)
+        scores = {each["index"]: each["relevance_score"] for each in ranked["results"]}
+        assert np.allclose([scores[index] for index in range(3)], expected[1:] @ prompted[0], atol=1e-5)
+
         with pytest.raises(openai.BadRequestError, match="maximum context length is 128"):
             await api.sdk.embeddings.create(model="embedder", input="cat " * 200)
         longest = {"truncate_prompt_tokens": -1}

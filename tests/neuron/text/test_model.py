@@ -65,12 +65,11 @@ def test_capabilities_are_detected_from_the_template(
     assert not capabilities.vision
 
 
-def test_notes_name_missing_template_and_vision_tower(backend: Tokenizer, tmp_path: Path) -> None:
-    model = load_text(write_model(tmp_path, backend, None, config={"vision_config": {}}))
+def test_notes_name_a_missing_template(backend: Tokenizer, tmp_path: Path) -> None:
+    model = load_text(write_model(tmp_path, backend, None))
     assert [note.split(":")[0] for note in model.capabilities.notes] == [
         "the model has no chat template",
         "the chat template has no place for tools",
-        "images are not read",
     ]
 
 

@@ -17,12 +17,12 @@ from cortex.wire.node.protocol import Dialect, ModelState
 
 Need = Literal["response", "count", "embeddings", "rerank"]
 """What a request needs from a node: a generated response, a token count, vectors, or scores."""
-_CAPABILITIES: dict[Need, tuple[str, str]] = {
-    "response": ("chat", "generates no text"),
-    "embeddings": ("embeddings", "makes no embeddings"),
-    "rerank": ("rerank", "makes no scores"),
+_CAPABILITIES: dict[Need, tuple[tuple[str, ...], str]] = {
+    "response": (("chat",), "generates no text"),
+    "embeddings": (("embeddings",), "makes no embeddings"),
+    "rerank": (("rerank", "embeddings"), "makes no scores"),
 }
-"""What a model must be capable of, and what one that is not does."""
+"""What a model must be capable of, one of these and best the first, and what one that is not does."""
 
 NO_NODES: frozenset[str] = frozenset()
 RELOAD_TOLERANCE_S = 2.0
@@ -179,17 +179,17 @@ class LeasePool:
         can. A model whose files no node has read yet passes."""
         if need not in _CAPABILITIES:
             return
-        capability, problem = _CAPABILITIES[need]
+        capabilities, problem = _CAPABILITIES[need]
         known = {
-            name: getattr(held.status.capabilities, capability)
+            name: [getattr(held.status.capabilities, capability) for capability in capabilities]
             for node in self._fleet_state.fleet.nodes
             for name, held in node.residencies.items()
             if held.status.family is not None or held.state is ModelState.READY
         }
-        if known.get(model, True):
+        if any(known.get(model, [True])):
             return
-        others = sorted(name for name, can in known.items() if can)
-        advice = f"use {others[0]}" if others else f"no model of this fleet has the capability `{capability}`"
+        others = sorted((name for name, can in known.items() if any(can)), key=lambda name: (not known[name][0], name))
+        advice = f"use {others[0]}" if others else f"no model of this fleet has the capability `{capabilities[0]}`"
         raise UnsupportedModality(f"{model} {problem}; {advice}.", details={"models": others[:8]})
 
     def release(self, lease: Lease) -> bool:

@@ -296,6 +296,7 @@ class ModelJobs:
                 sampling=spec.sampling,
                 deterministic=spec.deterministic,
                 speculation=spec.speculation,
+                vision=spec.vision,
                 max_bytes=None if max_bytes is None or spans_by_layers else max_bytes * num_nodes,
                 max_bytes_of_nodes=job.max_bytes if spans_by_layers and max_bytes is not None else (),
             ),

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,19 +14,20 @@ from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.execution.batch_invariant import block_tokens
 from cortex.neuron.engine.execution.graphs import SIZES
 from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.filling import Progress
 from cortex.neuron.engine.kv_pages import KVPages
-from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
-from cortex.neuron.engine.memory.plan import STEP_TOKENS
+from cortex.neuron.engine.loading import LoadedModel, load_model, step_tokens
 from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sleep import ModelSleep
-from cortex.neuron.engine.speculation.drafter import Drafter
+from cortex.neuron.engine.speculation.drafter import Drafter, ProposalKind
 from cortex.neuron.engine.speculation.speculation import FastestWidths, Speculation, WidthRule
 from cortex.neuron.engine.step_loop import Counters, StepLoop
 from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.towers.config import PASS_PATCHES
 
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
 RESERVED_TOKENS = 512
@@ -81,11 +82,11 @@ class Engine:
         self._device = device
         self._overlaps = is_gpu if overlaps is None else overlaps
         self._moves_weights = is_gpu if moves_weights is None else moves_weights
-        step_tokens = max(spec.prefill_chunk_tokens or STEP_TOKENS[device.type], memory.slots.rows)
+        most = step_tokens(spec, memory.slots.rows, device)
         self._limits = SchedulerLimits(
             max_rows=memory.slots.rows,
-            step_tokens=step_tokens,
-            mixed_prefill_tokens=min(step_tokens, MIXED_PREFILL_TOKENS[device.type]),
+            step_tokens=most,
+            mixed_prefill_tokens=min(most, MIXED_PREFILL_TOKENS[device.type]),
             context_tokens=loaded.context_tokens,
             reserved_tokens=RESERVED_TOKENS,
         )
@@ -136,28 +137,45 @@ class Engine:
 
     def _new_loop(self) -> RequestLoop:
         """Builds what runs requests. The memory for sequences must be allocated."""
-        memory, limits = self._loaded.memory, self._limits
+        loaded, limits = self._loaded, self._limits
+        memory = loaded.memory
         checkpoints = None
         if self.model.architecture.is_recurrent:
             # Slots: one for each row, one for padding rows, then the checkpoints.
             spacing_tokens = CHECKPOINT_SPACING_TOKENS[self._device.type]
             checkpoints = RecurrentCheckpoints(limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)
-        scheduler = Scheduler(KVPages(memory.num_pages, memory.page_tokens), limits, checkpoints)
+        architecture = self.model.architecture
+        rules = None if architecture.tower is None else architecture.pictures
+        scheduler = Scheduler(KVPages(memory.num_pages, memory.page_tokens), limits, checkpoints, rules)
         runner = self._new_runner()
-        speculation = Speculation(self._width_rule(runner), self._new_drafter, is_on=self._checks_drafts)
+        kind: ProposalKind | None = None
+        if loaded.proposer is not None:
+            kind = "mtp" if loaded.draft is None else "draft"
+        speculation = Speculation(
+            self._width_rule(runner), self._new_drafter, is_on=self._checks_drafts, proposals=kind
+        )
         shared = (self._constraints, self._counters, speculation)
         return StepLoop(scheduler, runner, *shared, overlaps=self._overlaps)
 
     def _fastest_widths(self, runner: Runner) -> WidthRule:
-        return FastestWidths(SIZES, STEP_GROWTH[self._device.type], lambda: runner.max_draft_tokens)
+        growth, cost = STEP_GROWTH[self._device.type], self._loaded.proposal_cost
+        return FastestWidths(SIZES, growth, lambda: runner.max_draft_tokens, cost)
 
     def _new_runner(self) -> Runner:
         size = block_tokens(self._device) if self._spec.deterministic else None
-        return Runner(*self._runner_arguments(), block_tokens=size, checks_drafts=self._checks_drafts)
+        return Runner(*self._runner_arguments(), block_tokens=size, **self._runner_options())
 
     @property
     def _checks_drafts(self) -> bool:
         return self._spec.speculation != "off"
+
+    def _runner_options(self) -> dict[str, Any]:
+        kind = self._device.type if self._spec.vision == "device" else "cpu"
+        return {
+            "checks_drafts": self._checks_drafts,
+            "proposer": self._loaded.proposer,
+            "pass_patches": PASS_PATCHES[kind],
+        }
 
     def _runner_arguments(self) -> tuple[Decoder, int, int, int, int, StateMemory | None]:
         memory, limits = self._loaded.memory, self._limits

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from cortex.neuron.engine.draft_files import DraftFiles
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
+from cortex.neuron.engine.filling import Progress, fill_from
 from cortex.neuron.engine.memory.device import compute_dtype, device_memory
 from cortex.neuron.engine.memory.dtypes import dtype_name
 from cortex.neuron.engine.memory.plan import (
     MIN_PAGES,
     PAGE_TOKENS,
+    STEP_TOKENS,
     UNLIMITED,
     MemoryPlan,
     ModelSizes,
@@ -31,24 +35,28 @@ from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.draft_model import DraftModel
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.models.pooling.model import PooledModel
+from cortex.neuron.models.proposer import Proposer
 from cortex.neuron.models.registry import open_model, read_architecture
-from cortex.neuron.models.sizes import WeightStorage
+from cortex.neuron.models.sizes import WeightStorage, head_bytes, weight_bytes
+from cortex.neuron.models.towers.build import build_tower
+from cortex.neuron.models.towers.config import PASS_PATCHES
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.model import TransformersModel
 from cortex.neuron.models.transformers.network import Network
+from cortex.neuron.text.files import picture_spec
+from cortex.neuron.vision.reading import read_picture_spec
+from cortex.neuron.vision.spec import PictureSpec
+from cortex.neuron.weights.adapter import ADAPTER_KEY
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
-from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
 from cortex.units import gib
 
 DETERMINISTIC_NOTE = "deterministic: the tokens of a request are independent of the batch, at lower speed"
-
-Progress = Callable[[str, int, int], None]
-"""Called with (stage, bytes done, bytes in total)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,18 @@ class LoadedModel:
     weight_bytes: int
     memory: SequenceMemory
     notes: tuple[str, ...]
+    proposal_cost: float = 0.0
+    """What a draft token that is computed on the device takes, in proportion to a step: see `FastestWidths`."""
+    draft: DraftModel | None = None
+
+    @property
+    def proposer(self) -> Proposer | None:
+        """What computes draft tokens on the device; None: nothing does."""
+        return self.draft or (self.body.prediction if isinstance(self.body, Decoder) else None)
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The device memory that is held for as long as the model is loaded, each piece once."""
+        return [*self.body.storages(), *([] if self.draft is None else self.draft.model.storages())]
 
     @property
     def model(self) -> Decoder:
@@ -94,39 +114,31 @@ def load_model(
     progress("resolve", 0, 0)
     try:
         checkpoint, whole = open_model(Path(spec.path))
+        if spec.speculation == "mtp":
+            whole = whole.with_head(checkpoint.tensors)
         if group is not None and spec.stage is None:  # a stage reads whole tensors, those of its layers
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(group.shard))
     except (CheckpointError, UnsupportedModel) as error:
         raise LoadError(str(error)) from error
 
-    def fill(parameters: Parameters) -> None:
-        placements = [
-            Placement(binding.source, binding.destination, transform=binding.transform, shape=binding.shape)
-            for binding in parameters.bindings_from(checkpoint.tensors)
-        ]
-        packed = [
-            PackedPlacement(binding.source, binding.matrix, binding.first_row, binding.num_rows)
-            for binding in parameters.packed_bindings
-        ]
-        load_into(
-            checkpoint,
-            placements,
-            packed,
-            progress=lambda done, total: progress("read", done, total),
-            cancelled=cancelled,
-        )
-        progress("place", 0, 0)
-
+    draft: DraftFiles | None = None
     try:
         whole.check_layer_count(checkpoint.tensors)
+        if spec.quant is not None and ADAPTER_KEY in checkpoint.config:
+            raise LoadError("a model with an adapter cannot be quantised at load; load its repository for one task")
+        if spec.speculation == "draft" and (spec.rank is None or spec.rank.rank == 0):
+            choose = partial(matrix_layouts, spec=replace(spec, quant=None), device=device)
+            draft = DraftFiles.open(Path(spec.draft_path), Path(spec.path), choose)
         return build_model(
             checkpoint.config,
             spec,
             device,
-            fill,
+            lambda parameters: fill_from(checkpoint, parameters, progress, cancelled),
             matrix_layouts(checkpoint.tensors, spec, device),
             group,
             checkpoint.tensors,
+            None if draft is None else BuiltDraft(draft, progress, cancelled),
+            pictures=picture_spec(Path(spec.path)),
         )
     except UnsupportedModel as error:
         raise LoadError(str(error)) from error
@@ -136,6 +148,17 @@ def load_model(
         raise LoadError(str(error)) from error
     finally:
         checkpoint.close()
+        if draft is not None:
+            draft.close()
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltDraft:
+    """A draft model that `build_model` builds after the model itself."""
+
+    files: DraftFiles
+    progress: Progress
+    cancelled: Callable[[], bool]
 
 
 def matrix_layouts(
@@ -169,23 +192,38 @@ def build_model(
     packing: Mapping[str, MatrixLayout] | None = None,
     group: AgreeingGroup | None = None,
     tensors: Mapping[str, TensorInfo] | None = None,
+    draft: BuiltDraft | None = None,
+    pictures: PictureSpec | None = None,
 ) -> LoadedModel:
     """Sizes the model, rejects one that does not fit, allocates it, fills its weights with `fill`, and adds the pages.
 
     `packing`: the layouts of tensors that stay quantised. `group`: see `load_model`. `tensors`: those of the
-    checkpoint, which models of a library need.
+    checkpoint, which models of a library need. `draft`: of the draft model. `pictures`: how it takes pictures; None: as
+    its config says.
     """
     dtype = compute_dtype(spec.dtype, device)
     whole, network = read_architecture(config), None
     if isinstance(whole, TransformersArchitecture):
         network = Network.of(whole)
         whole, packing = network.architecture, whole.packing_of(packing or {})
+    if spec.vision == "off":
+        whole = whole.without_tower()
+    if spec.speculation == "mtp":
+        whole = whole.with_head(tensors)
     architecture = _share_of(whole, spec, group)
     if architecture.pooling is not None and spec.deterministic:
         raise UnsupportedModel("deterministic is only for models that generate text; omit it")
+    if architecture.pictures.is_whole and spec.deterministic:
+        raise UnsupportedModel(
+            "deterministic computes prompts in small blocks, and this model sees pictures whole; "
+            'omit it, or load the model with vision = "off"'
+        )
     kv_dtype = kv_cache_dtype(spec, dtype, device)
-    storage = WeightStorage(dtype.itemsize, packing or {}, kv_dtype.itemsize, tensors or {})
+    pass_patches = PASS_PATCHES[device.type] if spec.vision == "device" else 0
+    storage = WeightStorage(dtype.itemsize, packing or {}, kv_dtype.itemsize, tensors or {}, pass_patches)
     sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
+    if draft is not None:
+        sizes = sizes.with_draft(draft.files.sizes(dtype.itemsize, kv_dtype.itemsize))
     have_bytes = usable_bytes(spec, device)
     if architecture.has_ends:  # tokens are drawn where the head is
         have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
@@ -203,20 +241,55 @@ def build_model(
     if network is not None:
         model = TransformersModel(network, architecture, parameters, plan.context_tokens, tensors or {})
     else:
-        build = Decoder if architecture.pooling is None else PooledModel
-        model = build(architecture, parameters, num_positions=plan.context_tokens)
+        num_positions = plan.context_tokens
+        if architecture.pooling is not None:
+            model = PooledModel(architecture, parameters, num_positions=num_positions)
+        else:
+            model = Decoder(architecture, parameters, num_positions, step_tokens(spec, plan.slots.rows, device))
     fill(parameters)
+    num_bytes = parameters.num_bytes
+    if isinstance(model, Decoder) and architecture.held_tower is not None:
+        pictures = pictures or read_picture_spec(config, {})
+        if pictures is None:
+            raise UnsupportedModel("the model has a vision tower, and its config does not say how it takes pictures")
+        place = device if spec.vision == "device" else torch.device("cpu")
+        tower_parameters = Parameters(place, dtype if spec.vision == "device" else compute_dtype("auto", place))
+        model.tower = build_tower(architecture.held_tower, tower_parameters, pictures)
+        fill(tower_parameters)
+        num_bytes += tower_parameters.num_bytes if place == device else 0
+    drafting: DraftModel | None = None
+    if draft is not None:
+        arguments = (device, dtype, sizes.vocab, plan.context_tokens, draft.progress, draft.cancelled)
+        drafting = draft.files.build(*arguments)
     memory: SequenceMemory = NoSequences(plan.slots)
     if isinstance(model, Decoder):
-        memory = SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype)
+        small = None if drafting is None else drafting.model
+        memory = SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype, small)
+    draft_bytes = 0 if drafting is None else drafting.model.parameters.num_bytes
     return LoadedModel(
         body=model,
         dtype=dtype,
         context_tokens=plan.context_tokens,
-        weight_bytes=parameters.num_bytes,
+        weight_bytes=num_bytes + draft_bytes,
         memory=memory,
         notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
+        proposal_cost=draft_bytes / max(1, parameters.num_bytes) or _proposal_cost(architecture, storage),
+        draft=drafting,
     )
+
+
+def step_tokens(spec: LoadSpec, rows: int, device: torch.device) -> int:
+    """Most tokens of a step."""
+    return max(spec.prefill_chunk_tokens or STEP_TOKENS[device.type], rows)
+
+
+def _proposal_cost(architecture: Architecture, storage: WeightStorage) -> float:
+    """A small step takes as long as its weights take to be read: those of the head and the output matrix, here."""
+    if architecture.head is None:
+        return 0.0
+    config = architecture.config
+    own = head_bytes(architecture, storage) + storage.linear_bytes(config.hidden, {"lm_head": config.vocab})
+    return own / max(1, weight_bytes(architecture, storage))
 
 
 def kv_cache_dtype(spec: LoadSpec, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -237,6 +310,9 @@ def _share_of(architecture: Architecture, spec: LoadSpec, group: AgreeingGroup |
         return architecture
     if spec.stage is None:
         return architecture.sharded(group.shard)
+    num_deep = 0 if architecture.tower is None else len(architecture.tower.deep_layers)
+    if 0 < spec.stage.layers.start < num_deep:
+        raise UnsupportedModel(f"vectors of pictures are added to the first {num_deep} layers: keep them in one stage")
     return architecture.staged(spec.stage.layers)
 
 

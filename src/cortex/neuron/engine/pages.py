@@ -20,13 +20,15 @@ PADDING_PAGE = 0
 """Never allocated: padding rows of a captured graph read and write here."""
 
 
-def page_digests(parent: Digest, tokens: Sequence[int], page_tokens: int) -> list[Digest]:
-    """The digest of each full page of `tokens`; `parent` is the digest of the page before the first."""
+def page_digests(parent: Digest, tokens: Sequence[int], page_tokens: int, salts: Sequence[bytes] = ()) -> list[Digest]:
+    """The digest of each full page of `tokens`; `parent` is the digest of the page before the first. `salts`: what
+    each page holds besides its tokens; empty: nothing."""
     data = array("I", tokens).tobytes()
     width = page_tokens * 4
     digests = []
-    for start in range(0, len(data) - width + 1, width):
-        parent = hashlib.blake2b(parent + data[start : start + width], digest_size=16).digest()
+    for index, start in enumerate(range(0, len(data) - width + 1, width)):
+        salt = salts[index] if salts else b""
+        parent = hashlib.blake2b(parent + data[start : start + width] + salt, digest_size=16).digest()
         digests.append(parent)
     return digests
 

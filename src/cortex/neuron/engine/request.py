@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.vision.picture import Picture
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -80,6 +81,9 @@ class PooledTexts:
     """The first elements of each vector, as many as this; None: all."""
     normalize: bool = False
     """At length one, after vectors are cut."""
+    num_queries: int = 0
+    """The first texts are queries: one for each of the others, or one for all. The result is then no vectors but the
+    cosine of each other text with its query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,8 @@ class EngineRequest:
     """The expected output. Where it is right, several tokens are checked in one step."""
     speculates: bool = True
     """Whether draft tokens may be checked for it, as far as the model does so. The output is the same."""
+    pictures: tuple[Picture, ...] = ()
+    """In the order of their positions in the prompt, which has a token at each of them."""
     texts: PooledTexts | None = None
     """For an embedding or rerank model, which continues no sequence: `prompt` is empty then."""
 
@@ -200,8 +206,13 @@ class LoadSpec:
     """The dtype in which keys and values are kept; `auto`: the one that the model computes in."""
     deterministic: bool = False
     """Whether the tokens of a request are independent of the batch (batch-invariant arithmetic), which is slower."""
-    speculation: Literal["off", "lookup"] = "lookup"
-    """Where draft tokens come from, which a step checks in addition to drawing one; `off`: there are none."""
+    speculation: Literal["off", "lookup", "mtp", "draft"] = "lookup"
+    """Where draft tokens come from, which a step checks in addition to drawing one; `off`: there are none. `mtp`: also
+    from the model's own head for further tokens; `draft`: also from the model at `draft_path`."""
+    draft_path: str = ""
+    """Of a smaller model with the same tokenizer; empty: there is none."""
+    vision: Literal["device", "cpu", "off"] = "device"
+    """Where the vision tower is, if the model has one; `off`: it is not loaded, and the model reads text only."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""

@@ -19,6 +19,7 @@ from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.sequence_states import SequenceStates
 from cortex.neuron.engine.step_plan import RowPlan, StepDraft, StepPlan
+from cortex.neuron.vision.picture import PictureRules
 
 PROMPTS_PER_SHARE = 8
 """For every 8 waiting prompts, a step that also decodes may prefill another `mixed_prefill_tokens`."""
@@ -54,9 +55,13 @@ class Scheduler:
     """Owns the sequences of one engine and their pages. Belongs to the engine thread."""
 
     def __init__(
-        self, pages: KVPages, limits: SchedulerLimits, checkpoints: RecurrentCheckpoints | None = None
+        self,
+        pages: KVPages,
+        limits: SchedulerLimits,
+        checkpoints: RecurrentCheckpoints | None = None,
+        pictures: PictureRules | None = None,
     ) -> None:
-        """`checkpoints`: only for a model with recurrent layers."""
+        """`checkpoints`: only for a model with recurrent layers. `pictures`: only for one that takes pictures."""
         self.pages = pages
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
@@ -64,6 +69,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In order of admission: the first is the oldest."""
         self.preemptions = 0
+        self._pictures = pictures
         self._states = SequenceStates(checkpoints, pages.page_tokens)
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
 
@@ -81,7 +87,11 @@ class Scheduler:
                 f"the prompt has {len(request.prompt)} tokens and asks for {request.max_tokens} more, "
                 f"but the context of this model holds {self.limits.context_tokens}: shorten the prompt or max_tokens"
             )
-        sequence = Sequence.of(request)
+        if request.pictures and self._pictures is None:
+            raise RequestError("the model was loaded without its vision tower, and the prompt has images")
+        if any(picture.end > len(request.prompt) for picture in request.pictures):
+            raise RequestError("an image of the request has no place in its prompt")
+        sequence = Sequence.of(request, self._pictures)
         self.waiting.append(sequence)
         return sequence
 
@@ -253,6 +263,7 @@ class Scheduler:
         end = start + min(budget, sequence.remaining)
         end = next((cut for cut in sequence.checkpoints if start < cut < end), end)
         end = max(start + 1, self.pages.reach(sequence.pages, end))
+        end = sequence.pictures.cut(start, end)
         if not self._make_room(sequence, end, draft):
             return 0
         self._add_row(sequence, end, draft)

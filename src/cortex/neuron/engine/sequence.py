@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from cortex.neuron.engine.kv_pages import Holding
 from cortex.neuron.engine.pages import ROOT, Digest, page_digests
+from cortex.neuron.engine.picture_positions import NO_PICTURES, PicturePositions
 from cortex.neuron.engine.recurrent_checkpoints import DecodeCheckpoint
 from cortex.neuron.engine.request import EngineRequest, TokenLogprobs
 from cortex.neuron.engine.sampling.constraints import Constraint
@@ -19,6 +20,7 @@ from cortex.neuron.engine.step_plan import (
     RowOutputs,
     RowPlan,
 )
+from cortex.neuron.vision.picture import PictureRules
 
 NO_ROW = -1
 
@@ -34,6 +36,7 @@ class Sequence:
     request: EngineRequest
     tokens: list[int]
     """Those of the prompt and the drawn ones that the host knows."""
+    pictures: PicturePositions = NO_PICTURES
     row: int = NO_ROW
     pages: Holding = ()
     digests: list[Digest] = field(default_factory=list)
@@ -72,8 +75,9 @@ class Sequence:
     finished: bool = False
 
     @classmethod
-    def of(cls, request: EngineRequest) -> Sequence:
-        return cls(request, list(request.prompt))
+    def of(cls, request: EngineRequest, rules: PictureRules | None = None) -> Sequence:
+        pictures = PicturePositions(request.pictures, rules) if request.pictures and rules is not None else NO_PICTURES
+        return cls(request, list(request.prompt), pictures)
 
     @property
     def length(self) -> int:
@@ -111,13 +115,17 @@ class Sequence:
     def next_row(self, end: int, *, writes: bool) -> RowPlan:
         """The row that computes the next positions, up to `end`."""
         start = self.scheduled
+        lag = self.pictures.lag(start) if self.request.pictures else 0
         if self.is_decoding and self.is_token_on_device and end - start == 1:
-            return RowPlan(self.row, start, LATEST_TOKEN, DRAW_ONE, decodes=True)
+            latest = RowInputs(1, None, rope_lag=lag) if lag else LATEST_TOKEN
+            return RowPlan(self.row, start, latest, DRAW_ONE, decodes=True)
         if self.is_decoding:
             tokens = (*self.tokens[start:], *self.draft.tokens)[: end - start]
             outputs = RowOutputs(draws=1 + end - len(self.tokens))
-            return RowPlan(self.row, start, RowInputs(end - start, tokens), outputs, decodes=True)
-        inputs = RowInputs(end - start, tuple(self.tokens[start:end]))
+            return RowPlan(self.row, start, RowInputs(end - start, tokens, rope_lag=lag), outputs, decodes=True)
+        following = self.tokens[end] if end < len(self.tokens) else None
+        spans = self.pictures.spans(start, end) if self.request.pictures else ()
+        inputs = RowInputs(end - start, tuple(self.tokens[start:end]), following, spans, lag)
         return RowPlan(self.row, start, inputs, self._outputs(start, end), writes)
 
     def _outputs(self, start: int, end: int) -> RowOutputs:
@@ -132,5 +140,9 @@ class Sequence:
         done = len(self.digests) * page_tokens
         if len(self.tokens) - done >= page_tokens:
             parent = self.digests[-1] if self.digests else ROOT
-            self.digests += page_digests(parent, self.tokens[done:], page_tokens)
+            salts: tuple[bytes, ...] = ()
+            if self.request.pictures and done < self.request.pictures[-1].end:
+                ends = range(done + page_tokens, len(self.tokens) + 1, page_tokens)
+                salts = tuple(self.pictures.salt(end - page_tokens, end) for end in ends)
+            self.digests += page_digests(parent, self.tokens[done:], page_tokens, salts)
         return self.digests

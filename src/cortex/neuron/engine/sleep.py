@@ -22,7 +22,7 @@ class ModelSleep:
         """
         self._loaded = loaded
         self._response = response
-        self._weights = HostWeights(loaded.body.storages()) if moves_weights else None
+        self._weights = HostWeights(loaded.storages()) if moves_weights else None
         self.host_bytes = self._weights.num_bytes if self._weights is not None else loaded.weight_bytes
 
     @property

@@ -31,6 +31,8 @@ class _InFlight:
 
     launched: Launched
     rows: tuple[tuple[Sequence, RowPlan], ...]
+    num_proposals: int = 0
+    """Draft tokens that it computes for each row that draws."""
 
 
 @dataclass(slots=True)
@@ -102,6 +104,8 @@ class StepLoop:
         constraint = self._constraints.compile(request.grammar) if request.grammar is not None else None
         sequence = self._scheduler.submit(request)
         sequence.constraint = constraint
+        if self._runner.pictures is not None:
+            self._runner.pictures.add(request.pictures)
         self._speculation.begin(sequence)
         self._sequences[request.id] = sequence
 
@@ -129,7 +133,7 @@ class StepLoop:
             self._speculation.assign(decoding, is_mixed=is_mixed)
         plan = self._plan()
         if plan is not None:
-            self._launch(plan)
+            self._launch(self._with_proposals(plan))
         elif not self._in_flight:
             self._read_at = None
         if self._in_flight and (not self._overlaps or plan is None or len(self._in_flight) > 1):
@@ -143,7 +147,7 @@ class StepLoop:
             return False
         if self._suspects or any(sequence.constraint is not None for sequence in self._scheduler.running):
             return True
-        has_drafts = any(row.drafted for step in self._in_flight for _, row in step.rows)
+        has_drafts = any(step.num_proposals or row.drafted for step in self._in_flight for _, row in step.rows)
         decoding, is_mixed = self._decoding()
         return has_drafts or self._speculation.is_likely(decoding, is_mixed=is_mixed)
 
@@ -211,6 +215,13 @@ class StepLoop:
             self._suspects.popleft()
         return self._scheduler.plan()
 
+    def _with_proposals(self, plan: StepPlan) -> StepPlan:
+        """The plan, and how many draft tokens are computed with it."""
+        planned = {row.row for row in plan.rows if row.decodes}
+        decoding = [sequence for sequence in self._scheduler.running if sequence.row in planned]
+        count = self._speculation.num_proposals(decoding, is_mixed=not plan.only_decodes)
+        return plan if count is None else replace(plan, num_proposals=count)
+
     def _launch(self, plan: StepPlan) -> None:
         by_row = {sequence.row: sequence for sequence in self._scheduler.running}
         rows = tuple((by_row[row.row], row) for row in plan.rows)
@@ -227,7 +238,7 @@ class StepLoop:
             raise
         if self._suspects and drawing:
             self._suspects.popleft()
-        self._in_flight.append(_InFlight(launched, rows))
+        self._in_flight.append(_InFlight(launched, rows, plan.num_proposals or 0))
         self._counters.steps += 1
         self._counters.prompt_tokens += sum(row.count for row in plan.rows if not row.decodes)
 
@@ -241,7 +252,9 @@ class StepLoop:
         if self._read_at is not None and all(row.decodes for _, row in step.rows):
             num_tokens = sum(row.count for _, row in step.rows)
             has_drafts = any(row.drafted for _, row in step.rows)
-            self._speculation.rule.record(num_tokens, now - self._read_at, checks_drafts=has_drafts)
+            self._speculation.rule.record(
+                num_tokens, now - self._read_at, checks_drafts=has_drafts, num_proposals=step.num_proposals
+            )
         self._read_at = now
 
     def _collect(self, step: _InFlight) -> None:
@@ -259,7 +272,7 @@ class StepLoop:
                 continue
             tokens, finish = until_end(sequence, result.tokens)
             self._scheduler.row_read(sequence, row, tokens)
-            checked = self._speculation.read(sequence, row, tokens)
+            checked = self._speculation.read(sequence, row, tokens, result.proposed)
             if checked.num_drafted:
                 self._counters.count(checked)
             if tokens:
@@ -305,6 +318,8 @@ class StepLoop:
 
     def _finish(self, sequence: Sequence, last: StepOutput) -> None:
         sequence.finished = True
+        if self._runner.pictures is not None:
+            self._runner.pictures.remove(sequence.request.pictures)
         self._scheduler.drop(sequence)
         del self._sequences[sequence.request.id]
         self._outputs.append(last)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cortex.neuron.engine.pages import Digest
+from cortex.neuron.engine.picture_positions import PictureSpan
 from cortex.neuron.engine.request import EngineRequest
 
 NewRow = tuple[int, EngineRequest, tuple[int, ...]]
@@ -23,6 +24,12 @@ class RowInputs:
     count: int
     tokens: tuple[int, ...] | None
     """Known to the host. None: the row's latest token, which an earlier step drew and which never left the device."""
+    following: int | None = None
+    """The token after these; None: the row draws it."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """The positions that have vectors of pictures in place of their tokens' embeddings."""
+    rope_lag: int = 0
+    """What the rotation of the first position lags behind the position, after pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,9 @@ class StepPlan:
     to a slot."""
     saves: tuple[StateCopy, ...] = ()
     """Recurrent states to copy after the step, from a row to a checkpoint."""
+    num_proposals: int | None = None
+    """Draft tokens that are computed for each row that draws, where the model has what computes them; 0: none, but
+    those of later steps can be. None: those of later steps will be poor for the sequences of this step."""
     captures: bool = False
     """For a divided model: the plan is no step, but the capture of the next graph, which all ranks do together."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,6 +28,22 @@ class PrefillRow:
     start: int
     count: int
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class PictureVectors:
+    """What stands at the positions of pictures in place of the embeddings of their tokens."""
+
+    index: Tensor
+    """[vectors] int64: the tokens of the step, ascending"""
+    vectors: Tensor
+    """[vectors, parts, hidden]: the first part is the embedding; each further one is added after one of the first
+    layers"""
+
+    def within(self, first: int, end: int) -> PictureVectors | None:
+        """Those of some of the step's tokens, as a step of their own."""
+        start, stop = torch.searchsorted(self.index, torch.tensor((first, end), device=self.index.device)).tolist()
+        return PictureVectors(self.index[start:stop] - first, self.vectors[start:stop]) if start < stop else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +76,20 @@ class Batch:
     has_pages: bool = True
     """False for whole texts: no KV is kept, all rows are prefill rows from position 0, and `slots`, `rows` and
     `page_table` are empty."""
+    rope: Tensor | None = None
+    """[tokens] int64: the row of the rotations' tables for each token, where that is not its position"""
+    pictures: PictureVectors | None = None
+    reach: Tensor | None = None
+    """[tokens] int32: how many positions of its row each token sees, where tokens of pictures see later ones"""
     groups: tuple[Batch, ...] = ()
     """The step as the layers of each KV group after the first see it; empty: all layers see the same."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def rope_positions(self) -> Tensor:
+        """[tokens] int64: the row of the rotations' tables for each token."""
+        return self.positions if self.rope is None else self.rope
 
     def with_groups(self, slots: Sequence[Tensor], page_tables: Sequence[Tensor]) -> Batch:
         """The same step for a model with more KV groups, which have these slots and page tables."""

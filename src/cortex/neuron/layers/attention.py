@@ -91,6 +91,7 @@ class Attention:
             pair_distance=self._half if self._early_rope is None else 0,
             window=config.window,
             softcap=config.softcap,
+            whole_pictures=config.whole_pictures,
             is_causal=config.is_causal,
             rotates=config.rope is not None and self._early_rope is None,
             sinks=parameters.load(f"{prefix}.sinks", config.heads, dtype=torch.float32) if config.sinks else None,
@@ -114,7 +115,7 @@ class Attention:
         if self._wide_norms:
             q, k = self._normed(q, k)
         if self._early_rope is not None:
-            rotation = Rotation.at(batch.positions, self._early_rope, q.dtype, self._half)
+            rotation = Rotation.at(batch.rope_positions, self._early_rope, q.dtype, self._half)
             q, k = rotation(q), rotation(k)
         if self._growth is not None:
             q = (q * self._growth[batch.positions]).to(q.dtype)

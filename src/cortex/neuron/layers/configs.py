@@ -64,6 +64,14 @@ class RopeConfig:
     """The settings of the scaling rule, under the names that checkpoints use."""
     trained_tokens: int = 0
     """Positions that the config names for the model: the fallback of yarn, the longest context of longrope."""
+    sections: tuple[int, ...] = ()
+    """In models whose positions have three axes in pictures (time, row, column): how many pairs turn by each. Those of
+    the second and third axis lie among the first ones, every third pair."""
+
+    def axis(self, pair: int) -> int:
+        """The axis by which a pair of dimensions turns."""
+        axis = pair % 3
+        return axis if self.sections and axis and pair < 3 * self.sections[axis] else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +151,8 @@ class AttentionConfig:
     """Each head has a score that takes part in the softmax and stands for no value."""
     softcap: float | None = None
     """Scores x become softcap · tanh(x / softcap); None: they are not capped."""
+    whole_pictures: bool = False
+    """Whether the positions of a picture see each other."""
     is_causal: bool = True
     """Whether a token attends to no later one. Otherwise it attends to all tokens of its text, and a window of n
     reaches n - 1 positions to both sides."""

@@ -110,16 +110,30 @@ def rope_table(rope: RopeConfig | None, num_positions: int, device: torch.device
 class RopeTables:
     """The tables of a model. Layers that rotate in the same way share one."""
 
-    def __init__(self, num_positions: int, device: torch.device) -> None:
+    def __init__(self, num_positions: int, device: torch.device, num_placed: int = 0) -> None:
+        """`num_placed`: rows after those of positions, for tokens whose position has several axes."""
         self.num_positions = num_positions
+        self._num_placed = num_placed
         self._device = device
         self._tables: dict[RopeConfig | None, Tensor] = {}
 
     def __getitem__(self, rope: RopeConfig | None) -> Tensor:
         """[positions, dims]: see `rope_table`"""
         if rope not in self._tables:
-            self._tables[rope] = rope_table(rope, self.num_positions, self._device)
+            table = rope_table(rope, self.num_positions, self._device)
+            self._tables[rope] = F.pad(table, (0, 0, 0, self._num_placed)) if self._num_placed else table
         return self._tables[rope]
+
+    def place(self, axes: Tensor) -> None:
+        """Fills the rows after those of positions: row `num_positions + i` turns each pair by its axis of `axes[:, i]`.
+
+        axes: [3, tokens] int64"""
+        first, end = self.num_positions, self.num_positions + axes.shape[1]
+        for rope, table in self._tables.items():
+            if rope is not None and rope.sections:
+                pairs = table.shape[1] // 2
+                by_pair = axes[torch.tensor([rope.axis(pair) for pair in range(pairs)])].T.to(table.device)
+                table[first:end] = table.gather(0, by_pair.repeat(1, 2))
 
     def storages(self) -> list[torch.UntypedStorage]:
         return [table.untyped_storage() for table in self._tables.values()]

@@ -10,7 +10,7 @@ import copy
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -22,72 +22,19 @@ from cortex.neuron.layers.configs import (
     MLPConfig,
     MoEConfig,
     NormConfig,
-    PerLayerInputConfig,
     PerLayerInputsConfig,
     Shard,
 )
 from cortex.neuron.layers.recurrent.configs import RecurrentConfig
 from cortex.neuron.models.config import DecoderConfig
 from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.layer import BlockNorms, LayerConfig
 from cortex.neuron.models.pooling.config import PoolingConfig
-from cortex.neuron.models.sharding import (
-    MixerConfig,
-    Slices,
-    feed_forward_slices,
-    mixer_slices,
-    sharded_experts,
-    sharded_feed_forward,
-    sharded_mixer,
-)
+from cortex.neuron.models.prediction import PredictionConfig
+from cortex.neuron.models.sharding import MixerConfig, Slices, feed_forward_slices, mixer_slices
+from cortex.neuron.models.towers.config import TowerConfig
+from cortex.neuron.vision.picture import PictureRules
 from cortex.neuron.weights.sharded import TensorSlice
-
-
-@dataclass(frozen=True, slots=True)
-class BlockNorms:
-    """The norms of a block, by their names in the layer; None: there is none. The norm after a block is applied before
-    the addition to the residual stream."""
-
-    before: str | None = None
-    after: str | None = None
-    after_eps: float | None = None
-    """Of the norm after the block; None: that of the layer's norms."""
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name in (self.before, self.after) if name is not None]
-
-
-EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
-"""The norms where a layer has experts beside its feed-forward block: after the block, before and after the experts."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerConfig:
-    """A mixer over the tokens of a sequence, then a feed-forward block for each token. One of them may be missing."""
-
-    mixer: MixerConfig | None
-    feed_forward: MLPConfig | MoEConfig | None
-    norm: NormConfig
-    """It applies to all norms of the layer over the residual stream."""
-    mixer_norms: BlockNorms
-    feed_forward_norms: BlockNorms
-    """None of its own: the feed-forward block has the same input as the mixer, and both are added."""
-    experts: MoEConfig | None = None
-    """Experts beside the feed-forward block, with norms of their own: `EXPERT_NORMS`."""
-    per_layer_input: PerLayerInputConfig | None = None
-    """What follows the feed-forward block, in models whose layers have inputs of their own."""
-    has_factor: bool = False
-    """Whether the residual stream after the layer is multiplied by a number of the checkpoint, `layer_scalar`."""
-
-    def sharded(self, shard: Shard) -> LayerConfig:
-        mixer = None if self.mixer is None else sharded_mixer(self.mixer, shard)
-        block = None if self.feed_forward is None else sharded_feed_forward(self.feed_forward, shard)
-        experts = None if self.experts is None else sharded_experts(self.experts, shard)
-        return replace(self, mixer=mixer, feed_forward=block, experts=experts)
-
-    @property
-    def is_parallel(self) -> bool:
-        return self.feed_forward is not None and not self.feed_forward_norms.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +85,12 @@ class Architecture(ABC):
 
     shard: Shard = WHOLE
     """The part of each layer that `layers` describes: that of one rank, or the whole layer."""
+    tower: TowerConfig | None = None
+    """What makes vectors of pictures; None: the model reads text only."""
     stage: range | None = None
     """Which layers of the model `layers` are, where the model is divided by layers; None: all of them."""
+    head: PredictionConfig | None = None
+    """What predicts further tokens, if the model is loaded with it: see `with_head`."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = {**self.defaults, **raw}
@@ -197,6 +148,7 @@ class Architecture(ABC):
         part = copy.copy(self)
         part.shard = shard
         part.layers = tuple(layer.sharded(shard) for layer in self.layers)
+        part.head = None if self.head is None else self.head.sharded(shard)
         return part
 
     def staged(self, stage: range) -> Architecture:
@@ -209,11 +161,42 @@ class Architecture(ABC):
         part = copy.copy(self)
         part.stage = stage
         part.layers = self.layers[stage.start : stage.stop]
+        part.head = self.head if part.has_ends else None
         return part
+
+    def with_head(self, names: Container[str] | None) -> Architecture:
+        """The whole model with the head that predicts further tokens. `names`: the tensors of its checkpoint; None:
+        they are not known. Raises UnsupportedModel if there is none."""
+        head = self.read_head()
+        if head is None or (names is not None and not head.is_in(names)):
+            missing = "the model's family has" if head is None else "the checkpoint has"
+            raise UnsupportedModel(
+                f'{missing} no head that predicts further tokens, as speculation = "mtp" needs; '
+                'use "lookup", a model that is published with one, or a GGUF file that was converted with it'
+            )
+        whole = copy.copy(self)
+        whole.head = head
+        return whole
 
     def _reject_division(self) -> None:
         if self.pooling is not None:
             raise UnsupportedModel("embedding and rerank models run on one device each; use replicas instead")
+
+    def without_tower(self) -> Architecture:
+        """The same model, which reads text only."""
+        part = copy.copy(self)
+        part.tower = None
+        return part
+
+    @property
+    def pictures(self) -> PictureRules:
+        """How the decoder treats pictures."""
+        return PictureRules() if self.tower is None else self.tower.rules
+
+    @property
+    def held_tower(self) -> TowerConfig | None:
+        """The tower, on the rank that has it: the first, which sends its vectors to the others."""
+        return self.tower if self.has_ends and self.shard.is_first else None
 
     @property
     def is_divided(self) -> bool:
@@ -237,7 +220,7 @@ class Architecture(ABC):
             slices[name] = TensorSlice(rows=(shard.part(self.config.vocab),))
         if (inputs := self.ends.per_layer_inputs) is not None:
             slices[f"{self.prefix}.embed_tokens_per_layer.weight"] = TensorSlice(rows=(shard.part(inputs.vocab),))
-        for name, layer in self.named_layers():
+        for name, layer in (*self.named_layers(), *(() if self.head is None else self.head.named_layers())):
             if layer.mixer is not None:
                 slices.update(mixer_slices(layer.mixer, shard, name))
             for block in (layer.feed_forward, layer.experts):
@@ -264,6 +247,10 @@ class Architecture(ABC):
                 f"the checkpoint has {num_layers} layers, its config {self.config.num_layers}; "
                 "is this the config of these weights?"
             )
+
+    def read_head(self) -> PredictionConfig | None:
+        """The head that predicts further tokens, where the family's checkpoints have one."""
+        return None
 
     def read_ends(self) -> EndsConfig:
         """The options of embedding, last norm and head."""

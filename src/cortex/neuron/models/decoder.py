@@ -26,8 +26,11 @@ from cortex.neuron.layers.recurrent.layer import RecurrentLayer
 from cortex.neuron.layers.recurrent.mamba import Mamba
 from cortex.neuron.layers.recurrent.short_conv import ShortConv
 from cortex.neuron.layers.rope import RopeTables
-from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture, LayerConfig
+from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.layer import EXPERT_NORMS, LayerConfig
+from cortex.neuron.models.prediction_head import PredictionHead
+from cortex.neuron.models.towers.tower import Tower
 
 RECURRENT_LAYERS: Mapping[type[RecurrentConfig], Callable[[Parameters, Any, str], RecurrentLayer]] = {
     GatedDeltaConfig: GatedDelta,
@@ -106,17 +109,27 @@ class Decoder:
     embedding: Embedding
     norm: RMSNorm
     head: Head
+    prediction: PredictionHead | None = None
+    """What predicts further tokens; None: the model has no such head, or is loaded without it."""
 
-    def __init__(self, architecture: Architecture, parameters: Parameters, num_positions: int) -> None:
-        """`num_positions`: the longest sequence this instance will see."""
+    tower: Tower | None = None
+    """On the rank that has it."""
+
+    def __init__(
+        self, architecture: Architecture, parameters: Parameters, num_positions: int, step_tokens: int = 0
+    ) -> None:
+        """`num_positions`: the longest sequence this instance will see. `step_tokens`: the most positions of pictures
+        in one step."""
         self.architecture = architecture
         self.config = architecture.config
         self.parameters = parameters
         config, prefix = self.config, architecture.prefix
-        self.ropes = RopeTables(num_positions, parameters.device)
+        num_placed = step_tokens if architecture.pictures.has_axes else 0
+        self.ropes = RopeTables(num_positions, parameters.device, num_placed)
         if architecture.has_ends:
             self.embedding = Embedding(parameters, config.vocab, config.hidden, f"{prefix}.embed_tokens.weight")
         own_inputs = architecture.ends.per_layer_inputs if architecture.has_ends else None
+        self._padding_token = int(architecture.raw.get("pad_token_id") or 0)
         self._own_inputs = None if own_inputs is None else PerLayerInputs(parameters, own_inputs, prefix)
         self.layers: list[DecoderLayer] = []
         for name, layer in architecture.named_layers():
@@ -125,6 +138,9 @@ class Decoder:
             tied = self.embedding if config.tied else None
             self.norm = self.new_norm(architecture.ends.norm, f"{prefix}.norm.weight")
             self.head = Head(parameters, config.vocab, config.hidden, "lm_head", tied)
+        if architecture.head is not None:
+            self._head_layer = DecoderLayer(self, architecture.head.layer, architecture.head.layer_name)
+            self.prediction = PredictionHead(self, architecture.head, config.hidden, self._head_layer)
 
     def new_norm(self, norm: NormConfig, source: str) -> RMSNorm:
         """Allocates a norm over the residual stream."""
@@ -141,8 +157,9 @@ class Decoder:
 
     @property
     def attentions(self) -> Sequence[CachedAttention]:
-        """The layers' attentions, which keep KV, in order."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, (Attention, LatentAttention))]
+        """The layers' attentions, which keep KV, in order; last that of the prediction head."""
+        layers = self.layers if self.prediction is None else [*self.layers, self._head_layer]
+        return [layer.mixer for layer in layers if isinstance(layer.mixer, (Attention, LatentAttention))]
 
     @property
     def recurrent_layers(self) -> list[RecurrentLayer]:
@@ -151,15 +168,23 @@ class Decoder:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The device memory that the model holds for as long as it is loaded: weights and tables, each piece once."""
-        return [*self.parameters.storages(), *self.ropes.storages()]
+        own = [*self.parameters.storages(), *self.ropes.storages()]
+        if self.tower is None or self.tower.parameters.device != self.parameters.device:
+            return own
+        return [*own, *self.tower.parameters.storages()]
 
     def __call__(self, batch: Batch) -> Tensor:
         """The residual stream after the last layer of this part, which has the embedding: [tokens, hidden]; of a stage,
         as `through_layers` returns it."""
         hidden = self.embedded(batch.tokens)
+        if batch.pictures is not None:
+            hidden = hidden.index_copy(0, batch.pictures.index, batch.pictures.vectors[:, 0])
         if self._own_inputs is None:
             return self.through_layers(hidden, batch)
-        return self._through_layers(hidden, self._own_inputs(batch.tokens, hidden), batch)
+        tokens = batch.tokens
+        if batch.pictures is not None:  # no token has the inputs of pictures
+            tokens = tokens.index_fill(0, batch.pictures.index, self._padding_token)
+        return self._through_layers(hidden, self._own_inputs(tokens, hidden), batch)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """The residual stream before the first layer: [tokens, hidden]"""
@@ -177,8 +202,10 @@ class Decoder:
         if inputs is not None:
             hidden, own = hidden.tensor_split([self.config.hidden], dim=1)
             return self._through_layers(hidden.contiguous(), own.unflatten(1, (-1, inputs.size)), batch)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             hidden = layer(hidden, batch)
+            if batch.pictures is not None and index + 1 < batch.pictures.vectors.shape[1]:
+                hidden = hidden.index_add(0, batch.pictures.index, batch.pictures.vectors[:, index + 1])
         return hidden
 
     @property
@@ -198,5 +225,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] → [rows, vocab]"""
-        logits, cap = self.head.logits(self.norm.centred(hidden), self.norm), self.architecture.ends.logit_cap
+        return self.logits_after(self.norm, hidden)
+
+    def logits_after(self, norm: RMSNorm, hidden: Tensor) -> Tensor:
+        """With another last norm. hidden: [rows, hidden] → [rows, vocab]"""
+        logits, cap = self.head.logits(norm.centred(hidden), norm), self.architecture.ends.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -9,6 +9,8 @@ from typing import Any
 
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.encoders.bert import Bert, Roberta
+from cortex.neuron.models.encoders.eurobert import EuroBert, jina_embeddings
+from cortex.neuron.models.encoders.gte import Gte
 from cortex.neuron.models.encoders.modernbert import ModernBert
 from cortex.neuron.models.encoders.nomic import NomicBert
 from cortex.neuron.models.errors import UnsupportedModel
@@ -30,7 +32,7 @@ from cortex.neuron.models.families.mistral import Ministral3, Mistral, mistral3
 from cortex.neuron.models.families.muse_glimmer import MuseGlimmer, MuseGlimmerMultimodal
 from cortex.neuron.models.families.olmo import Exaone4, Olmo2, Olmo3
 from cortex.neuron.models.families.phi3 import Phi3
-from cortex.neuron.models.families.qwen import Qwen2, Qwen3
+from cortex.neuron.models.families.qwen import Qwen2, Qwen3, Qwen3VL
 from cortex.neuron.models.hybrids.granite_hybrid import GraniteMoeHybrid
 from cortex.neuron.models.hybrids.lfm2 import Lfm2
 from cortex.neuron.models.hybrids.lfm2_moe import Lfm2Moe
@@ -42,7 +44,7 @@ from cortex.neuron.models.mixtures.glm4_moe import Glm4Moe
 from cortex.neuron.models.mixtures.gpt_oss import GptOss
 from cortex.neuron.models.mixtures.laguna import Laguna
 from cortex.neuron.models.mixtures.minimax_m2 import MiniMaxM2
-from cortex.neuron.models.mixtures.qwen3_moe import Mellum, Qwen3Moe
+from cortex.neuron.models.mixtures.qwen3_moe import Mellum, Qwen3Moe, Qwen3VLMoe
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.library import library_model
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
@@ -93,6 +95,8 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "qwen3_5_moe_text": Qwen3Next,
     "qwen3_5_text": Qwen3Next,
     "qwen3_next": Qwen3Next,
+    "qwen3_vl": Qwen3VL,
+    "qwen3_vl_moe": Qwen3VLMoe,
     "seed_oss": SeedOss,
     "smollm3": SmolLM3,
     "youtu": Youtu,
@@ -101,7 +105,11 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
 ENCODERS: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "bert": Bert,
     "camembert": Roberta,
+    "eurobert": EuroBert,
+    "gte": Gte,
+    "jina_embeddings_v5": jina_embeddings,
     "modernbert": ModernBert,
+    "new": Gte,
     "nomic_bert": NomicBert,
     "roberta": Roberta,
     "xlm-roberta": Roberta,

@@ -23,8 +23,10 @@ from cortex.neuron.layers.configs import (
     halves,
 )
 from cortex.neuron.layers.recurrent.configs import RecurrentConfig
-from cortex.neuron.models.architecture import EXPERT_NORMS, Architecture
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.layer import EXPERT_NORMS, LayerConfig
 from cortex.neuron.models.pooling.config import DenseStep, NormStep, Step
+from cortex.neuron.models.towers.config import PASS_PATCHES, tower_room_bytes, tower_weight_bytes
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.weights.stored import TensorInfo
 
@@ -43,6 +45,8 @@ class WeightStorage:
     """The size of one element in the KV cache; None: `item_bytes`."""
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
     """Those of the checkpoint. Needed for models of a library, whose configs do not tell the sizes of their weights."""
+    pass_patches: int = PASS_PATCHES["cpu"]
+    """Patches of pictures that a vision tower computes at once; 0: the tower is not on this device."""
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """What one dense matrix takes."""
@@ -68,7 +72,24 @@ def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     total = sum(layer_bytes(architecture, storage))
     if architecture.pooling is not None:
         total += sum(_step_bytes(step, storage) for step in architecture.pooling.steps)
+    total += _tower_weights(architecture, storage)
     return total + end_bytes(architecture, storage) if architecture.has_ends else total
+
+
+def _tower_weights(architecture: Architecture, storage: WeightStorage) -> int:
+    tower = architecture.held_tower if storage.pass_patches else None
+    return 0 if tower is None else tower_weight_bytes(tower, storage.item_bytes)
+
+
+def tower_bytes(architecture: Architecture, storage: WeightStorage) -> int:
+    """All that a vision tower takes on its device."""
+    return _tower_weights(architecture, storage) + tower_room(architecture, storage)
+
+
+def tower_room(architecture: Architecture, storage: WeightStorage) -> int:
+    """The memory in which a vision tower computes, and which keeps its vectors."""
+    tower = architecture.held_tower if storage.pass_patches else None
+    return 0 if tower is None else tower_room_bytes(tower, storage.item_bytes, storage.pass_patches)
 
 
 def _held_bytes(architecture: TransformersArchitecture, storage: WeightStorage) -> int:
@@ -95,7 +116,7 @@ def _step_bytes(step: Step, storage: WeightStorage) -> int:
 
 
 def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
-    """The parameters outside the layers: embedding, last norm and head."""
+    """The parameters outside the layers: embedding, last norm and head, and what predicts further tokens."""
     config, prefix = architecture.config, architecture.prefix
     vocab = len(architecture.shard.part(config.vocab))
     if config.tied:  # the head multiplies by the embedding
@@ -107,32 +128,46 @@ def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     if architecture.ends.per_layer_inputs is not None:
         ends += _per_layer_inputs_bytes(architecture.ends.per_layer_inputs, architecture, storage)
     ends += sum(storage.matrix_bytes(rows, config.hidden) for rows in architecture.ends.tables.values())
-    return ends + len(architecture.ends.norms) * _norm_bytes(architecture.ends.norm, config.hidden, storage)
+    ends += len(architecture.ends.norms) * _norm_bytes(architecture.ends.norm, config.hidden, storage)
+    return ends + head_bytes(architecture, storage)
+
+
+def head_bytes(architecture: Architecture, storage: WeightStorage) -> int:
+    """The parameters of the head that predicts further tokens; 0 where the model is loaded without."""
+    head, hidden = architecture.head, architecture.config.hidden
+    if head is None:
+        return 0
+    total = storage.linear_bytes(2 * hidden, {head.projection: hidden})
+    total += len(head.norms) * _norm_bytes(head.norm, hidden, storage)
+    return total + sum(_layer_bytes(name, layer, hidden, storage) for name, layer in head.named_layers())
 
 
 def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]:
     """The parameters of each layer."""
-    totals = []
-    for name, layer in architecture.named_layers():
-        num_norms = len(layer.mixer_norms.names) + len(layer.feed_forward_norms.names)
-        total = num_norms * _norm_bytes(layer.norm, architecture.config.hidden, storage)
-        if isinstance(layer.mixer, AttentionConfig):
-            total += _attention_bytes(layer.mixer, storage, f"{name}.self_attn")
-        elif isinstance(layer.mixer, LatentAttentionConfig):
-            total += _latent_bytes(layer.mixer, storage, f"{name}.self_attn")
-        elif layer.mixer is not None:
-            total += _recurrent_bytes(layer.mixer, storage, f"{name}.{layer.mixer.block}")
-        if isinstance(layer.feed_forward, MLPConfig):
-            total += _mlp_bytes(layer.feed_forward, storage, f"{name}.mlp")
-        elif layer.feed_forward is not None:
-            total += _moe_bytes(layer.feed_forward, storage, f"{name}.mlp")
-        if layer.experts is not None:
-            total += len(EXPERT_NORMS) * _norm_bytes(layer.norm, architecture.config.hidden, storage)
-            total += _moe_bytes(layer.experts, storage, f"{name}.mlp")
-        if layer.per_layer_input is not None:
-            total += _per_layer_input_bytes(layer.per_layer_input, storage, name)
-        totals.append(total + storage.item_bytes * layer.has_factor)
-    return totals
+    hidden = architecture.config.hidden
+    return [_layer_bytes(name, layer, hidden, storage) for name, layer in architecture.named_layers()]
+
+
+def _layer_bytes(name: str, layer: LayerConfig, hidden: int, storage: WeightStorage) -> int:
+    """`name`: the prefix of its tensors."""
+    num_norms = len(layer.mixer_norms.names) + len(layer.feed_forward_norms.names)
+    total = num_norms * _norm_bytes(layer.norm, hidden, storage)
+    if isinstance(layer.mixer, AttentionConfig):
+        total += _attention_bytes(layer.mixer, storage, f"{name}.self_attn")
+    elif isinstance(layer.mixer, LatentAttentionConfig):
+        total += _latent_bytes(layer.mixer, storage, f"{name}.self_attn")
+    elif layer.mixer is not None:
+        total += _recurrent_bytes(layer.mixer, storage, f"{name}.{layer.mixer.block}")
+    if isinstance(layer.feed_forward, MLPConfig):
+        total += _mlp_bytes(layer.feed_forward, storage, f"{name}.mlp")
+    elif layer.feed_forward is not None:
+        total += _moe_bytes(layer.feed_forward, storage, f"{name}.mlp")
+    if layer.experts is not None:
+        total += len(EXPERT_NORMS) * _norm_bytes(layer.norm, hidden, storage)
+        total += _moe_bytes(layer.experts, storage, f"{name}.mlp")
+    if layer.per_layer_input is not None:
+        total += _per_layer_input_bytes(layer.per_layer_input, storage, name)
+    return total + storage.item_bytes * layer.has_factor
 
 
 def _per_layer_inputs_bytes(config: PerLayerInputsConfig, architecture: Architecture, storage: WeightStorage) -> int:
@@ -156,9 +191,10 @@ def _norm_bytes(norm: NormConfig, size: int, storage: WeightStorage) -> int:
 
 
 def kv_bytes_by_window(architecture: Architecture, item_bytes: int) -> dict[int | None, int]:
-    """Keys and values of one token over the layers that keep them, for each of the model's windows."""
+    """Keys and values of one token over the layers that keep them, for each of the model's windows; the head that
+    predicts further tokens is one of these layers."""
     sizes = dict.fromkeys(architecture.windows, 0)
-    for layer in architecture.layers:
+    for layer in (*architecture.layers, *(() if architecture.head is None else (architecture.head.layer,))):
         if isinstance(layer.mixer, KV_MIXERS):
             sizes[layer.mixer.window] += layer.mixer.kv_elements * item_bytes
     return sizes

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cortex.neuron.text.template.template_source import TemplateSources
 from cortex.neuron.text.tokenizer.vocabulary import Vocabulary
+from cortex.neuron.vision.spec import PictureSpec
 from cortex.wire.node.sampling import SamplingDefaults
 
 
@@ -16,5 +17,5 @@ class TextFacts:
     vocabulary: Vocabulary
     templates: TemplateSources
     generation: SamplingDefaults
-    has_vision: bool
-    """Whether the model has a vision tower, which is not loaded."""
+    pictures: PictureSpec | None = None
+    """How the model takes pictures; None: it reads text only."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from cortex.neuron.text.errors import TextFileMalformed
+from cortex.neuron.vision.reading import PROCESSOR_FILES, image_processor_in, read_picture_spec
+from cortex.neuron.vision.spec import PictureSpec
 
 MAX_JSON_BYTES: Final = 16 << 20
 MAX_TEMPLATE_BYTES: Final = 1 << 20
@@ -45,11 +47,6 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def has_vision(directory: Path) -> bool:
-    """Whether the model in `directory` has a vision tower; raises TextFileMalformed."""
-    return "vision_config" in read_json(directory / "config.json")
-
-
 def token_search(directory: Path) -> Callable[[str], bool]:
     """Whether a text is a token of its own, without a tokenizer: it stands in quotes in the file that has them."""
     try:
@@ -61,3 +58,14 @@ def token_search(directory: Path) -> Callable[[str], bool]:
         return json.dumps(text).encode() in content or json.dumps(text, ensure_ascii=False).encode() in content
 
     return is_token
+
+
+def picture_spec(directory: Path) -> PictureSpec | None:
+    """How the model in `directory` takes pictures, None if it does not; raises TextFileMalformed."""
+    if not directory.is_dir():
+        return None
+    processors = {name: read_json(directory / name) for name in PROCESSOR_FILES}
+    try:
+        return read_picture_spec(read_json(directory / "config.json"), image_processor_in(processors))
+    except ValueError as error:
+        raise TextFileMalformed(f"the image processor of {directory} cannot be used: {error}") from error

@@ -36,6 +36,7 @@ from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
 from cortex.neuron.text.template.fill_in import fill_in_prompt, has_markers, markers
 from cortex.neuron.text.template.literal_content import LiteralContent
+from cortex.neuron.text.template.pictures import images_in
 from cortex.neuron.text.template.prompt import (
     NO_RULES,
     PromptRules,
@@ -50,6 +51,7 @@ from cortex.neuron.text.tokenizer.encoder import NoEncoder, TextEncoder
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.text.tools.syntaxes import call_syntax
+from cortex.neuron.vision.spec import PictureSpec
 from cortex.neuron.weights.gguf.metadata import read_metadata
 from cortex.wire.errors import TemplateRenderFailed
 from cortex.wire.fields.constraints import is_constrained
@@ -70,6 +72,8 @@ class TextModel:
     reasoning_end: tuple[int, ...] = ()
     """The tokens that end reasoning, laid out as templates write them; empty for a model that does not reason."""
     notes: tuple[str, ...] = ()
+    pictures: PictureSpec | None = None
+    """How the model takes pictures; None: it reads text only."""
 
     @classmethod
     def of(cls, facts: TextFacts, encoder: TextEncoder) -> TextModel:
@@ -82,7 +86,8 @@ class TextModel:
             tools_template,
             facts.generation,
             _reasoning_end(template, tokenizer),
-            _notes(facts.templates, tools_template, has_vision=facts.has_vision),
+            _notes(facts.templates, tools_template),
+            _usable(facts.pictures, tokenizer),
         )
 
     @classmethod
@@ -92,10 +97,9 @@ class TextModel:
         """For a process that only turns tokens into text: rendering and encoding raise AssertionError. `takes_tools`:
         as the `takes_tools` of the complete model, so that no template is compiled."""
         template, tools_template = _templates(facts.templates, *takes_tools)
-        notes = _notes(facts.templates, tools_template, has_vision=facts.has_vision)
-        return cls(
-            Tokenizer(facts.vocabulary, NoEncoder()), template, tools_template, facts.generation, reasoning_end, notes
-        )
+        notes, tokenizer = _notes(facts.templates, tools_template), Tokenizer(facts.vocabulary, NoEncoder())
+        pictures = _usable(facts.pictures, tokenizer)
+        return cls(tokenizer, template, tools_template, facts.generation, reasoning_end, notes, pictures)
 
     @property
     def takes_tools(self) -> tuple[bool, bool]:
@@ -112,7 +116,7 @@ class TextModel:
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        found = _capabilities(self.template, self.notes)
+        found = _capabilities(self.template, self.notes, vision=self.pictures is not None)
         return msgspec.structs.replace(found, insert=markers(self.tokenizer) is not None)
 
     def encode(self, text: str) -> list[int]:
@@ -135,8 +139,12 @@ class TextModel:
                 prompt = fill_in_prompt(prompt, request.suffix, self.tokenizer)
             return render_raw(prompt, self.tokenizer, rules)
         template = self._template_for(request)
-        literal_content = None if rules.control_tokens_in_messages else self._literal_content[template is self.template]
-        return render_conversation(request, template, self.tokenizer, self._reasoning_markers, literal_content, rules)
+        # A placeholder in a message must not take the place of a picture.
+        is_literal = not rules.control_tokens_in_messages or next(images_in(request), None) is not None
+        literal_content = self._literal_content[template is self.template] if is_literal else None
+        return render_conversation(
+            request, template, self.tokenizer, self._reasoning_markers, literal_content, rules, self.pictures
+        )
 
     def detokenizer(self, request: GenerateRequest) -> Detokenizer:
         """A detokenizer for one response. Control tokens are hidden, except those that its parser reads."""
@@ -222,7 +230,8 @@ class TextModel:
             return LeadingReasoning.POSSIBLE
         if markers is None or request.prompt is not None:
             return LeadingReasoning.ABSENT
-        prompt = prompt_text(request, self._template_for(request), self.tokenizer)
+        picture = None if self.pictures is None else self.pictures.text
+        prompt = prompt_text(request, self._template_for(request), self.tokenizer, picture=picture)
         if opens_reasoning(prompt.generation_prompt, markers):
             return LeadingReasoning.OPENED
         if request.thinking.switch is False or closes_reasoning(prompt.generation_prompt, markers):
@@ -250,7 +259,8 @@ class TextModel:
         vocabulary = self.tokenizer.vocabulary
         if not vocabulary.control_texts:
             return None, None
-        return LiteralContent(vocabulary, self.tools_template), LiteralContent(vocabulary, self.template)
+        also = () if self.pictures is None else self.pictures.text.tokens
+        return LiteralContent(vocabulary, self.tools_template, also), LiteralContent(vocabulary, self.template, also)
 
     @cached_property
     def _reasoning_markers(self) -> ReasoningMarkers | None:
@@ -293,16 +303,17 @@ def survey_text(path: Path) -> TextSurvey:
     gguf = files.gguf_file(path)
     if gguf is not None:
         metadata = read_metadata(gguf).metadata
-        sources, generation, has_vision = template_source.from_gguf(metadata), defaults.from_gguf(metadata), False
+        sources, generation = template_source.from_gguf(metadata), defaults.from_gguf(metadata)
+        has_vision = False
         insert = has_markers(frozenset(metadata.get("tokenizer.ggml.tokens") or ()).__contains__)
     else:
-        sources, has_vision = template_source.from_directory(path), files.has_vision(path)
+        sources, has_vision = template_source.from_directory(path), files.picture_spec(path) is not None
         generation = defaults.from_generation_config(files.read_json(path / "generation_config.json"))
         insert = has_markers(files.token_search(path))
     template, tools_template = _templates(sources)
     for each in {template, tools_template}:
         _try_out(each)
-    found = _capabilities(template, _notes(sources, tools_template, has_vision=has_vision))
+    found = _capabilities(template, _notes(sources, tools_template), vision=has_vision)
     return TextSurvey(msgspec.structs.replace(found, insert=insert), generation)
 
 
@@ -327,14 +338,19 @@ def _templates(
     return template, ChatTemplate(sources.with_tools, takes_tools=tools_takes_tools)
 
 
-def _notes(sources: TemplateSources, tools_template: ChatTemplate, *, has_vision: bool) -> tuple[str, ...]:
+def _usable(pictures: PictureSpec | None, tokenizer: Tokenizer) -> PictureSpec | None:
+    """`pictures`, if the vocabulary has the tokens for them."""
+    if pictures is None or any(tokenizer.whole_id(text) is None for text in pictures.text.tokens):
+        return None
+    return pictures
+
+
+def _notes(sources: TemplateSources, tools_template: ChatTemplate) -> tuple[str, ...]:
     notes = []
     if not (sources.default or sources.with_tools):
         notes.append("the model has no chat template: conversations are written as ChatML")
     if not tools_template.takes_tools:
         notes.append("the chat template has no place for tools: they are described in the system message")
-    if has_vision:
-        notes.append("images are not read: the vision tower is not loaded")
     return tuple(notes)
 
 
@@ -345,6 +361,6 @@ def _reasoning_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, .
     return () if markers is None else tuple(tokenizer.encode(f"\n{markers.close}{markers.follow}"))
 
 
-def _capabilities(template: ChatTemplate, notes: tuple[str, ...]) -> Capabilities:
-    is_harmony = tool_syntax(template) is ToolSyntax.HARMONY
-    return Capabilities(tools=True, reasoning=is_harmony or reasoning_markers(template) is not None, notes=notes)
+def _capabilities(template: ChatTemplate, notes: tuple[str, ...], *, vision: bool) -> Capabilities:
+    has_reasoning = tool_syntax(template) is ToolSyntax.HARMONY or reasoning_markers(template) is not None
+    return Capabilities(tools=True, reasoning=has_reasoning, vision=vision, notes=notes)

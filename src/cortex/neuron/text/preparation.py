@@ -72,5 +72,11 @@ def _end_of_prompt(text: TextModel, request: GenerateRequest, rules: PromptRules
         kept = min((most for most in (room, rules.max_prompt_tokens) if most is not None), default=len(rendered.ids))
     if len(rendered.ids) <= kept:
         return rendered
+    if rendered.places:
+        raise InvalidValue(
+            f"The prompt has images and {len(rendered.ids)} tokens, and only texts are truncated to "
+            f"{kept} tokens. Send fewer images, or no 'truncate_prompt_tokens'.",
+            param="truncate_prompt_tokens",
+        )
     ids = rendered.ids[-max(1, kept) :]
     return Rendered(text.decode(ids), ids, starts_in_reasoning=rendered.starts_in_reasoning)

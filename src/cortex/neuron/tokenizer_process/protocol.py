@@ -14,6 +14,7 @@ from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules, Rendered
 from cortex.neuron.text.tokenizer.encoder import EncodedTexts, TextsToEncode
+from cortex.neuron.vision.picture import PicturePlace
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
 from cortex.wire import rejection
 from cortex.wire.errors import PreparationLimitExceeded
@@ -92,6 +93,7 @@ class PackedPrompt(ChannelMessage, frozen=True):
     ids: bytes
     turn_ends: tuple[int, ...]
     starts_in_reasoning: bool
+    places: tuple[PicturePlace, ...]
 
 
 class PackedPrepared(ChannelMessage, frozen=True):
@@ -133,7 +135,9 @@ def unpacked(blob: bytes) -> tuple[int, ...]:
 def pack_prepared(prepared: Prepared, *, with_text: bool) -> PackedPrepared:
     """`with_text`: the text of the prompts is needed, too."""
     prompts = tuple(
-        PackedPrompt(each.text if with_text else "", packed(each.ids), each.turn_ends, each.starts_in_reasoning)
+        PackedPrompt(
+            each.text if with_text else "", packed(each.ids), each.turn_ends, each.starts_in_reasoning, each.places
+        )
         for each in prepared.prompts
     )
     return PackedPrepared(prompts, prepared.grammar, prepared.response_grammar, packed(prepared.prediction))
@@ -141,7 +145,8 @@ def pack_prepared(prepared: Prepared, *, with_text: bool) -> PackedPrepared:
 
 def unpack_prepared(reply: PackedPrepared) -> Prepared:
     prompts = tuple(
-        Rendered(each.text, unpacked(each.ids), each.turn_ends, each.starts_in_reasoning) for each in reply.prompts
+        Rendered(each.text, unpacked(each.ids), each.turn_ends, each.starts_in_reasoning, each.places)
+        for each in reply.prompts
     )
     return Prepared(prompts, reply.grammar, reply.response_grammar, unpacked(reply.prediction))
 

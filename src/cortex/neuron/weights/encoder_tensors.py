@@ -49,11 +49,30 @@ _MODERN: Final = {
     ".mlp.Wi.": ".mlp.gate_up_proj.",
     ".mlp.Wo.": ".mlp.down_proj.",
 }
+_GTE: Final = {
+    "embeddings.word_embeddings.": "model.embed_tokens.",
+    "embeddings.token_type_embeddings.": "model.embed_segments.",
+    "embeddings.LayerNorm.": "model.embed_norm.",
+    "layers.": "model.layers.",
+    ".post_attention_layernorm.": ".attn_norm.",
+    ".post_mlp_layernorm.": ".mlp_norm.",
+    # The repositories with code of their own
+    "encoder.layer.": "model.layers.",
+    ".attention.qkv_proj.": ".self_attn.qkv_proj.",
+    ".attention.q_proj.": ".self_attn.q_proj.",
+    ".attention.k_proj.": ".self_attn.k_proj.",
+    ".attention.v_proj.": ".self_attn.v_proj.",
+    ".attention.o_proj.": ".self_attn.o_proj.",
+    ".attn_ln.": ".attn_norm.",
+    ".mlp_ln.": ".mlp_norm.",
+}
 _FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "bert": ("bert", _BERT),
     "camembert": ("roberta", _BERT),
     "roberta": ("roberta", _BERT),
     "xlm-roberta": ("roberta", _BERT),
+    "gte": ("gte|model|new", _GTE),
+    "new": ("gte|model|new", _GTE),
     "nomic_bert": ("nomic_bert|bert|model", _NOMIC),
     "modernbert": ("model", _MODERN),
 }

@@ -18,7 +18,7 @@ from cortex.neuron.weights.stored import StoredTensor
 
 _DELTA_PARTS: Final = {"in_proj_qkvz": joint_inputs, "in_proj_ba": joint_gates}
 _JOINT: Final = re.compile(
-    r"\.(self_attn\.qkv_proj|mlp\.(shared_expert\.)?gate_up_proj|linear_attn\.in_proj_(qkvz|ba))\.(weight|bias)$"
+    r"\.(self_attn\.qkv_proj|mlp\.(shared_expert\.)?gate_up_proj|mlp\.up_gate_proj|linear_attn\.in_proj_(qkvz|ba))\.(weight|bias)$"
 )
 """Tensors that hold the rows of several."""
 _OWN_NAMES: Final = {
@@ -68,6 +68,8 @@ _OWN_NAMES: Final = {
     ".w3.weight": ".up_proj.weight",
 }
 """Parts of names in published checkpoints → what layers call them."""
+_TOWER: Final = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector|embed_vision|vision_embedder)\.")
+"""Tensors of vision towers, which keep their names."""
 _BODY: Final = ("embed_tokens.", "layers.", "norm.")
 _NAMES: Final = re.compile("|".join(("^" if name[0] != "." else "") + re.escape(name) for name in _OWN_NAMES))
 _BESIDE: Final = re.compile(r"(\.layers\.\d+)\.experts\.")
@@ -104,6 +106,8 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
             tensors[name] = replace(tensor, shape=tensor.shape[1:])
     if config.get("model_type") == "gpt_oss":
         tensors = separated_experts(tensors)
+    if config.get("model_type") == "qwen3_vl_moe" and _has_columns(config, tensors):
+        tensors = separated_experts(tensors, takes_turns=False)
     joint = [name for name in tensors if _JOINT.search(name)]
     if joint:
         heads, sizes = _delta_heads(config), _HeadSizes.read(config)
@@ -116,7 +120,20 @@ def arranged(config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict
 
 
 def _arranged_name(name: str) -> str:
+    if (tower := _TOWER.match(name)) is not None:
+        own = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
+        return f"model.{own}" if tower[1] is None else own
     return _BESIDE.sub(r"\1.mlp.experts.", _NAMES.sub(_own_name, name))
+
+
+def _has_columns(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether stacks of experts have each matrix by columns, as published; newer versions of the reference library
+    write them by rows."""
+    text = config.get("text_config")
+    sizes = text if isinstance(text, Mapping) else config
+    hidden, inner = sizes.get("hidden_size"), sizes.get("moe_intermediate_size")
+    downs = (tensor for name, tensor in tensors.items() if name.endswith(".mlp.experts.down_proj"))
+    return any(tensor.shape[1:] == (inner, hidden) and inner != hidden for tensor in downs)
 
 
 def _own_name(match: re.Match[str]) -> str:
@@ -133,7 +150,8 @@ def _split(
     if part in _DELTA_PARTS:
         made = {} if heads is None else _DELTA_PARTS[part](tensor, heads)
         return {f"{block}.{own}": parts for own, parts in made.items()} or {name: tensor}
-    rows: Mapping[str, int] = dict.fromkeys(("gate_proj", "up_proj"), tensor.num_rows // 2)
+    halves = ("up_proj", "gate_proj") if part == "up_gate_proj" else ("gate_proj", "up_proj")
+    rows: Mapping[str, int] = dict.fromkeys(halves, tensor.num_rows // 2)
     if part == "qkv_proj":
         rows = {} if sizes is None else sizes.rows
     if sum(rows.values()) != tensor.num_rows:

@@ -19,8 +19,9 @@ _BLOCK_BYTES: Final = GROUP // 2
 _MAX_EXPERTS: Final = 1 << 12
 
 
-def separated_experts(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors with each expert's matrices in place of the stacks. Raises Malformed."""
+def separated_experts(tensors: dict[str, StoredTensor], *, takes_turns: bool = True) -> dict[str, StoredTensor]:
+    """The tensors with each expert's matrices in place of the stacks. `takes_turns`: whether the rows of gate and up
+    do; otherwise all of gate come first. Raises Malformed."""
     separated: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         match = _STACK.fullmatch(name)
@@ -44,7 +45,7 @@ def separated_experts(tensors: dict[str, StoredTensor]) -> dict[str, StoredTenso
         elif not kind:
             columns, rows = tensor.shape[1:]
             dense = [replace(one, shape=(rows, columns), is_transposed=True) for one in _parts(tensor)]
-            separated |= _matrices(f"{experts}.{{}}.{part}_proj.weight", dense, is_joint)
+            separated |= _matrices(f"{experts}.{{}}.{part}_proj.weight", dense, is_joint and takes_turns)
     return separated
 
 

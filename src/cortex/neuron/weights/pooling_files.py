@@ -65,8 +65,12 @@ def pooling_of(directory: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
     if head is not None:
         return {**head, **_limits(directory)}
     if modules is None:
-        if is_encoder(config.get("model_type")):
+        model_type = config.get("model_type")
+        if is_encoder(model_type) or model_type == "eurobert":
             return {"task": "embed", "modes": ["mean"], "steps": [], **_limits(directory)}
+        if model_type == "jina_embeddings_v5":
+            steps = [("normalize", {})]
+            return {"task": "embed", "modes": ["last"], "steps": steps, **_limits(directory), **_prompts(directory)}
         return _named_reranker(directory, config)
     found: dict[str, Any] = {"task": "embed", "modes": [], "steps": [], **_limits(directory), **_prompts(directory)}
     for index, (kind, path) in enumerate(modules):
@@ -253,7 +257,7 @@ def _score_head(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
     mode, steps = "cls", []
     match config.get("model_type"):
-        case "bert" | "nomic_bert":
+        case "bert" | "gte" | "new" | "nomic_bert":
             steps = [dense("pooler.dense", hidden, activation="tanh"), dense("classifier", 1)]
         case "roberta" | "xlm-roberta" | "camembert":
             steps = [dense("classifier.dense", hidden, activation="tanh"), dense("classifier.out_proj", 1)]

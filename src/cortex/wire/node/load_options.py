@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -14,8 +14,33 @@ Count = Annotated[int, Meta(ge=1)]
 ShortText = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
 KVDtype = Literal["auto", "fp8"]
 """The dtype of a model's KV cache; `auto`: the dtype that the model computes in."""
-Speculation = Literal["off", "lookup"]
-"""Where draft tokens come from."""
+Vision = Literal["device", "cpu", "off"]
+"""Where a model's vision tower is."""
+Speculation = Annotated[str, Meta(max_length=4096)]
+"""Where draft tokens come from: see `checked_speculation`."""
+_DRAFT: Final = "draft:"
+
+
+def checked_speculation(speculation: str | None, draft: str | None) -> str | None:
+    """The setting as `off`, `lookup`, `mtp` or `draft:NAME`, from the two options that may give it.
+
+    Raises ValueError for another value, and for two that differ."""
+    named = None if draft is None else f"{_DRAFT}{draft}"
+    if named is not None and speculation not in (None, named):
+        raise ValueError(f"`draft` is the same as speculation = {named!r}, but speculation is {speculation!r}")
+    found = named or speculation
+    if found is not None and found not in ("off", "lookup", "mtp") and not draft_of(found):
+        raise ValueError(
+            f'speculation is {found[:80]!r}; it is "off", "lookup", "mtp" or "draft:" and the name of a smaller model '
+            "with the same tokenizer"
+        )
+    return found
+
+
+def draft_of(speculation: str) -> str | None:
+    """The name of the draft model that a setting asks for; None: it asks for none."""
+    return speculation.removeprefix(_DRAFT).strip() if speculation.startswith(_DRAFT) else None
+
 
 Options = TypeVar("Options", bound="LoadOptions")
 
@@ -44,7 +69,15 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     speculation: Speculation | None = None
     """`lookup`, also when absent: while few requests run, a step also checks tokens that are likely to come next, from
     the text so far, a request's `prediction` or its grammar. The output is the same, edits of long texts come several
-    times as fast. `off`: one token per step."""
+    times as fast. `mtp`: also from the head for further tokens that the model is published with, as Qwen3-Next,
+    Qwen3.5 and GLM are. `draft:` and the name of a smaller model with the same tokenizer: also from that model, which
+    is loaded with it. `off`: one token per step."""
+    draft: Annotated[str, Meta(max_length=4000)] | None = None
+    """The name of a smaller model with the same tokenizer: the same as `speculation = "draft:NAME"`."""
+    vision: Vision | None = None
+    """Where the vision tower of a model that takes images is. `device`, also when absent: on the model's device. `cpu`:
+    in the memory of the host, where images take seconds and no memory of the device. `off`: it is not loaded, and the
+    model reads text only."""
     tensor_parallel: Count = 1
     """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
     pipeline_parallel: Count = 1
@@ -61,6 +94,11 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     sampling: SamplingDefaults = SamplingDefaults()
     """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; as its files recommend where
     absent."""
+
+    def __post_init__(self) -> None:
+        speculation = checked_speculation(self.speculation, self.draft)
+        msgspec.structs.force_setattr(self, "speculation", speculation)
+        msgspec.structs.force_setattr(self, "draft", None)
 
     def over(self, base: Options) -> Options:
         """`base` with every option that is given here and that it has; `sampling` value by value. Empty text gives

@@ -318,6 +318,7 @@ class LoadRequest(LoadOptions, frozen=True, kw_only=True):
     """The most that they may take of each of `nodes`, if the layers are divided among these."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.tensor_parallel > 1 and self.pipeline_parallel > 1:
             raise ValueError(f"`{self.model_id}` has tensor_parallel and pipeline_parallel: send only one of them")
 

@@ -104,6 +104,62 @@ GEMMA = Pooled(
 )
 
 
+EURO = Pooled(transformers.EuroBertModel, transformers.EuroBertConfig, DECODER, "lasttoken")
+GTE = Pooled(transformers.GteModel, transformers.GteConfig, SIZES | {"type_vocab_size": 2}, "cls_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed(Pooled):
+    """A model whose repository has a `model_type` and code of its own for it."""
+
+    changes: tuple[tuple[str, Any], ...] = ()
+    """In its config."""
+
+    def build(self, directory: Path) -> Any:
+        reference = Pooled.build(self, directory)
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | dict(self.changes)))
+        return reference
+
+
+class Ntk(Renamed):
+    """gte-en-v1.5 stretches rotations, which the reference library does not do for it."""
+
+    FACTOR = 2.0
+
+    def build(self, directory: Path) -> Any:
+        reference = Renamed.build(self, directory)
+        config = json.loads((directory / "config.json").read_text())
+        theta, dims = config.pop("rope_parameters")["rope_theta"], config["hidden_size"] // 4
+        config |= {"rope_theta": theta, "rope_scaling": {"type": "ntk", "factor": self.FACTOR}}
+        (directory / "config.json").write_text(json.dumps(config))
+        exponents = torch.arange(0, dims, 2) / dims
+        reference.rotary_emb.inv_freq = (theta * self.FACTOR) ** -exponents / self.FACTOR ** (2 / dims)
+        return reference
+
+
+class Adapted(Renamed):
+    """With an adapter that its own code adds to the linear layers."""
+
+    def build(self, directory: Path) -> Any:
+        reference = Renamed.build(self, directory)
+        folder = directory / "adapters" / "retrieval"
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, "bias": "none"}))
+        tensors, generator = {}, torch.Generator().manual_seed(5)
+        for name, module in reference.named_modules():
+            if name.startswith("layers.") and isinstance(module, torch.nn.Linear):
+                up = torch.randn(module.out_features, 4, generator=generator) * 0.2
+                down = torch.randn(4, module.in_features, generator=generator) * 0.2
+                module.weight.data += 2.0 * up @ down
+                tensors |= {
+                    f"base_model.model.{name}.lora_A.weight": down,
+                    f"base_model.model.{name}.lora_B.weight": up,
+                }
+        save_file(tensors, folder / "adapter_model.safetensors")
+        return reference
+
+
 def with_mode(base: Pooled, mode: str) -> Pooled:
     return Pooled(base.model, base.config, base.options, mode, base.modules)
 
@@ -115,6 +171,19 @@ EMBEDDERS = {
     "nomic-bert": NOMIC,
     "modernbert": MODERN,
     "embedding gemma": GEMMA,
+    "eurobert": EURO,
+    "gte": GTE,
+    "gte with code of its own": Ntk(GTE.model, GTE.config, GTE.options, "cls_token", changes=(("model_type", "new"),)),
+    "jina small": Adapted(
+        QWEN3.model, QWEN3.config, DECODER, "lasttoken", changes=(("model_type", "jina_embeddings_v5"),)
+    ),
+    "jina nano": Adapted(
+        EURO.model,
+        EURO.config,
+        DECODER,
+        "lasttoken",
+        changes=(("model_type", "jina_embeddings_v5"), ("is_decoder", False)),
+    ),
     "max": with_mode(BERT, "max_tokens"),
     "mean by square root": with_mode(BERT, "mean_sqrt_len_tokens"),
     "weighted mean": with_mode(QWEN3, "weightedmean_tokens"),
@@ -136,6 +205,7 @@ RERANKERS = {
         MODERN.options | LABEL | {"classifier_pooling": "mean", "norm_bias": True, "classifier_bias": True},
         modules=(),
     ),
+    "gte": Pooled(transformers.GteForSequenceClassification, GTE.config, GTE.options | LABEL, modules=()),
     "qwen3": Pooled(transformers.Qwen3ForSequenceClassification, QWEN3.config, DECODER | LABEL, modules=()),
 }
 

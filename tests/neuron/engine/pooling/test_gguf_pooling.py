@@ -19,6 +19,7 @@ from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from ...pooled_sources import write_tokenizer
 from .pooled_models import (
     BERT,
+    EURO,
     GEMMA,
     LENGTHS,
     MODERN,
@@ -39,6 +40,7 @@ ARCHITECTURES: dict[str, tuple[str, Pooled, str]] = {
     "nomic-bert": ("nomic-bert", NOMIC, "mean"),
     "modernbert": ("modern-bert", MODERN, "cls"),
     "embedding gemma": ("gemma-embedding", GEMMA, "mean"),
+    "eurobert": ("eurobert", EURO, "last"),
     "qwen3": ("qwen3", QWEN3, "last"),
 }
 POOLING = {"mean": gguf.PoolingType.MEAN, "cls": gguf.PoolingType.CLS, "last": gguf.PoolingType.LAST}
@@ -60,7 +62,7 @@ def write(path: Path, architecture: str, reference: Any, pooling: gguf.PoolingTy
     offset = config.pad_token_id + 1 if config.model_type == "xlm-roberta" else 0
     writer.add_context_length(config.max_position_embeddings - offset)
     writer.add_pooling_type(pooling)
-    if architecture in ("qwen3", "gemma-embedding"):
+    if architecture in ("eurobert", "qwen3", "gemma-embedding"):
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_key_length(config.head_dim)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)

@@ -5,22 +5,25 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.errors import LoadError
+from cortex.neuron.engine.loading import build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.speculation.drafter import Draft
 from cortex.neuron.layers.parameters import Parameters
 
-from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes
+from ...tiny_models import llama_config, llama_weights, tiny_delta, tiny_experts, tiny_sizes
 
 CPU = torch.device("cpu")
 END = 256
@@ -34,7 +37,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hybrid": DENSE
     | {"model_type": "qwen3_5_text", **tiny_delta(linear_key_head_dim=8, linear_value_head_dim=8)}
     | {"layer_types": ["linear_attention", "full_attention"]},
+    "mamba": DENSE
+    | {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "num_local_experts": 0}
+    | {"shared_intermediate_size": 48, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+    | {"mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2},
+    "short convolutions": DENSE | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
 }
+_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_nextn_predict_layers": 1}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
+HEADS: dict[str, dict[str, Any]] = {
+    "hybrid": FAMILIES["hybrid"],
+    "hybrid mixture": FAMILIES["hybrid"] | {"model_type": "qwen3_next", **tiny_experts()},
+    "attention": DENSE | {"model_type": "glm4_moe", **_EXPERTS},
+    "latent attention": DENSE | {"model_type": "glm4_moe_lite", **_EXPERTS, **_LATENT},
+}
+"""Families whose models are published with a prediction head."""
 GRAMMAR = '{"grammars": [{"json_schema": {"type": "object", "properties": {"kind": {"enum": ["aa", "bb"]}, "n": {"type": "integer", "maximum": 99}}, "required": ["kind", "n"], "additionalProperties": false}}]}'  # noqa: E501
 
 
@@ -49,7 +66,11 @@ class AnyWidths:
         del num_tokens, is_mixed
         return [self.draw.randint(0, min(12, len(draft.tokens))) for draft in drafts]
 
-    def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool) -> None:
+    def num_proposals(self, odds: Sequence[Sequence[float]], num_tokens: int) -> int:
+        del odds, num_tokens
+        return self.draw.choice((0, 1, 2, 3, 5))
+
+    def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool, num_proposals: int = 0) -> None:
         pass
 
 
@@ -73,13 +94,39 @@ def fill(parameters: Parameters) -> None:
         torch.nn.init.normal_(binding.destination, std=0.5 if binding.destination.dim() == 1 else 0.15)
 
 
-def make_engine(folder: Path, family: str, *, seed: int | None, late: bool = False, **options: Any) -> Engine:
+def counting(parameters: Parameters) -> None:
+    """The token after t is mostly t + 1, also for a prediction head, which sees t and little else."""
+    torch.manual_seed(1)
+    embedding = torch.randn(VOCAB, 32)
+    for binding in parameters.bindings:
+        name, tensor = binding.source, binding.destination
+        if tensor.dim() == 1:
+            torch.nn.init.normal_(tensor, mean=1.0, std=0.1)
+        elif "embed_tokens" in name:
+            tensor.copy_(embedding)
+        elif "lm_head" in name:
+            tensor.copy_(embedding.roll(1, dims=0) * 0.4)
+        elif name.endswith(("mtp.fc.weight", ".eh_proj.weight")):
+            tensor.normal_(std=0.2)[:, :32] += 4 * torch.eye(32)
+        else:
+            torch.nn.init.normal_(tensor, std=0.08)
+
+
+def make_engine(
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    seed: int | None,
+    late: bool = False,
+    weights: Callable[[Parameters], None] = fill,
+    **options: Any,
+) -> Engine:
     """`seed`: of the widths; None: no drafts."""
     spec = LoadSpec(str(folder), dtype="float32", context_tokens=128, deterministic=True, max_num_seqs=4, **options)
     if seed is None:
         spec = replace(spec, speculation="off")
     rule = AnyWidths(random.Random(seed))
-    return Engine(build_model(FAMILIES[family], spec, CPU, fill), spec, overlaps=late, width_rule=lambda _: rule)
+    return Engine(build_model(config, spec, CPU, weights), spec, overlaps=late, width_rule=lambda _: rule)
 
 
 def some_requests(seed: int) -> list[EngineRequest]:
@@ -144,15 +191,94 @@ def with_predictions(requests: Sequence[EngineRequest], said: dict[str, Response
 def test_responses_are_those_without_drafts(folder: Path, family: str) -> None:
     seed = list(FAMILIES).index(family)
     requests = some_requests(seed)
-    plain = make_engine(folder, family, seed=None)
+    plain = make_engine(folder, FAMILIES[family], seed=None)
     expected = responses(plain, requests)
     plain.close()
-    engine = make_engine(folder, family, seed=seed, late=seed % 2 == 1)
+    engine = make_engine(folder, FAMILIES[family], seed=seed, late=seed % 2 == 1)
     assert responses(engine, with_predictions(requests, expected, seed)) == expected
     assert responses(engine, requests) == expected  # drafts from the text alone, prompts from the cache
     stats = engine.stats()
     engine.close()
-    assert set(stats.drafted_tokens) == {"lookup", "prediction", "grammar"}
+    assert set(stats.drafted_tokens) >= {"lookup", "prediction", *(("grammar",) if family == "dense" else ())}
     assert all(stats.accepted_tokens.values())
     assert stats.accepted_tokens["prediction"] < stats.drafted_tokens["prediction"], "no draft was wrong"
     assert stats.completion_tokens == 2 * sum(len(tokens) for tokens, _, _ in expected.values())
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_responses_with_a_prediction_head_are_those_without_drafts(folder: Path, family: str) -> None:
+    seed = list(HEADS).index(family)
+    requests = [replace(request, prompt=_counted(request.prompt)) for request in some_requests(seed)]
+    plain = make_engine(folder, HEADS[family], seed=None, weights=counting)
+    expected = responses(plain, requests)
+    plain.close()
+    options = {"speculation": "mtp", "weights": counting}
+    engine = make_engine(folder, HEADS[family], seed=seed, late=seed % 2 == 1, **options)
+    assert responses(engine, requests) == expected
+    if seed % 2:
+        engine.sleep()
+        engine.wake(lambda *_: None)
+    assert responses(engine, requests) == expected  # prompts from the cache, or after a sleep
+    stats = engine.stats()
+    engine.close()
+    assert stats.accepted_tokens["mtp"] > 20
+    assert stats.accepted_tokens["mtp"] < stats.drafted_tokens["mtp"], "no draft was wrong"
+
+
+def _counted(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """A prompt that the counting model continues, as long as another."""
+    return tuple((prompt[0] + index) % 256 for index in range(len(prompt)))
+
+
+def save_llama(path: Path, folder: Path, noise: float, num_layers: int = 2) -> Path:
+    """A model that counts, with the tokenizer in `folder`. `noise`: what is added to its weights."""
+    config = llama_config(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=num_layers)
+    shutil.copytree(folder, path)
+    (path / "config.json").write_text(json.dumps(config))
+    weights = llama_weights(config, std=0.08)
+    embedding = torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(1))
+    weights["model.embed_tokens.weight"] = embedding
+    weights["lm_head.weight"] = 0.4 * embedding.roll(1, dims=0)
+    generator = torch.Generator().manual_seed(2)
+    for name, tensor in weights.items():
+        weights[name] = tensor + noise * torch.randn(tensor.shape, generator=generator)
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+def test_responses_with_a_draft_model_are_those_without_drafts(folder: Path, tmp_path: Path) -> None:
+    large, small = (save_llama(tmp_path / name, folder, noise) for name, noise in (("large", 0.0), ("small", 0.02)))
+    requests = [replace(request, prompt=_counted(request.prompt)) for request in some_requests(7)]
+    options = {"dtype": "float32", "context_tokens": 128, "deterministic": True, "max_num_seqs": 4}
+    specs = [
+        LoadSpec(str(large), speculation="off", **options),
+        LoadSpec(str(large), speculation="draft", draft_path=str(small), **options),
+    ]
+    plain, engine = (
+        Engine(
+            load_model(spec, CPU, lambda *_: None, lambda: False), spec, width_rule=lambda _: rule, moves_weights=True
+        )
+        for spec, rule in zip(specs, [AnyWidths(random.Random(seed)) for seed in range(2)], strict=True)
+    )
+    expected = responses(plain, requests)
+    assert responses(engine, requests) == expected
+    assert engine.info.weight_bytes == 2 * plain.info.weight_bytes
+    assert engine.info.kv_bytes == 2 * plain.info.kv_bytes
+    assert engine.sleep() > 2 * plain.info.weight_bytes - 1
+    engine.wake(lambda *_: None)
+    assert responses(engine, requests) == expected
+    stats = engine.stats()
+    for each in (plain, engine):
+        each.close()
+    assert 20 < stats.accepted_tokens["draft"] < stats.drafted_tokens["draft"]
+
+
+def test_draft_models_with_another_tokenizer_are_rejected(folder: Path, tmp_path: Path) -> None:
+    large, small = (save_llama(tmp_path / name, folder, 0.0) for name in ("large", "small"))
+    tokenizer = json.loads((small / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (small / "tokenizer.json").write_text(json.dumps(tokenizer))
+    spec = LoadSpec(str(large), speculation="draft", draft_path=str(small))
+    with pytest.raises(LoadError, match="another tokenizer"):
+        load_model(spec, CPU, lambda *_: None, lambda: False)

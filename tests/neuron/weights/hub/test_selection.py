@@ -42,7 +42,14 @@ def test_selects_safetensors_with_companion_files_and_without_other_layouts() ->
 
 def test_modules_after_the_pooling_of_an_embedding_model_are_selected() -> None:
     modules = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "modules.json"]
-    others = ["2_Dense/pytorch_model.bin", "onnx/model.onnx", "onnx/config.json", "openvino/model.safetensors"]
+    modules += [f"adapters/retrieval/adapter_{name}" for name in ("config.json", "model.safetensors")]
+    others = [
+        "adapters/clustering/adapter_model.safetensors",
+        "2_Dense/pytorch_model.bin",
+        "onnx/model.onnx",
+        "onnx/config.json",
+        "openvino/model.safetensors",
+    ]
     selection = select("org/m", ["config.json", "model.safetensors", *modules, *others], None)
     assert set(selection.paths) == {"config.json", "model.safetensors", *modules}
 

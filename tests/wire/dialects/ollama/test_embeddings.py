@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from cortex.wire.dialects.ollama import embeddings
-from cortex.wire.errors import InvalidValue
+from cortex.wire.errors import InvalidValue, UpstreamInterrupted
 from cortex.wire.pooling.parse import parse_embeddings
 
 
@@ -21,3 +21,14 @@ def test_texts_are_truncated_only_if_the_client_says_so(fields: dict[str, Any], 
 def test_truncate_is_a_flag() -> None:
     with pytest.raises(InvalidValue, match="truncate"):
         embeddings.request_body(b'{"model": "e", "input": "a", "truncate": 8}')
+
+
+def test_vectors_are_passed_on_as_they_were_written() -> None:
+    body = b'{"data": [{"index": 1, "embedding": [1e-3, 2]}, {"index": 0, "embedding": [0.50, -3]}], "model": "e"}'
+    written, _ = embeddings.response_body(body, embeddings.PATH, load_s=0.0, total_s=0.0)
+    assert b'"embeddings":[[0.50, -3],[1e-3, 2]]' in written
+    assert (
+        embeddings.response_body(body, embeddings.OLD_PATH, load_s=0.0, total_s=0.0)[0] == b'{"embedding":[0.50, -3]}'
+    )
+    with pytest.raises(UpstreamInterrupted, match="no array"):
+        embeddings.response_body(b'{"data": [{"embedding": "AAAA"}]}', embeddings.PATH, load_s=0.0, total_s=0.0)

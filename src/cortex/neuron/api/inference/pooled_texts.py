@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from msgspec import structs
+
 from cortex.neuron.engine.request import PooledTexts
 from cortex.neuron.models.pooling.config import NormalizeStep, PoolingConfig
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
@@ -44,6 +46,10 @@ def texts_to_encode(request: PoolingRequest, pooling: PoolingConfig, context_tok
     if request.task == "embed":
         prompt = _prompt(request, pooling)
         return TextsToEncode(tuple(prompt + text for text in texts), (), max_tokens, request.truncates_left)
+    if pooling.task == "embed":  # whose scores are cosines
+        before_query, before_text = _pair_prompts(request, pooling)
+        prompted = (*(before_query + query for query in queries), *(before_text + text for text in texts))
+        return TextsToEncode(prompted, (), max_tokens, request.truncates_left)
     queries = queries * len(texts) if len(queries) == 1 else queries
     if pooling.template is None:
         return TextsToEncode(texts, queries, max_tokens, request.truncates_left)
@@ -95,6 +101,15 @@ def _prompt(request: PoolingRequest, pooling: PoolingConfig) -> str:
     return prompts[pooling.default_prompt] if pooling.default_prompt is not None else ""
 
 
+def _pair_prompts(request: PoolingRequest, pooling: PoolingConfig) -> tuple[str, str]:
+    """What precedes queries, and what precedes documents. The two sides of `/score` are alike."""
+    if request.shape == "score":
+        prompt = _prompt(request, pooling)
+        return prompt, prompt
+    query, document = (_prompt(structs.replace(request, purpose=purpose), pooling) for purpose in _PROMPTS)
+    return query, document
+
+
 def engine_texts(
     request: PoolingRequest, pooling: PoolingConfig, encoded: PooledTexts | None, vector_width: int
 ) -> PooledTexts:
@@ -109,6 +124,8 @@ def engine_texts(
             raise InvalidValue(
                 f"{request.model} has vectors of {vector_width} elements; ask for {choice}.", param="dimensions"
             )
+    if request.task == "score" and pooling.task == "embed":
+        return replace(encoded, num_queries=len(request.queries))
     is_normal = any(isinstance(step, NormalizeStep) for step in pooling.steps)
     normalize = request.normalize if request.normalize is not None else is_normal and dimensions is not None
     return replace(encoded, dimensions=dimensions, normalize=normalize)

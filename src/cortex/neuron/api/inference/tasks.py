@@ -21,7 +21,7 @@ def check_task(backend: Backend, model_id: str, served: ServedModel, task: Task,
     A model that is not known yet passes: it is checked again once it is loaded."""
     is_known = served.pooling is not None or served.context_tokens is not None
     actual: Task = served.pooling.task if served.pooling is not None else "chat"
-    if actual == task or not is_known:
+    if actual == task or not is_known or (actual, task) == ("embed", "score"):  # whose scores are cosines
         return
     problem = f"{model_id} is {_KINDS[actual]} and {_OUTPUTS[task]}"
     if is_of_gateway:

@@ -9,6 +9,7 @@ read `Batch.batch_invariant` do the rest. A CPU computes one token at a time, as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.step_plan import RowPlan
-from cortex.neuron.kernels.batch import Batch, PrefillRow, prefill_tiles
+from cortex.neuron.kernels.batch import Batch, PictureVectors, PrefillRow, prefill_tiles
 from cortex.neuron.kernels.jit import has_kernels
 
 BLOCK_TOKENS: Final = 128
@@ -60,7 +61,13 @@ def cut(rows: Sequence[RowPlan], size: int) -> list[list[Part]]:
 
 
 def batches(
-    rows: Sequence[RowPlan], size: int, inputs: StepInputs, tokens: Tensor, tables: Sequence[Tensor], upload: Upload
+    rows: Sequence[RowPlan],
+    size: int,
+    inputs: StepInputs,
+    tokens: Tensor,
+    tables: Sequence[Tensor],
+    upload: Upload,
+    pictures: PictureVectors | None = None,
 ) -> Iterator[tuple[Batch, int]]:
     """Each block of a step, and how many of its tokens are not padding. `tokens`: those of the step, on the device.
 
@@ -69,7 +76,11 @@ def batches(
     """
     make = _padded if has_kernels(tokens) else _single
     for block in cut(rows, size):
-        yield make(block, size, inputs, tokens, tables, upload), sum(part.num_tokens for part in block)
+        count, first = sum(part.num_tokens for part in block), block[0].first
+        batch = make(block, size, inputs, tokens, tables, upload)
+        if pictures is not None:
+            batch = replace(batch, pictures=pictures.within(first, first + count))
+        yield batch, count
 
 
 def _padded(
@@ -96,6 +107,7 @@ def _padded(
         prefill_offsets=upload(offsets.astype(np.int32)),
         prefill_tiles=upload(prefill_tiles(counts)),
         batch_invariant=True,
+        rope=None if inputs.rope is None else upload(np.pad(inputs.rope[begin:end], (0, padding))),
     ).with_groups(others, tables[1:])
 
 
@@ -116,6 +128,7 @@ def _single(
         num_decodes=1,
         max_length=part.start + 1,
         batch_invariant=True,
+        rope=None if inputs.rope is None else upload(inputs.rope[here]),
     ).with_groups(others, tables[1:])
 
 

@@ -13,6 +13,7 @@ all.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.greedy import argmax
 from cortex.neuron.kernels.native.operations import NotRecorded, Recording
+from cortex.neuron.layers.parallel import ParallelGroup
 from cortex.neuron.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -41,8 +43,9 @@ MAX_NATIVE_ROWS = 16
 CAPTURE_AFTER_MISSES = 8
 """Steps without a graph before one is captured between steps; a capture takes about as long as two such steps."""
 
-Outputs = tuple[Tensor, Tensor, Tensor]
-"""Logits, argmax, and whether all logits are finite, for each row."""
+Outputs = tuple[Tensor, ...]
+"""Of a step: logits, argmax, whether all logits are finite, and the residual stream after the last layer, for each
+row."""
 
 
 class GraphSizes:
@@ -158,41 +161,23 @@ def native_capture(step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class Captured:
     graph: Graph
     outputs: Outputs
-    inputs: Tensor
-    """[3 + KV groups, size] int64: rows, positions, tokens, and slots in each group"""
+    inputs: tuple[Tensor, ...]
+    """Which each replay reads."""
 
 
-class StepGraphs:
-    """The graphs of one model. Belongs to the engine thread."""
+class SizedGraphs(ABC):
+    """Graphs of the same computation, for several numbers of rows. Belongs to the engine thread."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        page_tables: Sequence[Tensor],
-        last_tokens: Tensor,
-        sizes: GraphSizes,
-        context_tokens: int,
-        capture: Capture,
-        *,
-        is_batch_invariant: bool = False,
-        checks_drafts: bool = False,
-    ) -> None:
-        """`page_tables`: of each KV group; their last row is the padding row. `is_batch_invariant`: see `Batch`.
-        `checks_drafts`: rows may be tokens of the same sequence, and the host gives their tokens."""
-        self._checks_drafts = checks_drafts
-        self._model = model
-        self._group = model.parameters.group
-        self._page_tables = tuple(page_tables)
-        self._last_tokens = last_tokens
-        self._padding_row = len(last_tokens) - 1
-        self._is_batch_invariant = is_batch_invariant
-        self._context_tokens = context_tokens
-        self._capture = capture
+    def __init__(self, sizes: GraphSizes, capture: Capture, group: ParallelGroup, device: torch.device) -> None:
+        """`group`: the ranks that compute it together."""
         self._sizes = sizes
-        self._captured: dict[int, _Captured] = {}
+        self._capture = capture
+        self._group = group
+        self._device = device
+        self._captured: dict[int, Captured] = {}
 
     def prepare(self) -> bool:
         """Captures the next graph; false if none is left."""
@@ -206,36 +191,6 @@ class StepGraphs:
         size = self._sizes.missed(num_rows)
         return size is not None and self._add(size)
 
-    def replay(
-        self,
-        rows: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        tokens: NDArray[np.int64] | None = None,
-    ) -> Outputs:
-        """Runs a step for which `fits` returned true. The outputs are valid until the next replay, in stream order.
-
-        slots: [KV groups, rows]. tokens: of each row, if the graphs check drafts; None: the rows' latest tokens."""
-        count = len(rows)
-        size = self._sizes.serving(count)
-        assert size is not None
-        captured = self._captured[size]
-        inputs = self._padding(size)
-        inputs[0, :count], inputs[1, :count], inputs[3:, :count] = rows, positions, slots
-        if tokens is not None:
-            inputs[2, :count] = tokens
-        host = torch.from_numpy(inputs)
-        captured.inputs.copy_(host.pin_memory() if captured.inputs.is_cuda else host, non_blocking=True)
-        captured.graph.replay(count)
-        logits, drawn, healthy = captured.outputs
-        return logits[:count], drawn[:count], healthy[:count]
-
-    def _padding(self, size: int) -> NDArray[np.int64]:
-        inputs = np.zeros((3 + len(self._page_tables), size), dtype=np.int64)
-        inputs[0] = self._padding_row
-        inputs[3:] = PADDING_PAGE
-        return inputs
-
     @property
     def next_missing(self) -> int | None:
         """The size that `prepare` captures."""
@@ -246,11 +201,25 @@ class StepGraphs:
         """The largest captured size; 0: none."""
         return self._sizes.largest
 
+    @abstractmethod
+    def _inputs(self, size: int) -> tuple[Tensor, ...]:
+        """The memory that a graph of `size` rows reads, with the content of padding rows."""
+
+    @abstractmethod
+    def _step(self, *inputs: Tensor) -> Outputs:
+        """What is captured."""
+
+    def _serving(self, count: int) -> Captured:
+        """The graph for `count` rows, for which `fits` returned true."""
+        size = self._sizes.serving(count)
+        assert size is not None
+        return self._captured[size]
+
     def _add(self, size: int) -> bool:
-        inputs = torch.from_numpy(self._padding(size)).to(self._last_tokens.device)
+        inputs = self._inputs(size)
         captured = None
         try:
-            captured = _Captured(*self._capture(lambda: self._step(inputs)), inputs)
+            captured = Captured(*self._capture(lambda: self._step(*inputs)), inputs)
         except NotCaptured as error:
             log.info("steps of %d rows run one operation at a time: this model cannot be captured as a graph", size)
             log.debug("not captured: %s", error.__cause__)
@@ -269,11 +238,73 @@ class StepGraphs:
         """Whether all ranks succeeded: those with a graph and those without would send messages of different sizes."""
         if self._group.shard.is_whole:
             return succeeded
-        flag = torch.full((1,), float(succeeded), device=self._last_tokens.device)
+        flag = torch.full((1,), float(succeeded), device=self._device)
         return self._group.all_reduce(flag).item() == self._group.shard.size
 
-    def _step(self, inputs: Tensor) -> Outputs:
-        rows, positions, given, slots, *others = inputs.unbind()
+
+class StepGraphs(SizedGraphs):
+    """The graphs of one model's steps. A graph's input is [4 + KV groups, size] int64: rows, positions, tokens,
+    positions of the rotation, and slots in each group."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        page_tables: Sequence[Tensor],
+        last_tokens: Tensor,
+        sizes: GraphSizes,
+        context_tokens: int,
+        capture: Capture,
+        *,
+        is_batch_invariant: bool = False,
+        checks_drafts: bool = False,
+    ) -> None:
+        """`page_tables`: of each KV group; their last row is the padding row. `is_batch_invariant`: see `Batch`.
+        `checks_drafts`: rows may be tokens of the same sequence, and the host gives their tokens."""
+        super().__init__(sizes, capture, model.parameters.group, last_tokens.device)
+        self._checks_drafts = checks_drafts
+        self._model = model
+        self._page_tables = tuple(page_tables)
+        self._last_tokens = last_tokens
+        self._padding_row = len(last_tokens) - 1
+        self._is_batch_invariant = is_batch_invariant
+        self._context_tokens = context_tokens
+
+    def replay(
+        self,
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        tokens: NDArray[np.int64] | None = None,
+        rope: NDArray[np.int64] | None = None,
+    ) -> Outputs:
+        """Runs a step for which `fits` returned true. The outputs are valid until the next replay, in stream order.
+
+        slots: [KV groups, rows]. tokens: of each row, if the graphs check drafts; None: the rows' latest tokens.
+        rope: the positions of the rotation; None: the rows' positions."""
+        count = len(rows)
+        captured = self._serving(count)
+        (memory,) = captured.inputs
+        inputs = self._padding(memory.shape[1])
+        inputs[0, :count], inputs[1, :count], inputs[4:, :count] = rows, positions, slots
+        inputs[3, :count] = positions if rope is None else rope
+        if tokens is not None:
+            inputs[2, :count] = tokens
+        host = torch.from_numpy(inputs)
+        memory.copy_(host.pin_memory() if memory.is_cuda else host, non_blocking=True)
+        captured.graph.replay(count)
+        return tuple(output[:count] for output in captured.outputs)
+
+    def _padding(self, size: int) -> NDArray[np.int64]:
+        inputs = np.zeros((4 + len(self._page_tables), size), dtype=np.int64)
+        inputs[0] = self._padding_row
+        inputs[4:] = PADDING_PAGE
+        return inputs
+
+    def _inputs(self, size: int) -> tuple[Tensor, ...]:
+        return (torch.from_numpy(self._padding(size)).to(self._device),)
+
+    def _step(self, *inputs: Tensor) -> Outputs:
+        rows, positions, given, rope, slots, *others = inputs[0].unbind()
         first, *tables = self._page_tables
         count = len(rows)
         offsets = torch.arange(count + 1, dtype=torch.int32, device=rows.device) if self._is_batch_invariant else None
@@ -290,8 +321,10 @@ class StepGraphs:
             prefill_tiles=None if offsets is None else F.pad(offsets[:-1, None], (0, 1)),
             batch_invariant=self._is_batch_invariant,
             shares_rows=self._checks_drafts,
+            rope=rope if self._model.architecture.pictures.has_axes else None,
         ).with_groups(others, tables)
-        logits = self._model.logits(self._model(batch))
+        hidden = self._model(batch)
+        logits = self._model.logits(hidden)
         tokens, healthy = argmax(logits)
         self._last_tokens.index_copy_(0, rows, tokens)
-        return logits, tokens, healthy
+        return logits, tokens, healthy, hidden

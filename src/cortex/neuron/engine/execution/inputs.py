@@ -4,12 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cortex.neuron.engine.pages import PADDING_PAGE
+from cortex.neuron.engine.picture_positions import PictureSpan
 from cortex.neuron.engine.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PictureInputs:
+    """The pictures of a step."""
+
+    spans: tuple[PictureSpan, ...]
+    index: NDArray[np.int64]
+    """[vectors]: the tokens of the step that have a vector of a picture, ascending"""
+    offsets: tuple[int, ...]
+    """[spans + 1]: where the vectors of each span begin"""
+    axes: NDArray[np.int64] | None
+    """[3, positions]: where the positions of all spans are in time, rows and columns, for the rotation; None: the
+    rotation follows positions"""
+
+    @property
+    def counts(self) -> list[tuple[int, int]]:
+        """For each span, the first of its picture's vectors and how many of them there are."""
+        found = []
+        for span, (start, end) in zip(self.spans, pairwise(self.offsets), strict=True):
+            before = span.first
+            if span.grid.num_tokens > span.grid.num_features:
+                before -= span.first // (span.grid.num_tokens // span.grid.rows)  # the ends of rows have no vectors
+            found.append((before, end - start))
+        return found
+
+    @classmethod
+    def of(cls, plan: StepPlan, offsets: NDArray[np.int64], *, has_axes: bool) -> PictureInputs | None:
+        spans: list[PictureSpan] = []
+        index: list[NDArray[np.int64]] = []
+        axes: list[NDArray[np.int64]] = []
+        for row, offset in zip(plan.rows, offsets, strict=False):
+            for span in row.inputs.pictures:
+                here = np.asarray(span.grid.feature_offsets(), dtype=np.int64) - span.first
+                spans.append(span)
+                index.append(here[(here >= 0) & (here < span.count)] + offset + span.offset)
+                if has_axes:
+                    place = np.arange(span.first, span.first + span.count)
+                    row_of, column_of = np.divmod(place, span.grid.columns)
+                    axes.append(span.rope + np.stack((np.zeros_like(place), row_of, column_of)))
+        if not spans:
+            return None
+        bounds = (0, *np.cumsum([len(part) for part in index]).tolist())
+        return cls(tuple(spans), np.concatenate(index), bounds, np.concatenate(axes, axis=1) if axes else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +75,25 @@ class StepInputs:
     drawn_before: NDArray[np.int64]
     last: NDArray[np.int64]
     """The tokens that are drawn after: the last ones of each row that draws."""
+    rope: NDArray[np.int64] | None = None
+    """The row of the rotations' tables for each token; None: its position."""
+    pictures: PictureInputs | None = None
+    reach: NDArray[np.int32] | None = None
+    """How many positions of its row each token sees, where those of a picture see each other; None: up to itself"""
 
     @classmethod
-    def of(cls, plan: StepPlan, pages: Sequence[NDArray[np.int32]], page_tokens: int) -> StepInputs:
-        """`pages`: the rows' page tables in each KV group, including this plan's new pages."""
+    def of(
+        cls,
+        plan: StepPlan,
+        pages: Sequence[NDArray[np.int32]],
+        page_tokens: int,
+        num_rope_positions: int | None = None,
+        *,
+        whole_pictures: bool = False,
+    ) -> StepInputs:
+        """`pages`: the rows' page tables in each KV group, including this plan's new pages. `num_rope_positions`: the
+        rows of the rotations' tables, after which come those of pictures; None: pictures have no axes.
+        `whole_pictures`: whether the positions of a picture see each other."""
         num_rows = len(plan.rows)
         rows = np.fromiter((row.row for row in plan.rows), np.int64, num_rows)
         counts = np.fromiter((row.count for row in plan.rows), np.int64, num_rows)
@@ -60,4 +121,34 @@ class StepInputs:
             slots=slots,
             drawn_before=offsets[:-1][on_device],
             last=is_last.nonzero()[0],
+            rope=None if num_rope_positions is None else _rope(plan, offsets, positions, num_rope_positions),
+            pictures=PictureInputs.of(plan, offsets, has_axes=num_rope_positions is not None),
+            reach=_reach(plan, offsets, positions) if whole_pictures else None,
         )
+
+
+def _reach(plan: StepPlan, offsets: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int32] | None:
+    if not any(row.inputs.pictures for row in plan.rows):
+        return None
+    reach = (positions + 1).astype(np.int32)
+    for row, offset in zip(plan.rows, offsets, strict=False):
+        for span in row.inputs.pictures:
+            first = offset + span.offset
+            reach[first : first + span.count] = row.start + span.offset + span.count
+    return reach
+
+
+def _rope(
+    plan: StepPlan, offsets: NDArray[np.int64], positions: NDArray[np.int64], num_positions: int
+) -> NDArray[np.int64]:
+    rope, num_placed = positions.copy(), 0
+    for row, offset in zip(plan.rows, offsets, strict=False):
+        inputs = row.inputs
+        if inputs.rope_lag:
+            rope[offset : offset + inputs.count] -= inputs.rope_lag
+        for span in inputs.pictures:
+            end = offset + span.offset + span.count
+            rope[end - span.count : end] = num_positions + num_placed + np.arange(span.count)
+            rope[end : offset + inputs.count] = positions[end : offset + inputs.count] - span.lag
+            num_placed += span.count
+    return rope

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -26,6 +26,8 @@ class RowResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     healthy: bool = True
     """False if the logits that a token was drawn from are not finite."""
+    proposed: tuple[int, ...] = ()
+    """Draft tokens after the accepted ones."""
 
 
 NO_RESULT = RowResult()
@@ -35,9 +37,16 @@ class Launched:
     """A step that runs on the device."""
 
     def __init__(
-        self, device: torch.device, rows: Sequence[RowPlan], drawn: Drawn | None, scores: Sequence[PromptScores] = ()
+        self,
+        device: torch.device,
+        rows: Sequence[RowPlan],
+        drawn: Drawn | None,
+        scores: Sequence[PromptScores] = (),
+        proposed: Tensor | None = None,
     ) -> None:
+        """`proposed`: draft tokens of the rows that draw, [rows, tokens]."""
         self._rows = rows
+        self._proposed = None if proposed is None else _to_host(proposed)
         self._event: torch.cuda.Event | None = None
         self._scores = [one.map(_to_host) for one in scores]
         self._drawn: list[Tensor | None] = []
@@ -57,12 +66,14 @@ class Launched:
         """Waits for the step, and returns the result of each row in plan order."""
         self.wait()
         drawn, scores = self._read_drawn(), iter(self._scores)
+        proposed = iter([] if self._proposed is None else self._proposed.tolist())
         results = []
         for row in self._rows:
             result = _accepted(row, list(islice(drawn, row.outputs.draws))) if row.outputs.draws else NO_RESULT
+            if self._proposed is not None and row.outputs.draws:
+                result = replace(result, proposed=tuple(next(proposed)))
             if row.outputs.scores is not None:
-                scored = tuple(next(scores).read())
-                result = RowResult(result.tokens, result.logprobs, scored, result.healthy)
+                result = replace(result, prompt_logprobs=tuple(next(scores).read()))
             results.append(result)
         return results
 

@@ -23,21 +23,26 @@ from cortex.neuron.engine.execution.graphs import (
     Capture,
     CudaCapture,
     GraphSizes,
+    SizedGraphs,
     StepGraphs,
     max_captured_rows,
     native_capture,
 )
-from cortex.neuron.engine.execution.inputs import StepInputs
+from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
+from cortex.neuron.engine.execution.picture_encoder import PictureEncoder
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
+from cortex.neuron.engine.execution.proposals import Proposals
 from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.threads import StepThreads
 from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
 from cortex.neuron.engine.step_plan import StepPlan
-from cortex.neuron.kernels.batch import Batch, PrefillRow, prefill_tiles
+from cortex.neuron.kernels.batch import Batch, PictureVectors, PrefillRow, prefill_tiles
 from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.proposer import Proposer
+from cortex.neuron.models.towers.config import PASS_PATCHES
 
 
 def default_capture(model: Decoder, *, is_batch_invariant: bool) -> Capture | None:
@@ -68,11 +73,14 @@ class Runner:
         block_tokens: int | None = None,
         *,
         checks_drafts: bool = False,
+        pass_patches: int = PASS_PATCHES["cpu"],
+        proposer: Proposer | None = None,
     ) -> None:
         """`states`: the memory of recurrent states; a row's number is its slot. `capture`: captures single-token steps
         as graphs; None: as `default_capture` says. `block_tokens`: tokens are computed in blocks of this many, so
         that their results do not depend on each other (`batch_invariant`). `checks_drafts`: also captures steps that
-        check draft tokens."""
+        check draft tokens. `pass_patches`: of pictures, as the tower computes them. `proposer`: what drafts tokens for
+        later steps."""
         self.model = model
         self._states = states
         self.device = model.parameters.device
@@ -88,6 +96,14 @@ class Runner:
         self._pages = [np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32) for _ in range(num_groups)]
         self._page_tables = [torch.from_numpy(pages).to(self.device) for pages in self._pages]  # on a CPU: not copied
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
+        self.pictures: PictureEncoder | None = None
+        """None on a rank without a tower."""
+        if model.tower is not None:
+            self.pictures = PictureEncoder(
+                model.tower, pass_patches, self.device, is_batch_invariant=is_batch_invariant
+            )
+        has_axes = model.architecture.pictures.has_axes
+        self._num_rope_positions = model.ropes.num_positions if has_axes else None
         self._threads = StepThreads() if self.device.type == "cpu" and not is_batch_invariant else None
         self._graphs: StepGraphs | None = None
         self._draft_graphs: StepGraphs | None = None
@@ -112,6 +128,18 @@ class Runner:
                 if capture is native_capture:
                     draft_sizes = GraphSizes(MAX_NATIVE_ROWS, sizes=())
                 self._draft_graphs = StepGraphs(model, *tables, draft_sizes, *shared, checks_drafts=True)
+        self._page_ends = np.zeros(max_rows + 1, dtype=np.int64)
+        """The positions that the pages of each row reach in the first KV group."""
+        self._proposals: Proposals | None = None
+        if proposer is not None:
+            # Ranks capture the same graphs in the same order, and a draft model is on the first one alone.
+            is_captured = isinstance(capture, CudaCapture) and not is_batch_invariant
+            is_captured &= self._draws_alone or proposer.group is group
+            tables = (self._page_tables[0], page_tokens, context_tokens)
+            hidden = (model.config.hidden, model.parameters.dtype)
+            # With memory of its own: its passes run between a step and the reading of the step's results.
+            own = CudaCapture(may_fail=True) if is_captured else None
+            self._proposals = Proposals(proposer, *tables, hidden, self._upload, own)
         self._prompt_plans = PromptPlans(model, 0 if is_batch_invariant else min(step_tokens, context_tokens))
 
     def prepare(self) -> bool:
@@ -124,11 +152,12 @@ class Runner:
         return self._next_graphs is not None and self._next_graphs.prepare()
 
     @property
-    def _next_graphs(self) -> StepGraphs | None:
+    def _next_graphs(self) -> SizedGraphs | None:
         """Those of which one is captured next. Steps that check drafts are for small batches."""
+        proposing = [] if self._proposals is None else self._proposals.graphs
         missing = [
             (graphs.next_missing, graphs)
-            for graphs in (self._graphs, self._draft_graphs)
+            for graphs in (self._graphs, self._draft_graphs, *proposing)
             if graphs is not None and graphs.next_missing is not None
         ]
         return min(missing, key=lambda pair: pair[0], default=(0, None))[1]
@@ -160,44 +189,70 @@ class Runner:
             self._extend_tables(plan)
             if self._states is not None:
                 self._states.copy(plan.restores)
-            inputs = StepInputs.of(plan, self._pages, self.page_tokens)
+            inputs = StepInputs.of(
+                plan,
+                self._pages,
+                self.page_tokens,
+                self._num_rope_positions,
+                whole_pictures=self.model.architecture.pictures.is_whole,
+            )
             scores: list[PromptScores] = []
-            if any(row.outputs.scores is not None for row in plan.rows):
-                drawn = self._forward(plan, inputs, draws, mask, scores)
-            else:
-                is_single, num_tokens = plan.num_singles == len(plan.rows), plan.num_tokens
-                is_small = is_single or plan.only_decodes
-                graphs = self._graphs if is_single else self._draft_graphs if is_small else None
-                with self._threads.decoding(num_tokens) if self._threads and is_small else nullcontext():
-                    if graphs is not None and graphs.fits(num_tokens):
-                        drawn = self._replay(graphs, plan, inputs, draws, mask)
-                    else:
-                        drawn = self._forward(plan, inputs, draws, mask, scores)
-            launched = Launched(self.device, plan.rows, drawn, scores)
+            # The draw replaces the rows' latest tokens.
+            proposes = self._proposals is not None and plan.num_proposals is not None
+            tokens = self._tokens(inputs) if proposes else None
+            is_single, num_tokens = plan.num_singles == len(plan.rows), plan.num_tokens
+            is_scored = any(row.outputs.scores is not None for row in plan.rows)
+            is_small = not is_scored and (is_single or plan.only_decodes)
+            graphs = None if not is_small else self._graphs if is_single else self._draft_graphs
+            with self._threads.decoding(num_tokens) if self._threads and is_small else nullcontext():
+                if graphs is not None and graphs.fits(num_tokens):
+                    drawn, hidden = self._replay(graphs, plan, inputs, draws, mask)
+                else:
+                    drawn, hidden = self._forward(plan, inputs, draws, mask, scores)
+                proposed = self._propose(plan, inputs, tokens, drawn, hidden)
+            launched = Launched(self.device, plan.rows, drawn, scores, proposed)
             if self._states is not None:
                 self._states.copy(plan.saves)
             return launched
 
+    def _propose(
+        self, plan: StepPlan, inputs: StepInputs, tokens: Tensor | None, drawn: Drawn | None, hidden: Tensor | None
+    ) -> Tensor | None:
+        """The draft tokens of the rows that draw. `tokens`: those of the step."""
+        if self._proposals is None or tokens is None or hidden is None:
+            return None
+        return self._proposals.run(
+            plan,
+            inputs,
+            tokens,
+            lambda: self._batch(plan, inputs),
+            None if drawn is None else drawn.tokens,
+            hidden,
+            self._page_ends,
+        )
+
     def _replay(
         self, graphs: StepGraphs, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None
-    ) -> Drawn | None:
-        """Runs a step of single tokens, or of rows that check drafts, through a captured graph."""
+    ) -> tuple[Drawn | None, Tensor]:
+        """Runs a step of single tokens, or of rows that check drafts, through a captured graph. Returns the draws, and
+        the residual stream as `_hidden` does."""
         if graphs is self._graphs:
             self._upload_tokens(plan)
-            logits, tokens, healthy = graphs.replay(inputs.rows, inputs.positions, inputs.slots)
+            replayed = graphs.replay(inputs.rows, inputs.positions, inputs.slots, rope=inputs.rope)
         else:
             owners = np.repeat(inputs.rows, np.diff(inputs.offsets))
-            logits, tokens, healthy = graphs.replay(owners, inputs.positions, inputs.slots, inputs.tokens)
+            replayed = graphs.replay(owners, inputs.positions, inputs.slots, inputs.tokens, inputs.rope)
+        logits, tokens, healthy, hidden = replayed
         if not draws:
-            return None
+            return None, hidden
         draws_all = len(draws) == len(tokens) and mask is None
         if self._draws_alone and draws_all and self.sampler.is_plain(draws):
-            return Drawn(tokens, healthy)
+            return Drawn(tokens, healthy), hidden
         index = self._upload(inputs.last)
         rows = self._rows_of(draws)
         drawn = self._draw(logits[index], rows, self._upload(inputs.positions)[index], draws, mask)
         self._last_tokens.index_copy_(0, rows, drawn.tokens)
-        return drawn
+        return drawn, hidden
 
     def _upload_tokens(self, plan: StepPlan) -> None:
         """Sets the latest tokens of the rows whose tokens the host gives."""
@@ -216,25 +271,27 @@ class Runner:
         draws: Sequence[Draw],
         mask: Tensor | None,
         scores: list[PromptScores],
-    ) -> Drawn | None:
-        """Runs any step, one launch per operation. Adds the scores of prompts to `scores`."""
+    ) -> tuple[Drawn | None, Tensor | None]:
+        """Runs any step, one launch per operation. Adds the scores of prompts to `scores`. Returns what `_replay`
+        does."""
         hidden = self._hidden(plan, inputs)
         scores += score_prompts(self._logits, hidden, plan, inputs, self._upload)
         if not draws:
-            return None
+            return None, hidden
         index = self._upload(inputs.last)
         rows = self._rows_of(draws)
         logits = self._logits(hidden.index_select(0, index))
         drawn = self._draw(logits, rows, self._upload(inputs.positions[inputs.last]), draws, mask)
         self._last_tokens.index_copy_(0, rows, drawn.tokens)
-        return drawn
+        return drawn, hidden
 
     def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""
         if self._block_tokens is None:
             return self.model(self._batch(plan, inputs))
-        tokens = self._tokens(inputs)
-        blocks = batch_invariant.batches(plan.rows, self._block_tokens, inputs, tokens, self._page_tables, self._upload)
+        tokens, pictures = self._tokens(inputs), self._placed(inputs)
+        shared = (inputs, tokens, self._page_tables, self._upload, pictures)
+        blocks = batch_invariant.batches(plan.rows, self._block_tokens, *shared)
         return torch.cat([self.model(batch)[:count] for batch, count in blocks])
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -254,6 +311,8 @@ class Runner:
             return
         for row, group, first, pages in plan.new_pages:
             self._pages[group][row, first : first + len(pages)] = pages
+            if group == 0:
+                self._page_ends[row] = (first + len(pages)) * self.page_tokens
         if self.device.type == "cpu":
             return
         for group, table in enumerate(self._page_tables):
@@ -282,7 +341,24 @@ class Runner:
             ),
             prefill_offsets=self._upload((inputs.offsets[singles:] - singles).astype(np.int32)),
             prefill_tiles=self._upload(prefill_tiles([row.count for row in plan.rows[singles:]])),
+            rope=None if inputs.rope is None else self._upload(inputs.rope),
+            pictures=self._placed(inputs),
+            reach=None if inputs.reach is None else self._upload(inputs.reach),
         ).with_groups(others, self._page_tables[1:])
+
+    def _placed(self, inputs: StepInputs) -> PictureVectors | None:
+        """The vectors of the step's pictures, whose positions get their rotations."""
+        pictures = inputs.pictures
+        if pictures is None:
+            return None
+        if pictures.axes is not None:
+            self.model.ropes.place(self._upload(pictures.axes))
+        return PictureVectors(self._upload(pictures.index), self._vectors(pictures))
+
+    def _vectors(self, pictures: PictureInputs) -> Tensor:
+        """[vectors, parts, hidden]"""
+        assert self.pictures is not None, "a step has pictures, and the model no tower"
+        return self.pictures.vectors(pictures.spans, pictures.counts).to(self.model.parameters.dtype)
 
     def _tokens(self, inputs: StepInputs) -> Tensor:
         """The tokens of the step, with those that earlier steps drew on the device."""

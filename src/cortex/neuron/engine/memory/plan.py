@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from cortex.neuron.engine.kv_pages import Window, window_pages
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.sizes import WeightStorage, kv_bytes_by_window, state_bytes, weight_bytes
+from cortex.neuron.models.sizes import WeightStorage, kv_bytes_by_window, state_bytes, tower_room, weight_bytes
+from cortex.neuron.models.towers.config import WHOLE_PICTURE_TOKENS
 
 PAGE_TOKENS = 32
 CACHED_CONTEXTS = 4
@@ -34,6 +35,7 @@ class ModelSizes:
     """What the parts of a model take on one kind of device."""
 
     weight_bytes: int
+    """With the memory in which a vision tower computes."""
     group_bytes: Mapping[Window, int]
     """One page over the layers of each KV group. The first group has the widest window, or none."""
     slot_bytes: int
@@ -42,6 +44,8 @@ class ModelSizes:
     """0 for a model that draws no tokens."""
     context_tokens: int
     """The longest sequence that is asked for, at most the model's own limit."""
+    whole_tokens: int = 0
+    """Positions that one step must be able to compute together: those of a picture, where they see each other."""
 
     @classmethod
     def of(cls, architecture: Architecture, storage: WeightStorage, context_tokens: int | None = None) -> ModelSizes:
@@ -51,12 +55,19 @@ class ModelSizes:
         else:
             token_bytes = kv_bytes_by_window(architecture, storage.kv_item_bytes or storage.item_bytes)
         return cls(
-            weight_bytes=weight_bytes(architecture, storage),
+            weight_bytes=weight_bytes(architecture, storage) + tower_room(architecture, storage),
             group_bytes={window: PAGE_TOKENS * num_bytes for window, num_bytes in token_bytes.items()},
             slot_bytes=state_bytes(architecture, storage.item_bytes),
             vocab=config.vocab if architecture.pooling is None else 0,
             context_tokens=min(context_tokens or config.context_tokens, config.context_tokens),
+            whole_tokens=WHOLE_PICTURE_TOKENS if architecture.pictures.is_whole else 0,
         )
+
+    def with_draft(self, draft: ModelSizes) -> ModelSizes:
+        """Together with a draft model, whose layers have pages under the ids of the first group."""
+        first, *others = self.group_bytes
+        pages = {first: self.group_bytes[first] + draft.page_bytes, **{each: self.group_bytes[each] for each in others}}
+        return replace(self, weight_bytes=self.weight_bytes + draft.weight_bytes, group_bytes=pages)
 
     @property
     def page_bytes(self) -> int:
@@ -92,7 +103,10 @@ class ModelSizes:
             return dict.fromkeys(self.group_bytes, 0)
         equal = min(most, room_bytes // self.page_bytes) if self.page_bytes else most
         first, *windows = self.group_bytes
-        each = {window: min(window_pages(window or 0, PAGE_TOKENS), self.num_context_pages) for window in windows}
+        each = {
+            window: min(window_pages((window or 0) + self.whole_tokens, PAGE_TOKENS), self.num_context_pages)
+            for window in windows
+        }
         wanted = {
             window: WINDOWS_PER_ROW * rows * count + STEP_TOKENS[device_kind] // PAGE_TOKENS
             for window, count in each.items()

@@ -29,8 +29,11 @@ class SequenceMemory:
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
+        draft: Decoder | None = None,
     ) -> None:
-        """`num_pages`: for each window of the model's layers. `kv_dtype`: of the pages; None: `dtype`."""
+        """`num_pages`: for each window of the model's layers. `kv_dtype`: of the pages; None: `dtype`. `draft`: the
+        draft model, all of whose layers have as many pages as those of the first window."""
+        self._draft = draft
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.slots = slots
@@ -48,6 +51,11 @@ class SequenceMemory:
         model = self._model
         kv = KVCache(model.attentions, self.num_pages, self.page_tokens, self._kv_dtype, self._device)
         self.num_bytes = kv.num_bytes
+        if self._draft is not None:
+            count = next(iter(self.num_pages.values()))
+            pages = dict.fromkeys(self._draft.architecture.windows, count)
+            own = KVCache(self._draft.attentions, pages, self.page_tokens, self._kv_dtype, self._device)
+            self.num_bytes += own.num_bytes
         if model.recurrent_layers:
             self.states = StateMemory(model.recurrent_layers, self.slots.num_slots, self._dtype, self._device)
             self.num_bytes += self.states.num_bytes
@@ -55,7 +63,7 @@ class SequenceMemory:
     def release(self) -> None:
         """Frees the memory, even after an `allocate` that raised. No layer can run until it is allocated again."""
         self.states = None
-        for attention in self._model.attentions:
+        for attention in (*self._model.attentions, *(() if self._draft is None else self._draft.attentions)):
             vars(attention).pop("cache", None)
         for layer in self._model.recurrent_layers:
             vars(layer).pop("state", None)

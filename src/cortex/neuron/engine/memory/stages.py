@@ -15,7 +15,14 @@ from cortex.neuron.engine.kv_pages import Window
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
 from cortex.neuron.layers.configs import AttentionConfig
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.sizes import WeightStorage, end_bytes, kv_bytes_per_token, layer_bytes, state_bytes
+from cortex.neuron.models.sizes import (
+    WeightStorage,
+    end_bytes,
+    kv_bytes_per_token,
+    layer_bytes,
+    state_bytes,
+    tower_bytes,
+)
 
 _STEPS = 1 << 10
 """How finely amounts of cache, and shares of the devices, are tried."""
@@ -134,12 +141,13 @@ def divide_model(
         {window: max(MIN_PAGES, count) for window, count in whole.num_pages.items()},
         max(MIN_SLOTS, whole.slots.num_slots),
     )
-    first_bytes = end_bytes(architecture, storage) + penalties
+    first_bytes = end_bytes(architecture, storage) + tower_bytes(architecture, storage) + penalties
     return divide_layers(layer_sizes(architecture, storage), first_bytes, capacities, least, most)
 
 
 def layer_sizes(architecture: Architecture, storage: WeightStorage) -> list[LayerSizes]:
     kv_item_bytes = storage.kv_item_bytes or storage.item_bytes
+    num_deep = 0 if architecture.tower is None else len(architecture.tower.deep_layers)
     found = []
     for index, weight_bytes in enumerate(layer_bytes(architecture, storage)):
         layer = architecture.staged(range(index, index + 1))
@@ -147,6 +155,8 @@ def layer_sizes(architecture: Architecture, storage: WeightStorage) -> list[Laye
         mixer = architecture.layers[index].mixer
         window = mixer.window if isinstance(mixer, AttentionConfig) else None
         source = mixer.source if isinstance(mixer, AttentionConfig) else None
+        if 0 < index < num_deep:
+            source = 0  # the first stage has the vectors of pictures that are added to these layers
         found.append(LayerSizes(weight_bytes, page_bytes, state_bytes(layer, storage.item_bytes), window, source))
     return found
 

@@ -11,7 +11,8 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, RequestError
 from cortex.neuron.engine.execution.runner import Runner
-from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
+from cortex.neuron.engine.filling import Progress
+from cortex.neuron.engine.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup, poller
 from cortex.neuron.engine.parallel.stages import FirstStageRunner, LaterStageRunner
 from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner, RankLink, StepLink
@@ -93,10 +94,10 @@ class Leader(Rank):
     def _new_runner(self) -> Runner:
         runner: LeadingRunner
         if self._spec.stages:
-            runner = FirstStageRunner(*self._runner_arguments(), checks_drafts=self._checks_drafts)
+            runner = FirstStageRunner(*self._runner_arguments(), **self._runner_options())
             runner.group = self._group
         else:
-            runner = LeadingRunner(*self._runner_arguments(), checks_drafts=self._checks_drafts)
+            runner = LeadingRunner(*self._runner_arguments(), **self._runner_options())
         runner.link = self._link
         return runner
 
@@ -124,11 +125,11 @@ class Follower(Rank):
 
     def _new_runner(self) -> Runner:
         if self._spec.stages:
-            stage = LaterStageRunner(*self._runner_arguments(), checks_drafts=self._checks_drafts)
+            stage = LaterStageRunner(*self._runner_arguments(), **self._runner_options())
             stage.group = self._group
             self._following = stage
         else:
-            self._following = FollowingRunner(*self._runner_arguments(), checks_drafts=self._checks_drafts)
+            self._following = FollowingRunner(*self._runner_arguments(), **self._runner_options())
         return self._following
 
     def _end_loop(self) -> None:

@@ -1,8 +1,9 @@
 """The steps of a model that is divided by layers: hidden states travel from stage to stage and back to the first one.
 
 The leader, which has the first layers, also has embedding and head. So between two stages a step sends the hidden
-states of its tokens, and the last stage returns only those that tokens are drawn after or that are scored. Every step
-returns something: the leader keeps its turn until all stages have ended it.
+states of its tokens, and the last stage returns only those that tokens are drawn after or that are scored, or all if
+the leader drafts tokens from them. Every step returns something: the leader keeps its turn until all stages have ended
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cortex.neuron.engine.execution.inputs import StepInputs
+from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
 from cortex.neuron.engine.execution.prompt_scores import PromptScores
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner
@@ -43,6 +44,11 @@ class LaterStageRunner(FollowingRunner):
     group: TorchGroup
     """Set by the engine before the first step."""
 
+    def _vectors(self, pictures: PictureInputs) -> Tensor:
+        parameters = self.model.parameters
+        shape = (len(pictures.index), 1, self.model.config.hidden)
+        return torch.empty(shape, dtype=parameters.dtype, device=parameters.device)
+
     def _forward(
         self,
         plan: StepPlan,
@@ -50,21 +56,24 @@ class LaterStageRunner(FollowingRunner):
         draws: Sequence[Draw],
         mask: Tensor | None,
         scores: list[PromptScores],
-    ) -> Drawn | None:
+    ) -> tuple[Drawn | None, Tensor | None]:
         del draws, mask, scores
         shard, parameters = self.group.shard, self.model.parameters
-        batch = self._batch(plan, inputs)
+        batch = self._batch(plan, inputs)  # the first stage has put the vectors of pictures in their places
         shape = (len(batch.tokens), self.model.stage_width)
         empty = torch.empty(shape, dtype=parameters.dtype, device=parameters.device)
         hidden = self.model.through_layers(self.group.receive(empty, shard.rank - 1), batch)
         if shard.rank == shard.size - 1:
             hidden = hidden.index_select(0, self._upload(returned_tokens(plan, inputs)))
         self.group.send(hidden, (shard.rank + 1) % shard.size)
-        return None
+        return None, None
 
 
 def returned_tokens(plan: StepPlan, inputs: StepInputs) -> NDArray[np.int64]:
-    """The tokens whose hidden states the last stage returns, in order; at least one."""
+    """The tokens whose hidden states the last stage returns, in order; at least one. All of them where the first stage
+    drafts tokens."""
+    if plan.num_proposals is not None:
+        return np.arange(inputs.offsets[-1])
     scored = [
         np.arange(offset, offset + len(row.outputs.scores.following))
         for row, offset in zip(plan.rows, inputs.offsets, strict=False)

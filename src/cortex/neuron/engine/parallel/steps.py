@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.engine.errors import GroupBroken
+from cortex.neuron.engine.execution.inputs import PictureInputs
 from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn
@@ -76,6 +77,9 @@ class LeadingRunner(Runner):
             except Exception as error:
                 raise GroupBroken("the leader failed in a step that the other ranks of the model began") from error
 
+    def _vectors(self, pictures: PictureInputs) -> Tensor:
+        return self.model.parameters.group.broadcast(super()._vectors(pictures).contiguous())
+
     def _draw(
         self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None
     ) -> Drawn:
@@ -98,6 +102,13 @@ class FollowingRunner(Runner):
 
     def _capture_next(self) -> bool:
         return False  # together with the leader, when it says so
+
+    def _vectors(self, pictures: PictureInputs) -> Tensor:
+        """Takes the vectors over that the leader's tower makes."""
+        parameters, tower = self.model.parameters, self.model.architecture.tower
+        assert tower is not None
+        shape = (len(pictures.index), tower.num_parts, tower.out)
+        return parameters.group.broadcast(torch.empty(shape, dtype=parameters.dtype, device=parameters.device))
 
     def _draw(
         self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None

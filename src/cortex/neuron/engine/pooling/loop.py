@@ -46,16 +46,22 @@ class _Request:
         return ids[self.offsets[index] : self.offsets[index + 1]]
 
     def result(self) -> NDArray[np.float32]:
-        """The vectors as the request wants them."""
-        vectors = self.vectors[:, : self.texts.dimensions]
-        if not self.texts.normalize:
+        """The vectors as the request wants them, or the cosines."""
+        vectors, num_queries = self.vectors[:, : self.texts.dimensions], self.texts.num_queries
+        if not self.texts.normalize and not num_queries:
             return vectors
         lengths = np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
         normal: NDArray[np.float32] = (vectors / lengths).astype("<f4")
-        return normal
+        return normal if not num_queries else np.einsum("ij,ij->i", *_pairs(normal, num_queries)).astype("<f4")
 
     def first_segment(self, index: int) -> int:
         return self.texts.first_segments[index] if self.texts.first_segments else 0
+
+
+def _pairs(vectors: NDArray[np.float32], num_queries: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The queries, each as often as it is needed, and the texts they belong to."""
+    queries, texts = np.split(vectors, [num_queries])
+    return np.broadcast_to(queries, texts.shape), texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,8 @@ class PoolingLoop:
         self._requests: dict[str, _Request] = {}
         self._queue = TextQueue()
         self._running: _Running | None = None
+        self._next: _Running | None = None
+        """A batch that was uploaded while the device computed the end of the one before."""
         self._outputs: list[StepOutput] = []
         self._layer_token_s: float | None = None
         """The time that a layer takes for a token, as the last slice took it."""
@@ -112,22 +120,22 @@ class PoolingLoop:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._running or self._outputs)
+        return bool(self._requests or self._running or self._next or self._outputs)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
         """Computes a slice of the running batch, or begins the next one. See `StepLoop.step` for what it raises."""
         self._failed = ()
-        running = self._running
-        texts = running.texts if running is not None else ()
+        texts = self._running.texts if self._running is not None else ()
         try:
-            if running is None and self._queue:
-                texts = self._take()
-                running = _Running(self._pass_of(texts), texts)
-            self._running = running
-            if running is not None:
-                self._advance(running)
+            if self._running is None:
+                self._running, self._next = self._next, None
+                texts = self._running.texts if self._running is not None else self._take()
+            if self._running is None and texts:
+                self._running = _Running(self._pass_of(texts), texts)
+            if self._running is not None:
+                self._advance(self._running)
         except Exception as error:
             self._retract(texts)
             if self._suspects:
@@ -155,12 +163,25 @@ class PoolingLoop:
         if self._layer_token_s is not None:
             num_layers = max(1, int(SLICE_S / max(self._layer_token_s * batch.num_tokens, 1e-9)))
         num_run = batch.advance(num_layers)
-        vectors = batch.vectors() if batch.done else None
-        if vectors is None and self._model.parameters.device.type == "cuda":
+        vectors = None
+        if batch.done:
+            batch.finish()
+            if not self._suspects:
+                self._upload_next()
+            vectors = batch.vectors()
+        elif self._model.parameters.device.type == "cuda":
             torch.cuda.synchronize(self._model.parameters.device)  # other models must not queue behind this slice
         self._layer_token_s = (time.monotonic() - began_s) / (max(1, num_run) * batch.num_tokens)
         if vectors is not None:
             self._collect(running, vectors)
+
+    def _upload_next(self) -> None:
+        texts = self._take()
+        try:
+            self._next = _Running(self._pass_of(texts), texts) if texts else None
+        except BaseException:
+            self._queue.put_back(texts)
+            raise
 
     def _collect(self, running: _Running, vectors: NDArray[np.float32]) -> None:
         self._running = None
@@ -181,9 +202,10 @@ class PoolingLoop:
                 self._finish(StepOutput(text.request_id, finish="stop", vectors=owner.result().tobytes()))
 
     def _retract(self, texts: tuple[QueuedText, ...]) -> None:
-        """The texts of a batch that failed wait again."""
-        self._running = None
-        self._queue.put_back(text for text in texts if text.request_id in self._requests)
+        """The texts of a batch that failed wait again, before those of the next one."""
+        both = (*texts, *(self._next.texts if self._next is not None else ()))
+        self._running = self._next = None
+        self._queue.put_back(text for text in both if text.request_id in self._requests)
 
     def _finish(self, last: StepOutput) -> None:
         del self._requests[last.request_id]
@@ -200,6 +222,7 @@ class PoolingLoop:
         text = np.full(min(_SELF_TEST_TOKENS, self._context_tokens), token, dtype=np.uint32)
         batch = TextPass(self._model, [text], [0])
         batch.advance(len(self._model.layers))
+        batch.finish()
         return tuple(batch.vectors().view(np.int32).ravel().tolist())
 
     def isolate(self) -> bool:
@@ -219,6 +242,7 @@ class PoolingLoop:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every text is accounted for."""
-        running = set() if self._running is None else {text.request_id for text in self._running.texts}
+        batches = [batch for batch in (self._running, self._next) if batch is not None]
+        running = {text.request_id for batch in batches for text in batch.texts}
         assert all(owner.num_left for owner in self._requests.values())
         assert self._queue.num_requests + len(running) >= len(self._requests)

@@ -16,7 +16,7 @@ _PAGELESS = torch.empty(0, dtype=torch.int64)
 
 
 class TextPass:
-    """Belongs to the engine thread. `advance` until it is `done`, then `vectors`."""
+    """Belongs to the engine thread. `advance` until it is `done`, then `finish`, then `vectors`."""
 
     def __init__(self, model: PooledModel, texts: Sequence[NDArray[np.uint32]], first_segments: Sequence[int]) -> None:
         """`texts`: the token ids of each; `first_segments`: the tokens of its first segment, 0: all of them."""
@@ -27,6 +27,7 @@ class TextPass:
         self._segments = _segments_of(lengths, first_segments, self._batch)
         self._hidden: Tensor | None = None
         self._next_layer = 0
+        self._vectors: Tensor | None = None
 
     @property
     def done(self) -> bool:
@@ -43,11 +44,17 @@ class TextPass:
         self._next_layer += len(layers)
         return len(layers)
 
-    def vectors(self) -> NDArray[np.float32]:
-        """[texts, width]; waits for the device."""
+    def finish(self) -> None:
+        """Launches what follows the last layer."""
         assert self._hidden is not None, "no layer has run"
         with torch.inference_mode():
-            found: NDArray[np.float32] = self._model.finish(self._hidden, self._batch).cpu().numpy()
+            self._vectors = self._model.finish(self._hidden, self._batch)
+        self._hidden = None
+
+    def vectors(self) -> NDArray[np.float32]:
+        """[texts, width]; waits for the device."""
+        assert self._vectors is not None, "the pass has not finished"
+        found: NDArray[np.float32] = self._vectors.cpu().numpy()
         return found
 
 

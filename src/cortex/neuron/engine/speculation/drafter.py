@@ -8,19 +8,26 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Final, Literal
 
 from cortex.neuron.engine.speculation.suffix_match import SuffixMatch
 
-DraftKind = Literal["lookup", "prediction", "grammar"]
+DraftKind = Literal["lookup", "prediction", "grammar", "mtp", "draft"]
+ProposalKind = Literal["mtp", "draft"]
+"""Those that are computed on the device: by a head of the model, or by a smaller model."""
 
 _MATCH_LENGTHS: Final = (1, 4, 8, 16, 32)
 """Matches are as likely to go on as other matches of a length between the same two of these."""
-_FIRST_ODDS: Final[dict[DraftKind, tuple[float, ...]]] = {
+_FIRST_ODDS: Final[dict[str, tuple[float, ...]]] = {
     "lookup": (0.0, 0.3, 0.5, 0.7, 0.8, 0.9),
     "prediction": (0.6, 0.6, 0.8, 0.9, 0.9, 0.95),
     "grammar": (0.9,) * 6,
 }
+MAX_PROPOSALS: Final = 7
+"""Most draft tokens that are computed on the device for a row."""
+_FIRST_PROPOSAL_ODDS: Final = 0.75
 _PACE: Final = 0.1
 """How fast the odds follow what happens: the weight of the latest token."""
 _MAX_FOLLOWED: Final = 32
@@ -44,15 +51,28 @@ NO_DRAFT = Draft((), (), "lookup")
 class Drafter:
     """Belongs to the engine thread. `text` is the sequence's tokens: it grows, and is only read."""
 
-    def __init__(self, text: list[int], prediction: tuple[int, ...] = (), *, is_on: bool = True) -> None:
+    def __init__(
+        self,
+        text: list[int],
+        prediction: tuple[int, ...] = (),
+        *,
+        is_on: bool = True,
+        proposals: ProposalKind | None = None,
+    ) -> None:
         """`is_on`: whether it is asked for drafts; if not, it only says how much of the prediction appeared at its
-        place."""
+        place. `proposals`: of what kind those from the device are; None: there are none."""
+        self.proposal_kind = proposals
         self.is_on = is_on
         self._text = text
         self._lookup: SuffixMatch | None = None
         """Made when it is first needed: the index of a long prompt takes some milliseconds."""
         self._prediction = SuffixMatch(prediction, text, is_prediction=True, searches=is_on) if prediction else None
         self._odds = {kind: list(odds) for kind, odds in _FIRST_ODDS.items()}
+        self._proposed: tuple[int, ...] = ()
+        self._proposed_at = 0
+        """The length of the text that `_proposed` continues."""
+        self._proposal_odds = [_FIRST_PROPOSAL_ODDS] * MAX_PROPOSALS
+        """Of each proposed token, if those before it are right."""
 
     def draft(self, count: int) -> Draft:
         """Up to `count` tokens that are expected after the text."""
@@ -62,7 +82,24 @@ class Drafter:
             ("lookup", self._lookup),
         )
         drafts = [self._draft_of(kind, lookup, count) for kind, lookup in sources if lookup is not None]
+        if self.proposal_kind is not None and self._proposed_at == len(self._text):
+            tokens = self._proposed[:count]
+            drafts.append(Draft(tokens, self.proposal_chances[: len(tokens)], self.proposal_kind))
         return max(drafts, key=lambda draft: sum(draft.odds), default=NO_DRAFT)
+
+    def propose(self, tokens: tuple[int, ...]) -> None:
+        """Takes the tokens that the device proposes after the text, and learns from those it proposed before."""
+        for index, token in enumerate(self._proposed[: len(self._text) - self._proposed_at]):
+            held = self._text[self._proposed_at + index] == token
+            self._proposal_odds[index] += (held - self._proposal_odds[index]) * _PACE
+            if not held:
+                break
+        self._proposed, self._proposed_at = tokens, len(self._text)
+
+    @property
+    def proposal_chances(self) -> tuple[float, ...]:
+        """How likely each token that the device may propose is to be accepted, together with all before it."""
+        return tuple(accumulate(self._proposal_odds, mul))
 
     def _draft_of(self, kind: DraftKind, lookup: SuffixMatch, count: int) -> Draft:
         tokens = lookup.draft(count if kind == "prediction" else min(count, lookup.length))

@@ -8,14 +8,23 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftKind
-from cortex.neuron.engine.speculation.widths import StepCosts, choose_widths
+from cortex.neuron.engine.speculation.drafter import (
+    MAX_PROPOSALS,
+    NO_DRAFT,
+    Draft,
+    Drafter,
+    DraftKind,
+    ProposalKind,
+)
+from cortex.neuron.engine.speculation.widths import MIN_GAIN, StepCosts, choose_widths
 from cortex.neuron.engine.step_plan import RowPlan
 
 MAX_ROWS: Final = 32
 """Larger batches get no drafts: reading the weights takes a small part of their steps."""
 MAX_WIDTH: Final = 31
 """Most draft tokens of a row."""
+_COST_PACE: Final = 0.3
+"""The weight of the latest step in the cost of proposed tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +53,27 @@ class WidthRule(Protocol):
         """For each row. `num_tokens`: of the step without drafts; `is_mixed`: prompts are waiting or computed too."""
         ...
 
-    def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool) -> None:
-        """Reports how long a step of decode rows took."""
+    def num_proposals(self, odds: Ordered[Ordered[float]], num_tokens: int) -> int:
+        """How many draft tokens the device computes for each row, for the step after this one. `odds`: of the tokens
+        that it may propose for each row, each together with those before it."""
+        ...
+
+    def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool, num_proposals: int = 0) -> None:
+        """Reports how long a step of decode rows took. `num_proposals`: draft tokens that it computed for each row."""
         ...
 
 
 class FastestWidths:
     """As many as give the most tokens per second; none while there are prompts, whose steps are long anyway."""
 
-    def __init__(self, sizes: Ordered[int], growth: float, max_tokens: Callable[[], int]) -> None:
-        """`sizes` and `growth`: see `StepCosts`. `max_tokens`: of a step that checks drafts, if it is to be fast."""
+    def __init__(
+        self, sizes: Ordered[int], growth: float, max_tokens: Callable[[], int], proposal_cost: float = 0.0
+    ) -> None:
+        """`sizes` and `growth`: see `StepCosts`. `max_tokens`: of a step that checks drafts, if it is to be fast.
+        `proposal_cost`: what one proposed token for each row adds to the time of a step, in proportion to a step
+        without drafts, until it is measured: in the first step of each sequence."""
         self._max_tokens = max_tokens
+        self._proposal_cost = proposal_cost
         self._costs = StepCosts(sizes, growth)
 
     @property
@@ -68,15 +87,44 @@ class FastestWidths:
         odds = [draft.odds for draft in drafts]
         return choose_widths(odds, num_tokens, self.max_tokens, plain_s, self._costs.checking)
 
-    def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool) -> None:
-        self._costs.record(num_tokens, seconds, checks_drafts=checks_drafts)
+    def num_proposals(self, odds: Ordered[Ordered[float]], num_tokens: int) -> int:
+        plain_s = self._costs.plain(num_tokens)
+        if plain_s is None:
+            return 0
+        best, found, gain = MIN_GAIN * len(odds) / plain_s, 0, 0.0
+        for count in range(1, 1 + min(MAX_PROPOSALS, self.max_tokens // num_tokens - 1)):
+            gain += sum(each[count - 1] for each in odds)
+            seconds = self._costs.checking(num_tokens * (1 + count)) + count * self._proposal_cost * plain_s
+            if (rate := (len(odds) + gain) / seconds) > best:
+                best, found = rate, count
+        return found
+
+    def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool, num_proposals: int = 0) -> None:
+        plain_s = self._costs.plain(num_tokens)
+        if not num_proposals:
+            self._costs.record(num_tokens, seconds, checks_drafts=checks_drafts)
+        elif plain_s is not None and checks_drafts:
+            proposing_s = num_proposals * self._proposal_cost * plain_s
+            self._costs.record(num_tokens, max(seconds - proposing_s, plain_s), checks_drafts=True)
+        elif plain_s is not None:
+            measured = max(0.0, seconds / plain_s - 1) / num_proposals
+            self._proposal_cost += (min(measured, 3.0) - self._proposal_cost) * _COST_PACE
 
 
 class Speculation:
     """The draft tokens of one model's sequences. Belongs to the engine thread."""
 
-    def __init__(self, rule: WidthRule, new_drafter: type[Drafter] = Drafter, *, is_on: bool = True) -> None:
-        """`is_on`: false: predictions are followed, because usage reports them, but nothing is drafted."""
+    def __init__(
+        self,
+        rule: WidthRule,
+        new_drafter: type[Drafter] = Drafter,
+        *,
+        is_on: bool = True,
+        proposals: ProposalKind | None = None,
+    ) -> None:
+        """`is_on`: false: predictions are followed, because usage reports them, but nothing is drafted. `proposals`:
+        what computes draft tokens on the device, if anything does."""
+        self._proposals = proposals
         self.rule = rule
         self._new_drafter = new_drafter
         self._is_on = is_on
@@ -86,7 +134,20 @@ class Speculation:
         request = sequence.request
         drafts = self._is_on and request.speculates
         if drafts or request.prediction:
-            sequence.drafter = self._new_drafter(sequence.tokens, request.prediction, is_on=drafts)
+            kind = self._proposals if drafts else None
+            sequence.drafter = self._new_drafter(sequence.tokens, request.prediction, is_on=drafts, proposals=kind)
+
+    def num_proposals(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> int | None:
+        """How many draft tokens the device computes in the next step for each row that draws; see `StepPlan`. A step
+        with prompts computes at least what later proposals need; a large batch, or one whose proposals do not pay,
+        nothing."""
+        if self._proposals is None or not self._is_on:
+            return None
+        nothing = 0 if is_mixed else None
+        if len(decoding) > MAX_ROWS:
+            return nothing
+        odds = [sequence.drafter.proposal_chances for sequence in decoding if _wants_proposals(sequence)]
+        return (self.rule.num_proposals(odds, len(decoding)) if odds else 0) or nothing
 
     def is_likely(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> bool:
         """Whether the next step would check drafts, as far as is known before the last one is read."""
@@ -111,14 +172,22 @@ class Speculation:
         widths = self.rule.widths(drafts, num_tokens, is_mixed=is_mixed)
         return [draft.first(width) for draft, width in zip(drafts, widths, strict=True)]
 
-    def read(self, sequence: Sequence, row: RowPlan, tokens: Ordered[int]) -> CheckedDraft:
-        """Records what became of the drafts of a row. `tokens`: those that the row added to the sequence."""
+    def read(
+        self, sequence: Sequence, row: RowPlan, tokens: Ordered[int], proposed: tuple[int, ...] = ()
+    ) -> CheckedDraft:
+        """Records what became of the drafts of a row. `tokens`: those that the row added to the sequence. `proposed`:
+        draft tokens for the next one."""
         drafter, drafted, kind = sequence.drafter, row.drafted, sequence.draft.kind
         if drafter is None:
             return NOTHING_CHECKED
         num_accepted = sum(guess == token for guess, token in zip(drafted, tokens, strict=False))
         drafter.checked(kind, len(drafted), num_accepted)
+        drafter.propose(proposed)
         return CheckedDraft(kind, len(drafted), num_accepted, drafter.follow_prediction())
+
+
+def _wants_proposals(sequence: Sequence) -> bool:
+    return sequence.drafter is not None and sequence.drafter.proposal_kind is not None
 
 
 def _draft(sequence: Sequence, count: int) -> Draft:

@@ -91,6 +91,7 @@ def takes(q: Tensor, kv_heads: int, rules: AttentionRules, batch: Batch) -> bool
     geometry = Geometry(q.device, q.dtype, q.shape[1], kv_heads, q.shape[2])
     return (
         rules.window is None
+        and (batch.reach is None or not rules.whole_pictures)
         and rules.sinks is None
         and rules.softcap is None
         and all(

@@ -76,6 +76,7 @@ def decode_attention(
         batch.page_table,
         batch.rows,
         batch.lengths,
+        batch.rope_positions,
         batch.slots,
         rules.rope,
         rules.q_scale,
@@ -200,6 +201,7 @@ def _decode_kernel(
     table,
     rows,
     lengths,
+    rope_positions,
     slots,
     rope,
     q_scale,
@@ -263,7 +265,7 @@ def _decode_kernel(
             start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
             q.dtype.element_ty,
         )  # fmt: skip
-    rope_row = rope + newest * 2 * PAIRS
+    rope_row = rope + tl.load(rope_positions + index) * 2 * PAIRS
     q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
     k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
     slot = tl.load(slots + index)

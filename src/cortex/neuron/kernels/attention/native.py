@@ -43,6 +43,7 @@ def native_attention(
         out=out,
         rope=rules.rope,
         positions=batch.positions,
+        rope_positions=batch.rope_positions,
         slots=batch.slots,
         table_rows=batch.rows,
         page_table=batch.page_table,

@@ -43,7 +43,7 @@ class OneRow:
         size = kv_heads * dim
         positions = torch.arange(begin, begin if is_run else length)
         return cls(
-            rotation=(rotation := Rotation.at(batch.positions, rules.rope, dtype, rules.half)),
+            rotation=(rotation := Rotation.at(batch.rope_positions, rules.rope, dtype, rules.half)),
             matrix=rotation.matrix(dim) if dtype == torch.float32 else None,
             slot=int(batch.slots[0]) * size,
             first=(listed[0] * page_tokens + begin % page_tokens) * size if is_run else None,

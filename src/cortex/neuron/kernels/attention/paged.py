@@ -42,7 +42,7 @@ def attention(
     if decodes:
         if batch.shares_rows:  # a token reads the keys and values of those before it in the same step
             new = q[:decodes], k[:decodes], v[:decodes]
-            rotate_and_store(*new, rules, batch.positions[:decodes], batch.slots[:decodes], key_pages, value_pages)
+            rotate_and_store(*new, rules, batch.rope_positions[:decodes], batch.slots[:decodes], key_pages, value_pages)
         decode_attention(q, k, v, rules, batch, key_pages, value_pages, out)
     if decodes == len(q):
         return out
@@ -51,7 +51,7 @@ def attention(
         k[decodes:],
         v[decodes:],
         rules,
-        batch.positions[decodes:],
+        batch.rope_positions[decodes:],
         batch.slots[decodes:],
         key_pages,
         value_pages,
@@ -68,7 +68,8 @@ def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor
 ) -> Tensor:
     rotation = batch.once(
-        ("rotation", id(rules.rope), q.dtype), lambda: Rotation.at(batch.positions, rules.rope, q.dtype, rules.half)
+        ("rotation", id(rules.rope), q.dtype),
+        lambda: Rotation.at(batch.rope_positions, rules.rope, q.dtype, rules.half),
     )
     q = rotate_and_store_by(rotation, q, k, v, rules, batch.slots, key_pages, value_pages)
     return attend_reference(q, rules, batch, key_pages, value_pages)
@@ -81,7 +82,10 @@ def attend_reference(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: 
         parts.append(_decode(q[: batch.num_decodes], rules, batch, key_pages, value_pages))
     for row in batch.prefills:
         tokens = q[row.offset : row.offset + row.count]
-        parts.append(_prefill(tokens, rules, row, batch.page_table[row.row], key_pages, value_pages))
+        reach = None
+        if rules.whole_pictures and batch.reach is not None:
+            reach = batch.reach[row.offset : row.offset + row.count]
+        parts.append(_prefill(tokens, rules, row, batch.page_table[row.row], key_pages, value_pages, reach))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -140,9 +144,16 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap
 
 
 def _prefill(
-    q: Tensor, rules: AttentionRules, row: PrefillRow, table: Tensor, key_pages: Tensor, value_pages: Tensor
+    q: Tensor,
+    rules: AttentionRules,
+    row: PrefillRow,
+    table: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    reach: Tensor | None = None,
 ) -> Tensor:
-    """The chunk of one row, attending to all earlier positions, or those in the window, and causally to itself."""
+    """The chunk of one row, attending to all earlier positions, or those in the window, and causally to itself, or as
+    far as `reach` says."""
     page_tokens = key_pages.shape[1]
     length = row.start + row.count
     first_page = 0 if rules.window is None else max(0, row.start + 1 - rules.window) // page_tokens
@@ -153,10 +164,11 @@ def _prefill(
     if value_pages is not key_pages:
         v = _gather(value_pages, table, q.dtype).narrow(-2, 0, length - begin)[None]
     mask = None
-    if row.start or rules.window is not None or rules.sinks is not None or rules.softcap is not None:
+    has_rules = rules.window is not None or rules.sinks is not None or rules.softcap is not None
+    if row.start or has_rules or reach is not None:
         query = torch.arange(row.start, length, device=q.device)[:, None]
         position = torch.arange(begin, length, device=q.device)
-        mask = position <= query
+        mask = position <= query if reach is None else position < reach[:, None]
         if rules.window is not None:
             mask &= position > query - rules.window
     by_head = q.transpose(0, 1)[None]

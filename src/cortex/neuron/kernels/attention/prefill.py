@@ -30,6 +30,7 @@ def prefill_attention(
     dim_block = triton.next_power_of_2(dim)
     queries, keys, warps = fitting_tiles(dim_block, q.element_size(), shared_memory(q.device))
     parts = PREFILL_TILE // queries
+    reach = batch.reach if rules.whole_pictures else None
     _prefill_kernel[(len(batch.prefill_tiles) * parts, heads)](
         q,
         key_pages,
@@ -40,6 +41,7 @@ def prefill_attention(
         batch.prefill_offsets,
         batch.prefill_tiles,
         rules.sinks,
+        None if reach is None else reach[batch.num_decodes :],
         out,
         rules.scale * LOG2_E,
         (rules.softcap or 0.0) * LOG2_E,
@@ -56,7 +58,8 @@ def prefill_attention(
         WINDOWED=rules.window is not None,
         SINKS=rules.sinks is not None,
         CAPPED=rules.softcap is not None,
-        MASKED=batch.batch_invariant or rules.window is not None,
+        REACHES=reach is not None,
+        MASKED=batch.batch_invariant or rules.window is not None or reach is not None,
         num_warps=warps,
         num_stages=2,
         **launch_options(q.device),
@@ -73,7 +76,7 @@ def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> t
 
 
 # Slices after the decode rows have any alignment: do not compile a variant for each.
-@jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["rows", "lengths"])
+@jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["rows", "lengths", "reach"])
 def _prefill_kernel(
     q,
     key_pages,
@@ -84,6 +87,7 @@ def _prefill_kernel(
     offsets,
     tiles,
     sinks,
+    reach,
     out,
     scale,
     cap,
@@ -100,6 +104,7 @@ def _prefill_kernel(
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
+    REACHES: tl.constexpr,
     MASKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -127,6 +132,9 @@ def _prefill_kernel(
     where = ((offset + token).to(tl.int64)[:, None] * HEADS + head) * DIM + dim[None, :]
     query = tl.load(q + where, mask=inside, other=0.0)
     position = length - count + token  # of each query in its sequence
+    last = position  # the last that it sees
+    if REACHES:
+        last = tl.load(reach + offset + token, mask=token < count, other=1) - 1
 
     highest = tl.full((QUERY_TILE,), 0.0 if SINKS else -float("inf"), tl.float32)
     total = tl.zeros((QUERY_TILE,), tl.float32)
@@ -139,15 +147,17 @@ def _prefill_kernel(
     if WINDOWED:
         begin = tl.maximum(0, oldest - window + 1) // KEY_TILE * KEY_TILE
     end = tl.minimum(length, oldest + QUERY_TILE)
+    if REACHES:
+        end = tl.minimum(length, tl.maximum(end, tl.max(last, 0) + 1))
     # Tiles that all queries see completely need no mask. The last tiles, and all tiles of a window, do.
     unmasked = begin if MASKED else (oldest + 1) // KEY_TILE * KEY_TILE
     highest, total, mixed = _attend(
-        query, highest, total, mixed, position, begin, unmasked, end, oldest, window, table_row, key_pages, value_pages,
-        kv_head, scale, cap, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, CAPPED, False,
+        query, highest, total, mixed, position, last, begin, unmasked, end, oldest, window, table_row, key_pages,
+        value_pages, kv_head, scale, cap, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, CAPPED, False,
     )  # fmt: skip
     highest, total, mixed = _attend(
-        query, highest, total, mixed, position, unmasked, end, end, oldest, window, table_row, key_pages, value_pages,
-        kv_head, scale, cap, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, CAPPED, True,
+        query, highest, total, mixed, position, last, unmasked, end, end, oldest, window, table_row, key_pages,
+        value_pages, kv_head, scale, cap, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, CAPPED, True,
     )  # fmt: skip
     tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -159,6 +169,7 @@ def _attend(
     total,
     mixed,
     position,
+    last,
     begin,
     stop,
     end,
@@ -202,7 +213,7 @@ def _attend(
             scores = capped(scores * scale, cap)
             factor = 1.0
         if MASKED:
-            visible = key_position[None, :] <= position[:, None]
+            visible = key_position[None, :] <= last[:, None]
             if WINDOWED:
                 visible = visible & (key_position[None, :] > position[:, None] - window)
             scores = tl.where(visible, scores, -float("inf"))

@@ -27,6 +27,8 @@ class AttentionRules:
     """From the first dimension of a pair to the second; 0: the number of pairs, so that all pairs lie side by side."""
     softcap: float | None = None
     """Scores x become softcap · tanh(x / softcap); None: they are not capped."""
+    whole_pictures: bool = False
+    """Whether tokens of a picture see those after them, up to `Batch.reach`."""
     is_causal: bool = True
     """As in `AttentionConfig`. This and `rotates` are only for texts without pages."""
     rotates: bool = True

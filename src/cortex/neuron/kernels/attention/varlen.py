@@ -47,9 +47,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batc
     offsets, length = batch.prefill_offsets, batch.max_length
     before = -1 if rules.window is None else rules.window - 1
     out, *_ = torch.ops.aten._flash_attention_forward(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
+        *(each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v)),
         offsets,
         offsets,
         length,

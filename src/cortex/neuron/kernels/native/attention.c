@@ -16,7 +16,7 @@ static void rotated(
         for (int64_t i = 0; i < a->dim; i++) out[i] *= factor * room[i];
     }
     const int64_t pairs = a->rotated_dims / 2, half = a->pair_distance;
-    const float *cosines = a->rope + a->positions[row] * a->rotated_dims, *sines = cosines + pairs;
+    const float *cosines = a->rope + a->rope_positions[row] * a->rotated_dims, *sines = cosines + pairs;
     for (int64_t i = 0; i < pairs; i++) {
         float one = out[i], other = out[half + i];
         out[i] = one * cosines[i] - other * sines[i];

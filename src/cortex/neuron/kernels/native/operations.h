@@ -48,13 +48,14 @@ typedef struct {
 
 // Pages: [pages, page tokens, kv heads, dim]. Values are bfloat16 if `is_half`, else float32; the weights of norms have a
 // flag of their own, and sinks (of each head, or none) and the table of rotations are float32. `table_rows`: where the page table has each row.
+// `rope_positions`: the row of that table for each token.
 typedef struct {
     int32_t kind, is_half, is_norm_half;
     float scale, eps;
     const void *q, *k, *v, *q_norm, *k_norm;
     void *key_pages, *value_pages, *out;
     const float *sinks, *rope;
-    const int64_t *positions, *slots, *table_rows;
+    const int64_t *positions, *rope_positions, *slots, *table_rows;
     const int32_t *page_table;
     int64_t heads, kv_heads, dim, rotated_dims, pair_distance, page_tokens, table_columns, window;
     int64_t q_stride, q_head_stride, k_stride, v_stride;

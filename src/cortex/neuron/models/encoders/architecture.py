@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 from cortex.neuron.layers.configs import Activation, AttentionConfig, MLPConfig, NormConfig, RopeConfig
-from cortex.neuron.models.architecture import Architecture, BlockNorms, EndsConfig, LayerConfig
+from cortex.neuron.models.architecture import Architecture, EndsConfig
 from cortex.neuron.models.config import DecoderConfig, count_in, number_in
 from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.layer import BlockNorms, LayerConfig
 
 ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "gelu": "gelu",

@@ -11,8 +11,8 @@ from cortex.neuron.layers.feed_forward import FeedForward
 from cortex.neuron.layers.layer_norm import LayerNorm
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.layers.rope import RopeTables
-from cortex.neuron.models.architecture import LayerConfig
 from cortex.neuron.models.encoders.architecture import POSITIONS, SEGMENTS, EncoderArchitecture
+from cortex.neuron.models.layer import LayerConfig
 
 
 class EncoderLayer:

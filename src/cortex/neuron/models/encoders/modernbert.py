@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import MLPConfig, NormConfig, RopeConfig
-from cortex.neuron.models.architecture import BlockNorms, EndsConfig, LayerConfig
+from cortex.neuron.models.architecture import EndsConfig
 from cortex.neuron.models.config import count_in, layer_type_in, number_in, read_layer_rope
 from cortex.neuron.models.encoders.architecture import EncoderArchitecture
 from cortex.neuron.models.families.llama import ATTENTION_TYPES
+from cortex.neuron.models.layer import BlockNorms, LayerConfig
 
 
 class ModernBert(EncoderArchitecture):

@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import NormConfig, RopeConfig
-from cortex.neuron.models.architecture import BlockNorms, EndsConfig
+from cortex.neuron.models.architecture import EndsConfig
 from cortex.neuron.models.config import count_in, number_in
 from cortex.neuron.models.families.llama import Llama
+from cortex.neuron.models.layer import BlockNorms
 
 
 class Cohere2(Llama):

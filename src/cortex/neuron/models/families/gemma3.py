@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig, NormConfig, QKNormConfig, RopeConfig
-from cortex.neuron.models.architecture import BlockNorms, EndsConfig
+from cortex.neuron.models.architecture import EndsConfig
 from cortex.neuron.models.config import count_in, number_in, read_layer_rope
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama
+from cortex.neuron.models.layer import BlockNorms
 from cortex.neuron.models.text_part import TextPart
 
 
@@ -81,4 +82,5 @@ class Gemma3(Llama):
 
 
 class Gemma3Multimodal(TextPart, Gemma3):
-    pass
+    def attention(self, index: int) -> AttentionConfig:
+        return replace(super().attention(index), whole_pictures=True)

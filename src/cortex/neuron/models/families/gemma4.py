@@ -19,10 +19,11 @@ from cortex.neuron.layers.configs import (
     QKNormConfig,
     RopeConfig,
 )
-from cortex.neuron.models.architecture import BlockNorms, EndsConfig, LayerConfig
+from cortex.neuron.models.architecture import EndsConfig
 from cortex.neuron.models.config import count_in, number_in, optional_count_in, read_layer_rope
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama
+from cortex.neuron.models.layer import BlockNorms, LayerConfig
 from cortex.neuron.models.text_part import TextPart
 
 _ROPES = {
@@ -186,8 +187,20 @@ class Gemma4Unified(Gemma4):
 
 
 class Gemma4Multimodal(TextPart, Gemma4):
-    notes = ("text only: the vision and audio towers are not loaded",)
+    def attention(self, index: int) -> AttentionConfig:
+        """In the larger models, positions of a picture see each other in layers with a window."""
+        is_whole = self.raw.get("use_bidirectional_attention") == "vision" and self._sees_whole(index)
+        return replace(super().attention(index), whole_pictures=is_whole)
+
+    def _sees_whole(self, index: int) -> bool:
+        return self.window(index) is not None
 
 
-class Gemma4UnifiedMultimodal(TextPart, Gemma4Unified):
-    notes = ("text only: images and audio are not read",)
+class Gemma4UnifiedMultimodal(Gemma4Multimodal, Gemma4Unified):
+    """Positions of a picture see each other in all layers."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**Gemma4Unified.defaults, "use_bidirectional_attention": "vision"}
+
+    def _sees_whole(self, index: int) -> bool:
+        del index
+        return True

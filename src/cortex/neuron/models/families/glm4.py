@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig
-from cortex.neuron.models.architecture import BlockNorms
 from cortex.neuron.models.families.llama import Llama
+from cortex.neuron.models.layer import BlockNorms
 
 
 class Glm4(Llama):

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig, GateConfig, NormConfig, QKNormConfig, RopeConfig
-from cortex.neuron.models.architecture import BlockNorms, EndsConfig
+from cortex.neuron.models.architecture import EndsConfig
 from cortex.neuron.models.config import count_in, layer_type_in, number_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import ATTENTION_TYPES, Llama
+from cortex.neuron.models.layer import BlockNorms
 from cortex.neuron.models.text_part import TextPart
 
 _AFTER_EPS = 1e-8

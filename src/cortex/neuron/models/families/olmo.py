@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cortex.neuron.layers.configs import AttentionConfig, QKNormConfig, RopeConfig
-from cortex.neuron.models.architecture import BlockNorms
 from cortex.neuron.models.config import count_in, number_in, read_layer_rope
 from cortex.neuron.models.families.llama import Llama
+from cortex.neuron.models.layer import BlockNorms
 
 
 class Olmo2(Llama):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from cortex.neuron.layers.configs import AttentionConfig, QKNormConfig
 from cortex.neuron.models.config import count_in, layer_type_in
 from cortex.neuron.models.families.llama import ATTENTION_TYPES, Llama
+from cortex.neuron.models.text_part import TextPart
 
 
 class Qwen3(Llama):
@@ -24,6 +25,10 @@ class Qwen3(Llama):
         default = "sliding_attention" if is_after_first else "full_attention"
         is_windowed = layer_type_in(self.raw, index, ATTENTION_TYPES, default) == "sliding_attention"
         return count_in(self.raw, "sliding_window") if is_windowed and self.raw.get("use_sliding_window") else None
+
+
+class Qwen3VL(TextPart, Qwen3):
+    """Qwen3 with a vision tower. In text the three position axes of its rotation are equal."""
 
 
 class Qwen2(Qwen3):

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 from cortex.neuron.kernels.moe.rule import RouterRule
 from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig
 from cortex.neuron.layers.recurrent.configs import MambaConfig, RecurrentConfig
-from cortex.neuron.models.architecture import Architecture, BlockNorms
+from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.config import count_in, number_in, optional_count_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.hybrids.time_steps import check_time_steps
+from cortex.neuron.models.layer import BlockNorms
 from cortex.neuron.models.mixtures.routed import routed
 
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}

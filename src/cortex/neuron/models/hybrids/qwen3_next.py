@@ -18,7 +18,9 @@ from cortex.neuron.layers.recurrent.configs import GatedDeltaConfig
 from cortex.neuron.models.config import count_in, layer_type_in, optional_count_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama
+from cortex.neuron.models.layer import LayerConfig
 from cortex.neuron.models.mixtures.qwen3_moe import read_moe
+from cortex.neuron.models.prediction import PredictionConfig, of_mtp
 from cortex.neuron.models.sharding import MixerConfig
 from cortex.neuron.models.text_part import TextPart
 
@@ -40,6 +42,13 @@ class Qwen3Next(Llama):
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         return read_moe(self.raw, index, self.config.hidden) or super().feed_forward(index)
+
+    def read_head(self) -> PredictionConfig | None:
+        if self.raw.get("mtp_use_dedicated_embeddings"):
+            return None
+        attention, block = self.attention(self.config.num_layers), self.feed_forward(self.config.num_layers)
+        layer = LayerConfig(attention, block, self.norm, self.mixer_norms, self.feed_forward_norms)
+        return of_mtp(layer, self.norm)
 
     def _gated_delta(self) -> GatedDeltaConfig:
         key_heads = count_in(self.raw, "linear_num_key_heads")

@@ -11,6 +11,7 @@ from cortex.neuron.models.config import count_in, number_in, optional_count_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.latent import LatentLlama
 from cortex.neuron.models.mixtures.routed import routed
+from cortex.neuron.models.prediction import PredictionConfig, of_next_layer
 
 _SIZES: Mapping[str, Any] = {
     "kv_lora_rank": 512,
@@ -27,6 +28,8 @@ class DeepseekV3(LatentLlama):
     """A router that scores experts with a sigmoid, and a bias for their choice."""
 
     has_bias: ClassVar[bool] = True
+    carries_norm: ClassVar[bool] = False
+    """See `PredictionConfig`."""
     defaults: ClassVar[Mapping[str, Any]] = {
         **_SIZES,
         "n_shared_experts": 1,
@@ -47,6 +50,13 @@ class DeepseekV3(LatentLlama):
     @property
     def num_unread_layers(self) -> int:
         return optional_count_in(self.raw, "num_nextn_predict_layers")
+
+    def read_head(self) -> PredictionConfig | None:
+        index = self.config.num_layers
+        if not self.num_unread_layers:
+            return None
+        name = f"{self.prefix}.layers.{index}"
+        return of_next_layer(self.layer(index), self.norm, name, carries_norm=self.carries_norm)
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         return super().feed_forward(index) if self._is_dense(index) else self._mixture()
@@ -108,6 +118,8 @@ class DeepseekV2(DeepseekV3):
 class Glm4MoeLite(DeepseekV3):
     """GLM-4.7-Flash. Its configs may list which layers have experts."""
 
+    carries_norm = True
+
     defaults: ClassVar[Mapping[str, Any]] = {
         **_SIZES,
         "q_lora_rank": 768,
@@ -127,7 +139,7 @@ class Glm4MoeLite(DeepseekV3):
 
     def _is_dense(self, index: int) -> bool:
         listed = self.raw.get("mlp_layer_types")
-        if not listed:
+        if not listed or index >= self.config.num_layers:
             return super()._is_dense(index)
         if len(listed) != self.config.num_layers or not set(listed) <= {"dense", "sparse"}:
             raise UnsupportedModel(

@@ -12,6 +12,7 @@ from cortex.neuron.layers.configs import AttentionConfig, MLPConfig, MoEConfig, 
 from cortex.neuron.models.config import count_in, number_in, optional_count_in
 from cortex.neuron.models.families.llama import Llama
 from cortex.neuron.models.mixtures.routed import routed
+from cortex.neuron.models.prediction import PredictionConfig, of_next_layer
 
 
 class Glm4Moe(Llama):
@@ -30,6 +31,13 @@ class Glm4Moe(Llama):
     @property
     def num_unread_layers(self) -> int:
         return optional_count_in(self.raw, "num_nextn_predict_layers")
+
+    def read_head(self) -> PredictionConfig | None:
+        index = self.config.num_layers
+        if not self.num_unread_layers:
+            return None
+        name = f"{self.prefix}.layers.{index}"
+        return of_next_layer(self.layer(index), self.norm, name, carries_norm=True)
 
     def attention(self, index: int) -> AttentionConfig:
         norm = QKNormConfig(self.norm) if self.raw.get("use_qk_norm") else None

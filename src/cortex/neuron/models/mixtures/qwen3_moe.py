@@ -11,6 +11,7 @@ from cortex.neuron.models.config import count_in, optional_count_in, read_layer_
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.qwen import Qwen3
 from cortex.neuron.models.mixtures.routed import routed
+from cortex.neuron.models.text_part import TextPart
 
 MLP_TYPES = ("dense", "sparse")
 
@@ -30,6 +31,12 @@ class Qwen3Moe(Qwen3):
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         return read_moe(self.raw, index, self.config.hidden) or super().feed_forward(index)
+
+
+class Qwen3VLMoe(TextPart, Qwen3Moe):
+    """Qwen3-MoE with a vision tower."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**Qwen3Moe.defaults, "norm_topk_prob": True}
 
 
 class Mellum(Qwen3Moe):

@@ -87,6 +87,7 @@ class EngineHarness:
             kv_dtype=model.kv_dtype,
             deterministic=model.deterministic,
             speculation=model.speculation,
+            vision=model.vision,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
             memory_bytes=smallest(*ceilings, *chosen.limits),

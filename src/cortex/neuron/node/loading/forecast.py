@@ -14,8 +14,10 @@ from cortex.neuron.engine.memory.stages import MIN_SLOTS, divide_model
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.kernels.peer_buffer import buffer_bytes
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
+from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.sizes import WeightStorage
+from cortex.neuron.models.towers.config import PASS_PATCHES
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
@@ -115,7 +117,7 @@ class Forecast(NodeLimits):
         they cannot hold the model. `ceilings`: the operator's, for each of them."""
         storage = self._storage(model, facts, device)
         plans = divide_model(
-            facts.architecture,
+            _architecture(model, facts),
             storage,
             capacities,
             context_tokens=model.context_tokens,
@@ -132,7 +134,7 @@ class Forecast(NodeLimits):
             if model.memory_bytes is not None:
                 limit_bytes = model.memory_bytes * plan.num_bytes // total_bytes
             elif device.kind != "cpu":
-                part = facts.architecture.staged(plan.layers)
+                part = _architecture(model, facts).staged(plan.layers)
                 limit_bytes = ModelSizes.of(part, storage, model.context_tokens).ceiling_bytes
             stages.append(StageSpec(plan.layers.start, len(plan.layers), smallest(limit_bytes, ceiling_bytes)))
         return tuple(stages)
@@ -153,10 +155,11 @@ class Forecast(NodeLimits):
         return usable_bytes if ceiling_bytes is None else min(usable_bytes, ceiling_bytes)
 
     def _sizes(self, model: KnownModel, facts: ModelFacts, device: Device) -> ModelSizes:
-        return ModelSizes.of(facts.architecture, self._storage(model, facts, device), model.context_tokens)
+        return ModelSizes.of(_architecture(model, facts), self._storage(model, facts, device), model.context_tokens)
 
     def _storage(self, model: KnownModel, facts: ModelFacts, device: Device) -> WeightStorage:
-        return facts.storage(self.matrix_device(device), 1 if model.kv_dtype == "fp8" else None)
+        pass_patches = PASS_PATCHES[device.kind] if model.vision == "device" else 0
+        return facts.storage(self.matrix_device(device), 1 if model.kv_dtype == "fp8" else None, pass_patches)
 
     def quantised(self, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]) -> dict[str, Footprint]:
         """The memory of a model with dense weights if they were quantised at load, by recipe."""
@@ -184,6 +187,11 @@ class Forecast(NodeLimits):
 
     def _penalty_bytes(self, sizes: ModelSizes) -> int:
         return penalty_bytes(self.config.limits.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
+
+
+def _architecture(model: KnownModel, facts: ModelFacts) -> Architecture:
+    """What is loaded of the model."""
+    return facts.architecture.without_tower() if model.vision == "off" else facts.architecture
 
 
 def _peer_bytes(model: KnownModel, device: Device) -> int:

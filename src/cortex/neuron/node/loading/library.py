@@ -20,7 +20,7 @@ from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directo
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation
+from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation, Vision
 from cortex.wire.node.protocol import LoadRequest
 
 _CACHE_PREFIX = "models--"
@@ -39,6 +39,7 @@ class KnownModel(LoadOptions, frozen=True, kw_only=True):
     harness: str = "torch"
     kv_dtype: KVDtype = "auto"
     speculation: Speculation = "lookup"
+    vision: Vision = "device"
     memory_bytes: int | None = None
     """The most that one replica may take."""
     replicas: int = 1

@@ -25,6 +25,7 @@ from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.registry import open_model
 from cortex.neuron.models.sizes import WeightStorage
+from cortex.neuron.models.towers.config import PASS_PATCHES
 from cortex.neuron.weights.checkpoint import Checkpoint
 from cortex.neuron.weights.errors import CheckpointError, Unsupported
 from cortex.neuron.weights.hub.selection import gguf_of
@@ -108,11 +109,17 @@ class ModelFacts:
         form: StoredForm = self._described["stored"]
         return form
 
-    def storage(self, device: MatrixDevice, kv_item_bytes: int | None = None) -> WeightStorage:
-        """How the weights are kept on a device."""
+    def storage(
+        self,
+        device: MatrixDevice,
+        kv_item_bytes: int | None = None,
+        pass_patches: int = PASS_PATCHES["cpu"],
+    ) -> WeightStorage:
+        """How the weights are kept on a device. `pass_patches`: of pictures, as its vision tower computes them."""
         if device not in self._layouts:
             self._layouts[device] = choose_layouts(device, self.tensors, self.recipe)
-        return WeightStorage(ITEM_BYTES[device.dtype], self._layouts[device], kv_item_bytes, self.tensors)
+        layouts = self._layouts[device]
+        return WeightStorage(ITEM_BYTES[device.dtype], layouts, kv_item_bytes, self.tensors, pass_patches)
 
 
 def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelFacts:

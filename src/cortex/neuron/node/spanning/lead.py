@@ -166,6 +166,7 @@ def _request(model: KnownModel) -> LoadRequest:
         context_tokens=model.context_tokens,
         kv_dtype=model.kv_dtype,
         speculation=model.speculation,
+        vision=model.vision,
         nodes=model.nodes,
     )
 

@@ -19,14 +19,15 @@ from cortex.neuron.text.template.harmony_form import (
     known_effort,
     reject_built_in_tools,
 )
+from cortex.neuron.text.template.pictures import content_of, with_shown_pictures
 from cortex.neuron.text.template.system_form import system_form
+from cortex.neuron.vision.spec import PictureText
 from cortex.wire.errors import InvalidValue, UnsupportedModality
 from cortex.wire.requests import (
     EFFORT_TOKENS,
     GenerateRequest,
     Image,
     Message,
-    Part,
     Reasoning,
     Text,
     Tool,
@@ -38,8 +39,14 @@ from cortex.wire.requests import (
 _RESERVED: Final = frozenset({"messages", "tools"})
 
 
-def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Mapping[str, str]) -> dict[str, Any]:
-    """The variables for the template; raises UnsupportedModality, or InvalidValue for template arguments."""
+def variables(
+    request: GenerateRequest,
+    template: ChatTemplate,
+    named_tokens: Mapping[str, str],
+    pictures: PictureText | None = None,
+) -> dict[str, Any]:
+    """The variables for the template; raises UnsupportedModality, or InvalidValue for template arguments. `pictures`:
+    how the model's prompts have them; None: it reads text only."""
     if reserved := _RESERVED & request.template_args.keys():
         raise InvalidValue(
             f"chat_template_kwargs may not set {', '.join(sorted(reserved))}; use the request's own fields",
@@ -50,7 +57,9 @@ def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Ma
     if is_harmony(template):
         reject_built_in_tools(request.template_args)
         tools = described_tools(tools)
-    turns = messages(request.messages, template)
+    turns = messages(request.messages, template, takes_pictures=pictures is not None)
+    if pictures is not None:
+        turns = with_shown_pictures(turns, template, pictures)
     if not template.takes_tools:
         turns = generic_tools.described(turns, tools if request.tool_choice.mode != "none" else [], template)
     return {
@@ -64,12 +73,14 @@ def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Ma
     }
 
 
-def messages(conversation: Iterable[Message], template: ChatTemplate) -> list[dict[str, Any]]:
+def messages(
+    conversation: Iterable[Message], template: ChatTemplate, *, takes_pictures: bool = False
+) -> list[dict[str, Any]]:
     """The turns as plain JSON values, one for one."""
     names_by_call: dict[str, str] = {}
     rendered = []
     for position, message in enumerate(conversation):
-        rendered.append(_message(message, position, template, names_by_call))
+        rendered.append(_message(message, position, template, names_by_call, takes_pictures=takes_pictures))
         names_by_call.update((part.id, part.name) for part in message.parts if isinstance(part, ToolCall))
     if any(len(turn.get("tool_calls", ())) > 1 for turn in rendered) and not call_form(template).takes_several:
         return list(_with_single_calls(rendered, call_form(template)))
@@ -107,7 +118,12 @@ def _with_system_form(turns: list[dict[str, Any]], template: ChatTemplate) -> li
 
 
 def _message(
-    message: Message, position: int, template: ChatTemplate, names_by_call: Mapping[str, str]
+    message: Message,
+    position: int,
+    template: ChatTemplate,
+    names_by_call: Mapping[str, str],
+    *,
+    takes_pictures: bool,
 ) -> dict[str, Any]:
     value: dict[str, Any] = {"role": _role(message, template)}
     if message.name is not None:
@@ -128,8 +144,12 @@ def _message(
     if reasoning := [part.text for part in parts if isinstance(part, Reasoning)]:
         # Both names, as in the reference library: templates read one or the other.
         value["reasoning_content"] = value["thinking"] = "".join(reasoning)
+    if any(isinstance(part, Image) for part in parts):
+        _check_images(message, position, takes_pictures=takes_pictures)
+        value["content"] = content_of(part for part in parts if isinstance(part, Text | Image))
+        return value
     # The text parts of an assistant are pieces of one stream; those of other roles are separate blocks.
-    text = ("" if message.role == "assistant" else "\n").join(_texts(parts, position))
+    text = ("" if message.role == "assistant" else "\n").join(part.text for part in parts if isinstance(part, Text))
     if calls and reasoning and text and not form.takes_both:
         value["reasoning_content"] = value["thinking"] = f"{value['thinking']}\n\n{text}"
         text = ""
@@ -145,18 +165,19 @@ def _role(message: Message, template: ChatTemplate) -> str:
     return message.role
 
 
-def _texts(parts: Iterable[Part], position: int) -> list[str]:
-    texts = []
-    for part in parts:
-        if isinstance(part, Image):
-            raise UnsupportedModality(
-                f"messages[{position}] has an image, and this model reads text only; "
-                "remove the image, or choose a model whose capabilities include vision",
-                param="messages",
-            )
-        if isinstance(part, Text):
-            texts.append(part.text)
-    return texts
+def _check_images(message: Message, position: int, *, takes_pictures: bool) -> None:
+    if not takes_pictures:
+        raise UnsupportedModality(
+            f"messages[{position}] has an image, and this model reads text only; "
+            "remove the image, or choose a model whose capabilities include vision",
+            param="messages",
+        )
+    if message.role not in ("user", "tool"):
+        raise InvalidValue(
+            f"messages[{position}] of the {message.role} has an image; images can be in messages of the user and in "
+            "results of tools",
+            param="messages",
+        )
 
 
 def _call(call: ToolCall, form: CallForm) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.pictures import as_list
 from cortex.neuron.text.template.system_form import takes_system
 
 _DESCRIPTION: Final = """\
@@ -41,7 +42,10 @@ def described(
         return [{**first, "content": f"{first['content']}\n\n{description}"}, *later]
     if takes_system(template):
         return [{"role": "system", "content": description}, *spelled]
-    return [{**first, "content": f"{description}\n\n{first['content']}"}, *later]
+    content = first["content"]
+    if isinstance(content, list):
+        return [{**first, "content": [*as_list(description), *content]}, *later]
+    return [{**first, "content": f"{description}\n\n{content}"}, *later]
 
 
 def _as_text(turn: dict[str, Any]) -> dict[str, Any]:
@@ -63,8 +67,16 @@ def _joined(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     joined: list[dict[str, Any]] = []
     for turn in turns:
         last = joined[-1] if joined else None
-        if last is not None and last["role"] == turn["role"] == "user" and last["content"].endswith("</tool_response>"):
-            joined[-1] = {**last, "content": f"{last['content']}\n{turn['content']}"}
+        if last is not None and last["role"] == turn["role"] == "user" and _is_result(last["content"]):
+            joined[-1] = {**last, "content": _with_result(last["content"], turn["content"])}
         else:
             joined.append(turn)
     return joined
+
+
+def _is_result(content: str | list[dict[str, Any]]) -> bool:
+    return isinstance(content, str) and content.endswith("</tool_response>")
+
+
+def _with_result(result: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    return f"{result}\n{content}" if isinstance(content, str) else [*as_list(result), *content]

@@ -37,9 +37,9 @@ class LiteralText:
 class LiteralContent:
     """The control tokens of a vocabulary in the conversations of one template. Immutable."""
 
-    def __init__(self, vocabulary: Vocabulary, template: ChatTemplate) -> None:
-        """The vocabulary must have control tokens."""
-        self._controls = vocabulary.control_texts
+    def __init__(self, vocabulary: Vocabulary, template: ChatTemplate, also: Iterable[str] = ()) -> None:
+        """The vocabulary must have control tokens. `also`: further texts that are literal in messages."""
+        self._controls = vocabulary.control_texts | frozenset(also)
         self._control = re.compile(_any_of(self._controls))
         self._first_characters = {text[0] for text in self._controls}
         ordinary = {token.text for token in vocabulary.whole_tokens} - self._controls

@@ -12,7 +12,17 @@ from cortex.neuron.text.output.reasoning import opens_reasoning
 from cortex.neuron.text.template import conversation
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.literal_content import LiteralContent
+from cortex.neuron.text.template.pictures import (
+    Surrounded,
+    expanded,
+    moved_token,
+    numbers_in,
+    picture_grids,
+    placeholders,
+)
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
+from cortex.neuron.vision.picture import PicturePlace
+from cortex.neuron.vision.spec import PictureSpec, PictureText
 from cortex.wire.errors import InvalidValue, TemplateRenderFailed
 from cortex.wire.prompt_overflow import prompt_too_large, prompt_too_long
 from cortex.wire.requests import GenerateRequest
@@ -52,6 +62,8 @@ class Rendered:
     """Token positions, ascending, up to which a later turn of this conversation repeats the prompt exactly."""
     starts_in_reasoning: bool = False
     """Whether the prompt opened reasoning: the output is reasoning until the model closes it."""
+    places: tuple[PicturePlace, ...] = ()
+    """Of the pictures, in the order of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,8 @@ class PromptText:
     """Character positions where finished turns end."""
     literal_at: tuple[int, ...] = ()
     """Characters at which no control token begins, ascending."""
+    pictures: tuple[int, ...] = ()
+    """The numbers of the pictures, in the order of the text. One token stands for each."""
 
 
 def render_raw(prompt: str | Sequence[int], tokenizer: Tokenizer, rules: PromptRules) -> Rendered:
@@ -89,19 +103,26 @@ def render_conversation(
     markers: ReasoningMarkers | None,
     literal_content: LiteralContent | None,
     rules: PromptRules,
+    spec: PictureSpec | None = None,
 ) -> Rendered:
-    """With `literal_content`, text of the client yields no control token. Raises TemplateRenderFailed,
-    UnsupportedModality, InvalidValue or ContextLengthExceeded."""
-    prompt = prompt_text(request, template, tokenizer, literal_content)
-    _check_length(prompt.text, tokenizer, rules)
+    """With `literal_content`, text of the client yields no control token. `spec`: how the model takes pictures. Raises
+    TemplateRenderFailed, UnsupportedModality, InvalidValue or ContextLengthExceeded."""
+    grids = picture_grids(request, spec)
+    prompt = prompt_text(request, template, tokenizer, literal_content, None if spec is None else spec.text)
+    _check_length(prompt.text, tokenizer, rules, sum(grid.num_tokens for grid in grids.values()))
     encoded = tokenizer.encode_segmented(prompt.text, prompt.literal_at)
     # Only positions at cuts are stable: elsewhere the next turn's text could merge with the last token.
     turn_ends = {encoded.cut_before(end) for end in prompt.turn_ends}
+    ids, places = encoded.ids, tuple[PicturePlace, ...]()
+    if spec is not None and prompt.pictures:
+        ids, places = expanded(ids, prompt.pictures, grids, spec.text, tokenizer)
+        turn_ends = {moved_token(end, places) for end in turn_ends}
     return Rendered(
         prompt.text,
-        encoded.ids,
+        ids,
         tuple(sorted(turn_ends - {0})),
         markers is not None and opens_reasoning(prompt.generation_prompt, markers),
+        places,
     )
 
 
@@ -110,11 +131,12 @@ def prompt_text(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     literal_content: LiteralContent | None = None,
+    picture: PictureText | None = None,
 ) -> PromptText:
     """Renders the prompt, and finds the turn ends by rendering fewer messages: a prefix of the prompt is stable."""
     if not request.messages:
         raise InvalidValue("messages is empty; send at least one message", param="messages")
-    values = conversation.variables(request, template, tokenizer.named_tokens)
+    values = conversation.variables(request, template, tokenizer.named_tokens, picture)
     continues = bool(values.pop(_CONTINUE, False))
     render = partial(_continuation, template) if continues else template.render
     literal_at: tuple[int, ...] = ()
@@ -130,17 +152,33 @@ def prompt_text(
     leading = next((i for i, message in enumerate(messages) if message["role"] != "system"), finished)
 
     ends = {count: _end_of(template, values, count, text) for count in {finished, last_query, leading} - {0}}
-    return PromptText(
+    prompt = PromptText(
         text,
         text[ends.get(finished) or 0 :],
         tuple(sorted({end for end in ends.values() if end is not None})),
         literal_at,
     )
+    numbers = numbers_in(messages)
+    return prompt if picture is None or not numbers else _with_pictures(prompt, picture, numbers)
 
 
-def _check_length(text: str, tokenizer: Tokenizer, rules: PromptRules) -> None:
+def _with_pictures(prompt: PromptText, picture: PictureText, numbers: Sequence[int]) -> PromptText:
+    """The prompt with the text around each picture. Raises TemplateRenderFailed for a picture without a place."""
+    at = placeholders(prompt.text, picture, prompt.literal_at, len(numbers))
+    around = Surrounded(prompt.text, picture, at)
+    return PromptText(
+        around.text,
+        prompt.generation_prompt,
+        tuple(map(around.moved, prompt.turn_ends)),
+        tuple(map(around.moved, prompt.literal_at)),
+        tuple(numbers),
+    )
+
+
+def _check_length(text: str, tokenizer: Tokenizer, rules: PromptRules, num_picture_tokens: int = 0) -> None:
     """Raises ContextLengthExceeded before tokenising: 20 MB of text would take one core a minute."""
-    least, context_tokens, most = tokenizer.min_tokens(text), rules.context_tokens, rules.max_prompt_tokens
+    least, context_tokens = tokenizer.min_tokens(text) + num_picture_tokens, rules.context_tokens
+    most = rules.max_prompt_tokens
     if context_tokens is not None and (least >= context_tokens or least > (most or context_tokens)):
         raise prompt_too_long(least, context_tokens, most)
     check_size(text, rules)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cortex.neuron.text import defaults
 from cortex.neuron.text.facts import TextFacts
-from cortex.neuron.text.files import gguf_file, has_vision, read_json
+from cortex.neuron.text.files import gguf_file, picture_spec, read_json
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.tokenizer.encoder import EncodedTexts, Segmented, TextsToEncode
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
@@ -46,7 +46,7 @@ def read_text(path: Path) -> tuple[TextFacts, LocalEncoder]:
         tokenizer.vocabulary,
         template_source.from_directory(path),
         defaults.from_generation_config(read_json(path / "generation_config.json")),
-        has_vision(path),
+        picture_spec(path),
     )
     return facts, LocalEncoder(tokenizer)
 
@@ -54,7 +54,5 @@ def read_text(path: Path) -> tuple[TextFacts, LocalEncoder]:
 def text_of_gguf(metadata: Mapping[str, Any]) -> tuple[TextFacts, LocalEncoder]:
     """Reads a GGUF file's metadata; raises TextModelError."""
     tokenizer = LibraryTokenizer.from_gguf(metadata)
-    facts = TextFacts(
-        tokenizer.vocabulary, template_source.from_gguf(metadata), defaults.from_gguf(metadata), has_vision=False
-    )
+    facts = TextFacts(tokenizer.vocabulary, template_source.from_gguf(metadata), defaults.from_gguf(metadata))
     return facts, LocalEncoder(tokenizer)

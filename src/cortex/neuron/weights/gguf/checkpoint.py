@@ -11,10 +11,24 @@ from typing import TYPE_CHECKING, Any, Final
 from cortex.neuron.weights.directory import model_file
 from cortex.neuron.weights.errors import Malformed, TensorMissing, Unsupported
 from cortex.neuron.weights.family_tensors import arranged
-from cortex.neuron.weights.gguf.config import INTERLEAVED, PLAIN_LAST_NORM, PLUS_ONE_NORMS, config_of, delta_heads
+from cortex.neuron.weights.gguf.config import (
+    HEADED,
+    INTERLEAVED,
+    PLAIN_LAST_NORM,
+    PLUS_ONE_NORMS,
+    config_of,
+    delta_heads,
+)
 from cortex.neuron.weights.gguf.delta import delta_tensors
 from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor, HeaderBudget, parse_header
-from cortex.neuron.weights.gguf.names import ROPE_TABLES, expert_names, hub_name, is_expert_stack, layer_part
+from cortex.neuron.weights.gguf.names import (
+    ROPE_TABLES,
+    expert_names,
+    head_tensor,
+    hub_name,
+    is_expert_stack,
+    layer_part,
+)
 from cortex.neuron.weights.gguf.recurrent import recurrent_tensor
 from cortex.neuron.weights.gguf.types import READABLE
 from cortex.neuron.weights.mapping import MappedFile
@@ -95,7 +109,7 @@ class GGUFCheckpoint:
         if place is not None:
             layer, part = place
             if layer >= self.config["num_hidden_layers"]:
-                self._skip(layer, tensor)
+                self._register_head(layer, part, tensor, stored)
                 return
             found = delta_tensors(part, stored, heads) if heads is not None else None
             if (recurrent := recurrent_tensor(self._architecture, part, stored)) is not None:
@@ -104,12 +118,15 @@ class GGUFCheckpoint:
                 for name, made in found.items():
                     self._add(f"model.layers.{layer}.{name}", made)
                 return
-        name = hub_name(tensor.name, self._architecture)
+        self._register_as(hub_name(tensor.name, self._architecture), tensor, stored)
+
+    def _register_as(self, name: str, tensor: GGUFTensor, stored: StoredTensor) -> None:
         if is_expert_stack(name):
             self._add_experts(name, stored)
             return
         is_plain = self._architecture in PLAIN_LAST_NORM and name == "model.norm.weight"
-        if self._architecture in PLUS_ONE_NORMS and name.endswith("norm.weight") and not is_plain:
+        is_norm = name.endswith("norm.weight") or ".pre_fc_norm_" in name
+        if self._architecture in PLUS_ONE_NORMS and is_norm and not is_plain:
             stored = replace(stored, adjustment=Adjustment.PLUS_ONE)
         if name.endswith((".shared_expert_gate.weight", "cls.output.weight")) and len(stored.shape) == 1:
             stored = replace(stored, shape=(1, *stored.shape))
@@ -122,12 +139,15 @@ class GGUFCheckpoint:
             raise Malformed(f"{self.path} has more than {_MAX_TENSORS} tensors, experts counted; convert it again")
         self._stored[name] = stored
 
-    def _skip(self, layer: int, tensor: GGUFTensor) -> None:
-        """Layers for prediction come after the others. A layer beyond them contradicts the metadata."""
+    def _register_head(self, layer: int, part: str, tensor: GGUFTensor, stored: StoredTensor) -> None:
+        """Layers for prediction come after the others; the first of them is known. A layer beyond them contradicts the
+        metadata."""
         if layer >= self._num_blocks:
             raise Malformed(
                 f"{self.path}: {tensor.name[:200]} is in layer {layer} of {self._num_blocks}; convert the model again"
             )
+        if layer == self.config["num_hidden_layers"] and self._architecture in HEADED:
+            self._register_as(head_tensor(tensor.name, self._architecture, layer, part), tensor, stored)
 
     def _add_experts(self, name: str, stored: StoredTensor) -> None:
         """All experts of a layer in one tensor, of which each is a part."""

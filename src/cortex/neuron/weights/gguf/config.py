@@ -19,6 +19,7 @@ ARCHITECTURES: Final = {
     "deepseek2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
     "ernie4_5-moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    "eurobert": ("eurobert", "EuroBertModel"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
     "gemma-embedding": ("gemma3_text", "Gemma3TextModel"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
@@ -70,6 +71,9 @@ _BY_LAYER: Final = frozenset({"gemma4"})
 """Architectures whose layers differ in their sizes, and whose options say how; here they have those of the first."""
 _TILED: Final = frozenset({"qwen35", "qwen35moe"})
 """Architectures whose value heads converters put into another order."""
+
+HEADED: Final = frozenset({"deepseek2", "glm4moe"}) | _HYBRIDS
+"""Architectures whose heads for further tokens are read."""
 
 # Far above every published model; they bound the work for a damaged file.
 _MAX_EXPERTS: Final = 1 << 12
@@ -129,6 +133,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "torch_dtype": "bfloat16",
     }
+    if keys.has("nextn_predict_layers") and architecture in HEADED:
+        config["num_nextn_predict_layers"] = keys.count("nextn_predict_layers")
     if is_mixture:
         config |= _mixture(keys)
     elif architecture not in _RECURRENT or architecture == "lfm2":

@@ -94,7 +94,7 @@ def encoder_config(file: GGUFFile, architecture: str, keys: Keys) -> dict[str, A
 def gguf_pooling(file: GGUFFile, architecture: str, hidden: int) -> dict[str, Any] | None:
     """As `pooling_files.pooling_of`; None for a model that generates text. Raises Unsupported."""
     kind = file.metadata.get(f"{architecture}.pooling_type")
-    is_encoder = architecture in ENCODERS or architecture == "gemma-embedding"
+    is_encoder = architecture in ENCODERS or architecture in ("eurobert", "gemma-embedding")
     if kind in (None, 0) and not is_encoder:
         return None
     if kind == _RANK:

@@ -129,6 +129,39 @@ ROPE_TABLES: Final = frozenset({ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS})
 """Not weights but tables, which the config expresses as `rope_scaling`."""
 
 
+_OF_HEAD: Final = {
+    "eh_proj": "eh_proj",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "shared_head_norm": "shared_head.norm",
+    "embed_tokens": "embed_tokens",
+    "shared_head_head": "shared_head.head",
+}
+"""What a head that predicts further tokens has besides a layer."""
+_QWEN_HEAD: Final = {
+    "eh_proj": "mtp.fc",
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "shared_head_norm": "mtp.norm",
+}
+_QWEN_HEADS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
+"""Architectures whose head is published beside the layers."""
+_HEAD_PART: Final = re.compile(r"nextn\.(\w+)\.weight")
+
+
+def head_tensor(name: str, architecture: str, layer: int, part: str) -> str:
+    """The hub's name of a tensor in the head that predicts further tokens, which files have as the layer after the last
+    one. Raises Unsupported for an unknown tensor."""
+    own = f"model.layers.{layer}"
+    if match := _HEAD_PART.fullmatch(part):
+        names = _QWEN_HEAD if architecture in _QWEN_HEADS else {key: f"{own}.{to}" for key, to in _OF_HEAD.items()}
+        if match[1] not in names:
+            raise Unsupported(f"the GGUF file has a tensor {name[:200]!r} in its prediction head, which is unknown")
+        return f"{names[match[1]]}.weight"
+    found = hub_name(name, architecture)
+    return found.replace(f"{own}.", "mtp.layers.0.") if architecture in _QWEN_HEADS else found
+
+
 def layer_part(name: str) -> tuple[int, str] | None:
     """The layer of a tensor and its name there, `"blk.3.ssm_a"` → `(3, "ssm_a")`; None: it belongs to no layer."""
     match = _IN_LAYER.fullmatch(name)

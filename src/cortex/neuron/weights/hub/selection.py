@@ -15,8 +15,10 @@ from cortex.quant_names import bits, label_in, meanings, plain
 SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _COMPANION: Final = re.compile(
     r"[^/]+\.(?:json|jinja)|merges\.txt|tokenizer\.model|\d+_[A-Za-z]+/(?:config\.json|model\.safetensors)"
+    r"|adapters/retrieval/adapter_(?:config\.json|model\.safetensors)"
 )
-"""Files besides the weights: also those of the modules after the pooling, each in a folder of its own."""
+"""Files besides the weights: also those of the modules after the pooling, each in a folder of its own, and those of the
+adapter that `adapter.py` reads."""
 _GGUF_PART: Final = re.compile(r"(?P<stem>.*?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.gguf", re.IGNORECASE)
 
 Objection = Callable[[str], str | None]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from cortex.neuron.weights.adapter import ADAPTER_KEY, WEIGHTS, adapter_folder, adapter_scale, adapter_tensor
 from cortex.neuron.weights.directory import model_file, read_json
 from cortex.neuron.weights.errors import FilesMissing, Malformed, TensorMissing
 from cortex.neuron.weights.family_tensors import arranged
@@ -35,7 +36,10 @@ class SafetensorsCheckpoint:
         """Open `directory` and check every header. Raises CheckpointError."""
         self.path = directory
         config = read_json(directory, "config.json")
-        self.config: Mapping[str, Any] = with_pooling(config, pooling_of(directory, config))
+        rest = {name: value for name, value in config.items() if name != ADAPTER_KEY}
+        self._adapter = adapter_folder(directory, config)
+        adapted = {} if self._adapter is None else {ADAPTER_KEY: adapter_scale(self._adapter)}
+        self.config: Mapping[str, Any] = with_pooling({**rest, **adapted}, pooling_of(directory, config))
         self._files: list[MappedFile] = []
         try:
             self._published = assemble(directory, self.config, self._open_tensors())
@@ -73,7 +77,12 @@ class SafetensorsCheckpoint:
             for folder, prefix in weighted_modules(self.path).items()
             for name, tensor in self._open_module(folder).items()
         }
-        return {**self._open_root(), **modules}
+        stored = {**self._open_root(), **modules}
+        if self._adapter is not None:
+            prefix = "" if "embed_tokens.weight" in stored else "model."
+            added = self._open_file(WEIGHTS, self._adapter).items()
+            stored |= {prefix + adapter_tensor(name): tensor for name, tensor in added}
+        return stored
 
     def _open_root(self) -> dict[str, StoredTensor]:
         if not (self.path / _INDEX).exists():

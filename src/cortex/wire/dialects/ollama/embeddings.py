@@ -20,7 +20,7 @@ TARGET = "/v1/embeddings"
 
 class _Item(msgspec.Struct, frozen=True):
     embedding: msgspec.Raw
-    """As the node wrote it: to read and to write the numbers of many vectors would block the loop."""
+    """As it was written: to read and write thousands of floats again would hold up other requests."""
     index: int = 0
 
 
@@ -66,9 +66,9 @@ def response_body(
         found = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
         raise UpstreamInterrupted(f"The response of /v1/embeddings could not be read: {problem}") from problem
-    if not all(bytes(memoryview(item.embedding)[:1]) == b"[" for item in found.data):
-        raise UpstreamInterrupted("The response of /v1/embeddings could not be read: it has vectors that are no arrays")
     vectors = [item.embedding for item in sorted(found.data, key=lambda item: item.index)]
+    if not all(bytes(vector[:1]) == b"[" for vector in map(memoryview, vectors)):
+        raise UpstreamInterrupted("The response of /v1/embeddings has a vector that is no array.")
     usage = Usage(prompt_tokens=found.usage.prompt_tokens)
     if path == OLD_PATH:
         return msgspec.json.encode({"embedding": vectors[0] if vectors else []}), usage

@@ -29,7 +29,7 @@ def find_spec(name, path=None, target=None):
 
 importlib.machinery.PathFinder.find_spec = find_spec
 """
-ENGINE = ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "llguidance", "transformers")
+ENGINE = ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "llguidance", "transformers", "PIL")
 WAIT_S = 120
 
 

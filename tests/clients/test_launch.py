@@ -1,4 +1,4 @@
-"""Agents that `cortex launch` starts, unmodified: their first request reaches the gateway and their reply the terminal."""
+"""Agents that `cortex launch` starts, unmodified: they reach the gateway, and their replies the terminal."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from cortex.neuron.weights.directory import read_json
 from cortex.neuron.weights.errors import Malformed, Unsupported
@@ -16,8 +16,6 @@ from cortex.neuron.weights.pooling_files import module_folder
 
 if TYPE_CHECKING:
     import torch
-
-    from cortex.neuron.weights.checkpoint import Checkpoint
 
 ADAPTED: Final = frozenset({"jina_embeddings_v5"})
 """The `model_type` of models that have adapters."""
@@ -29,6 +27,17 @@ _PREFIXES: Final = ("base_model.model.", "model.")
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _PLAIN: Final = {"use_dora": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
 """Options of adapters → what they must be, where they are set."""
+
+
+class AdaptedFiles(Protocol):
+    """The part of a checkpoint that is read here."""
+
+    config: Mapping[str, Any]
+
+    @property
+    def tensors(self) -> Mapping[str, object]: ...
+
+    def read(self, name: str) -> torch.Tensor: ...
 
 
 def adapter_folder(directory: Path, config: Mapping[str, Any]) -> Path | None:
@@ -61,7 +70,7 @@ def adapter_tensor(name: str) -> str:
 
 
 def with_adapter(
-    checkpoint: Checkpoint, name: str, transform: Callable[[torch.Tensor], torch.Tensor] | None
+    checkpoint: AdaptedFiles, name: str, transform: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """What a tensor goes through as it is loaded: `transform`, and before it the addition of the adapter's change."""
     matrix, scale = name.removesuffix(".weight"), checkpoint.config.get(ADAPTER_KEY)

@@ -69,8 +69,8 @@ def pooling_of(directory: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
         if is_encoder(model_type) or model_type == "eurobert":
             return {"task": "embed", "modes": ["mean"], "steps": [], **_limits(directory)}
         if model_type == "jina_embeddings_v5":
-            steps = [("normalize", {})]
-            return {"task": "embed", "modes": ["last"], "steps": steps, **_limits(directory), **_prompts(directory)}
+            normal: list[Any] = [("normalize", {})]
+            return {"task": "embed", "modes": ["last"], "steps": normal, **_limits(directory), **_prompts(directory)}
         return _named_reranker(directory, config)
     found: dict[str, Any] = {"task": "embed", "modes": [], "steps": [], **_limits(directory), **_prompts(directory)}
     for index, (kind, path) in enumerate(modules):

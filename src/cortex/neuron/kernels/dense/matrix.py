@@ -63,9 +63,7 @@ class DenseMatrix(ExpertMatrix):
                 return residual.addmm_(x, self.weight.t())
             y = F.linear(x, self.weight, bias)
         else:
-            y = dense_product(x, self.weight)
-            if bias is not None:
-                y = y.add_(bias)
+            y = dense_product(x, self.weight, bias)
         return y if residual is None else y.add_(residual)
 
     def expand_rows(
@@ -101,14 +99,15 @@ class DenseMatrix(ExpertMatrix):
         )
 
 
-def dense_product(x: Tensor, weight: Tensor) -> Tensor:
-    """On a CPU. x: [rows, in], weight: [out, in] → [rows, out]"""
+def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """On a CPU. x: [rows, in], weight: [out, in], bias: [out] → [rows, out]"""
     if len(x) == 1:
-        return torch.mv(weight, x[0])[None]  # F.linear with one row repacks the matrix on every call
+        y = torch.mv(weight, x[0])[None]  # F.linear with one row repacks the matrix on every call
+        return y if bias is None else y.add_(bias)
     if x.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         with _without_onednn():  # else torch tries it, fails, and warns of that
-            return F.linear(x, weight)
-    return F.linear(x, weight)
+            return F.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 @contextmanager

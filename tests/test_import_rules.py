@@ -27,7 +27,7 @@ ENGINE = {"neuron.engine", "units", *MODELS}
 WORKER = {"neuron.worker", "engine_packages", "ipc", "routing", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.vision", "neuron.weights"}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
-NODE = {"neuron.node", "neuron.config", "http", "quant_names", *HUB, *TOKENIZER, *WORKER}
+NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "quant_names", *HUB, *TOKENIZER, *WORKER}
 API = {"neuron.api", "build", "open_files", "parsing", "http", "settings", "tls", *NODE}
 NEURON = {"neuron", "exits", *API}
 LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "tasks", "wire", "settings"}
@@ -99,7 +99,8 @@ RULES: dict[str, Rule] = {
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.vision", "neuron.weights", "wire", "settings"}),
     "neuron.vision": Rule({"neuron.vision"}, frozenset(), frozenset({"numpy", "PIL"})),
-    "neuron.config": Rule({"wire", "settings", "telemetry"}),
+    "neuron.config": Rule({"neuron.servers", "wire", "settings", "telemetry"}),
+    "neuron.servers": Rule({"neuron.servers", "wire", "settings"}, frozenset({"msgspec"})),
     "neuron.worker": Rule(WORKER),
     "neuron.tokenizer_process": Rule(TOKENIZER),
     "neuron.hub_process": Rule(HUB, frozenset({"huggingface_hub"})),

@@ -15,7 +15,9 @@ from aiohttp import ClientSession, ClientTimeout
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.rules import EvictionRules
 from cortex.gateway.config import ActivitySection, Config, GatewaySection, NeuronSection, ResponsesSection
+from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.users import SignInSection
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.telemetry.tracing import TelemetrySection
@@ -40,6 +42,8 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
             catalogue: Catalogue | None = None,
             rules: EvictionRules | None = None,
             keys: tuple[KeySection, ...] = (),
+            groups: tuple[GroupSection, ...] = (),
+            sign_in: SignInSection | None = None,
             key_env: str | None = None,
             node_keys: Mapping[str, str] | None = None,
             memory_mb: int | None = None,
@@ -67,6 +71,8 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 gateway=section,
                 neurons=tuple(sections),
                 keys=keys,
+                groups=groups,
+                sign_in=sign_in or SignInSection(),
                 eviction=rules or EvictionRules(min_residency_s=0),
                 telemetry=telemetry or TelemetrySection(),
                 responses=responses or ResponsesSection(),

@@ -15,7 +15,7 @@ import click
 
 from cortex import __version__
 from cortex.cli import tp_smoke
-from cortex.cli.commands.doctor import checks
+from cortex.cli.commands.doctor import checks, configuration_checks
 from cortex.cli.commands.doctor.checks import Finding, Severity
 from cortex.cli.commands.doctor.command import report
 from cortex.cli.commands.doctor.device_checks import devices
@@ -145,6 +145,7 @@ def _findings(path: Path | None) -> Iterator[Finding]:
     from cortex.neuron.node.loading.library import cache_directory
 
     settings = NeuronConfig()
+    yield from configuration_checks.environment(path)
     try:
         settings = _load(path, {})
         yield Finding(

@@ -103,6 +103,11 @@ class ModelSpec(Section, frozen=True):
     """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; from the next load on. As its files
     recommend where absent."""
     cost: Cost = Cost()
+    tokens_per_request: Amount = 1000
+    """What one request counts in the budget of its key where its response reports no tokens: speech, images, and what
+    else a server does (`[[harnesses]]`)."""
+    tokens_per_minute: Amount = 0
+    """What a minute of the work on such a request counts in addition."""
     capabilities: tuple[Capability, ...] = ()
     """Shown to clients; as the node reports when empty."""
 

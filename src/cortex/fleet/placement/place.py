@@ -107,7 +107,8 @@ class Feasibility:
         self._fleet = fleet
         self._now = now
         self._occupying = [
-            {model_id: held for model_id, held in node.residencies.items() if occupies(held)} for node in fleet.nodes
+            {model_id: held for model_id, held in node.residencies.items() if occupies(held, node)}
+            for node in fleet.nodes
         ]
 
     def nodes(self, model_id: str) -> tuple[str, ...]:

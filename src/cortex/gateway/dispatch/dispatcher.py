@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Assessment, Decision, Origin, Verdict
@@ -129,6 +130,13 @@ class Dispatcher(StateMachine):
             return self._leases.context_tokens(self.resolve(name).model_id)
         except CortexError:
             return None
+
+    def spec(self, name: str) -> ModelSpec:
+        """The entry of the model that a request names; an empty one where there is no such model."""
+        try:
+            return self.fleet.catalogue.spec(self.resolve(name).model_id)
+        except CortexError:
+            return ModelSpec(id=name)
 
     def lease_now(
         self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str], need: Need = "response"

@@ -15,8 +15,8 @@ from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.errors import CortexError, UnsupportedModality
 from cortex.wire.node.protocol import Dialect, ModelState
 
-Need = Literal["response", "count", "embeddings", "rerank"]
-"""What a request needs from a node: a generated response, a token count, vectors, or scores."""
+Need = Literal["response", "count", "embeddings", "rerank", "relay"]
+"""What a request needs from a node: a generated response, a token count, vectors, scores, or a server that reads it."""
 _CAPABILITIES: dict[Need, tuple[tuple[str, ...], str]] = {
     "response": (("chat",), "generates no text"),
     "embeddings": (("embeddings",), "makes no embeddings"),
@@ -177,6 +177,8 @@ class LeasePool:
     def check_capable(self, model: str, need: Need) -> None:
         """Raises UnsupportedModality where it is known that `model` cannot do what a request needs, with a model that
         can. A model whose files no node has read yet passes."""
+        if need == "relay":
+            self._check_server(model)
         if need not in _CAPABILITIES:
             return
         capabilities, problem = _CAPABILITIES[need]
@@ -185,12 +187,24 @@ class LeasePool:
             for node in self._fleet_state.fleet.nodes
             for name, held in node.residencies.items()
             if held.status.family is not None or held.state is ModelState.READY
+            if node.has_lifecycle  # what a foreign server can do is not known
         }
         if any(known.get(model, [True])):
             return
         others = sorted((name for name, can in known.items() if any(can)), key=lambda name: (not known[name][0], name))
         advice = f"use {others[0]}" if others else f"no model of this fleet has the capability `{capabilities[0]}`"
         raise UnsupportedModality(f"{model} {problem}; {advice}.", details={"models": others[:8]})
+
+    def _check_server(self, model: str) -> None:
+        """Raises UnsupportedModality for a model that is known to run on the built-in engine everywhere."""
+        spec = self._fleet_state.fleet.catalogue.spec(model)
+        nodes = [node for node in self._fleet_state.fleet.nodes if model in node.residencies]
+        harnesses = {node.residencies[model].status.harness if node.has_lifecycle else None for node in nodes}
+        if spec.harness is None and harnesses and harnesses <= {"torch", "candle"}:
+            raise UnsupportedModality(
+                f"{model} runs on the built-in engine, which serves conversations, embeddings and scores; use a model "
+                "that a server of its own runs (`harness`)."
+            )
 
     def release(self, lease: Lease) -> bool:
         """End a lease; True when that was the last one for its model on its node."""

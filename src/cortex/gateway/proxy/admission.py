@@ -42,9 +42,17 @@ class AdmissionController:
         """The key of a request, from its headers alone; None on an open gateway. Raises InvalidAPIKey."""
         return self.meter.key(request)
 
-    def admit(self, key: KeySection | None, prompt_bytes: int, facts: Facts) -> AdmittedRequest:
-        """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it."""
-        reservation = self.meter.admit(key, prompt_bytes, facts, partial(self._dispatcher.context_tokens, facts.model))
+    def admit(
+        self, key: KeySection | None, prompt_bytes: int, facts: Facts, *, is_counted: bool = False
+    ) -> AdmittedRequest:
+        """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it.
+
+        `is_counted`: `prompt_bytes` are tokens."""
+        dispatcher, model = self._dispatcher, facts.model
+        context = partial(dispatcher.context_tokens, model)
+        reservation = self.meter.admit(
+            key, prompt_bytes, facts, context, lambda: dispatcher.spec(model).cost, is_counted=is_counted
+        )
         try:
             resolution = self._dispatcher.resolve(facts.model)
             reservation.check_model(resolution.model_id)

@@ -7,6 +7,7 @@ import ssl
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from cortex.http.composed_body import Body
 from cortex.http.head import NOT_FOR_NODES, encode_head, end_to_end
 from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
@@ -73,7 +74,7 @@ class Pool:
         method: bytes,
         target: bytes,
         headers: Headers,
-        body: bytes,
+        body: Body,
         sink: Sink,
         silence_s: float | None = None,
     ) -> UpstreamCall:

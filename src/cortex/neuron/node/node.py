@@ -31,6 +31,7 @@ from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
+from cortex.neuron.node.loading.model_folders import scan_folders
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding, equal_parts
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
@@ -44,6 +45,7 @@ from cortex.neuron.node.status import ServedModel, describe_node
 from cortex.neuron.node.survey_process.client import SurveyProcess, Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.node.text.work import TextSource
+from cortex.neuron.servers.ready_made import installed
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, read_devices
@@ -94,7 +96,8 @@ class Node:
         self._surveys = (parts.surveys or partial(_survey_process, limits))()
         lead = Lead(config, self.devices, forecast, parts.connect_peer)
         engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, lead)
-        commands = [CommandHarness(entry, config, parts.read_devices) for entry in config.commands]
+        servers = {entry.name: entry for entry in (*installed(), *config.commands)}
+        commands = [CommandHarness(entry, config, parts.read_devices) for entry in servers.values()]
         self._harnesses = Harnesses(engine, *commands, *parts.harnesses)
         usable = [name for name in self._harnesses.names if engine.is_usable or name not in engine.names]
         self.discovery = describe_node(inventory, limits.sleep_mb, tuple(usable))
@@ -169,7 +172,7 @@ class Node:
         warn_of_unknown_devices(config.devices, inventory)
         if node._engine.is_usable:
             node._run_in_background(node.devices.warm(), "import the engine")
-        await node._scan_cache()
+        await node.scan_library()
         node._regular = [
             node._tasks.start("sample devices", node._keep_sampling),
             node._tasks.start("survey models", node._keep_surveying),
@@ -377,11 +380,14 @@ class Node:
         while True:
             await self._loader.survey_library()
             await asyncio.sleep(_SCAN_S)
-            await self._scan_cache()
+            await self.scan_library()
 
-    async def _scan_cache(self) -> None:
+    async def scan_library(self) -> None:
+        """Lists the models whose files have come, and no longer those whose files are gone."""
         if self._engine.is_usable:  # nothing else runs models that no entry names
             self._library.discovered(await asyncio.to_thread(scan_cache, self._library.cache))
+        found = await asyncio.to_thread(scan_folders, self._library.folders)
+        self._models.forget(self._library.found_in_folders(found))
         await self.files.scan()
 
 

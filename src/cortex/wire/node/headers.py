@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from itertools import islice
-from urllib.parse import quote
 
 from cortex.wire.errors import MAX_ECHO
 from cortex.wire.requests import GenerateRequest
@@ -31,6 +29,9 @@ WAITED = "x-cortex-waited-ms"
 
 PROMPT_TOKENS = "x-cortex-prompt-tokens"
 """The tokens of a prompt that is larger than `TOKEN_LIMIT`, in the error of the node."""
+
+RELAYED = "x-cortex-relayed"
+"""In a response of the server that runs the model, which the node has not read: its usage is in the body."""
 
 RECOVERS = "x-cortex-recovers"
 """In the error of a node that loads the model again after a fault: the request can wait for that, or go elsewhere."""
@@ -76,9 +77,3 @@ def listed(values: Iterable[str]) -> str:
     starts = (value[:MAX_ECHO] for value in islice(values, MAX_ECHO))  # no more than these can be shown
     kept = ("".join(c for c in start if c.isascii() and c.isprintable() and c != ",") for start in starts)
     return ", ".join(dict.fromkeys(kept))[:MAX_ECHO]
-
-
-@lru_cache(maxsize=4096)
-def header_value(text: str) -> bytes:
-    """`text`, any name that an operator chose, as a safe header value."""
-    return quote(text, safe=" @._-").encode()

@@ -30,8 +30,10 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
 
     Checks versions, configuration, databases, gateway, nodes, devices, ports, disk and cache. Exit code 1 when there is
     a problem.
-    With --config, the gateway is expected at the address in that file, unless --url names another.
+    With --config, the gateway is expected at the address in that file, unless --url names another. Variables come also
+    from the file next to it that the systemd unit reads: cortex.env for cortex.toml.
     """
+    environment = list(configuration_checks.environment(config))
     listens = configuration_checks.addresses(config)
     expected = config if gateway.url == DEFAULT_URL else None
     if expected is not None:
@@ -40,6 +42,7 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
     findings = [
         *checks.versions(),
         *checks.engine(),
+        *environment,
         *configuration_checks.config(config),
         *configuration_checks.discovery(config),
         *configuration_checks.references(config),

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from cortex.engine_packages import REMEDY, missing_packages
-from cortex.neuron.config import ENGINE_NAMES, NeuronConfig
+from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.recipes import Recipe
@@ -21,6 +21,7 @@ from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.survey_process.protocol import Read
+from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.any_of import AnyOf, LockDevices
 from cortex.neuron.worker.model_host import ModelHost

@@ -1,5 +1,5 @@
 // Chat with one model, or with two side by side. A response goes on while another view is open.
-import { baseUrl, get } from "../api.js";
+import { baseUrl, get, put, remove } from "../api.js";
 import { bodyFor, emptyReply, newConversation, readConversations, streamChat, writeConversations } from "../chat.js";
 import { html, signal, useEffect, useLayoutEffect, useRef, useState } from "../html.js";
 import { CopyButton, Dialog, Empty, Menu, MenuItem, Problem, notify, useLoaded } from "../parts.js";
@@ -29,8 +29,28 @@ function redraw() {
   }, REDRAW_MS);
 }
 
+const pathOf = (conversation) => `session/conversations/${encodeURIComponent(conversation.id)}`;
+
+/** Where the gateway keeps conversations, this browser adds those of others, newest first. */
+async function fetchConversations(who) {
+  try {
+    const { conversations: kept } = await get("session/conversations");
+    if (owner !== who) return;
+    const known = new Map(kept.filter((each) => Array.isArray(each?.turns)).map((each) => [each.id, each]));
+    for (const each of conversations.value) {
+      if (each === current.value || !(known.get(each.id)?.changed > each.changed)) known.set(each.id, each);
+    }
+    conversations.value = [...known.values()].sort((one, other) => other.changed - one.changed);
+  } catch (problem) {
+    notify(`Conversations of other browsers could not be loaded: ${problem.message}`, "bad");
+  }
+}
+
 function save() {
   current.value.changed = Date.now();
+  if (session.value?.conversations && current.value.turns.length) {
+    put(pathOf(current.value), current.value).catch((problem) => notify(`The conversation stays in this browser: ${problem.message}`, "bad"));
+  }
   const others = conversations.value.filter((each) => each !== current.value);
   conversations.value = current.value.turns.length ? [current.value, ...others] : others;
   if (!writeConversations(session.value?.name, conversations.value)) {
@@ -90,6 +110,7 @@ export default function Playground() {
     owner = who;
     conversations.value = readConversations(who);
     current.value = null;
+    if (session.value?.conversations) fetchConversations(who);
   }
   const models = (list?.data ?? []).filter((model) => model.capabilities.chat);
   useEffect(() => {
@@ -120,6 +141,7 @@ function History({ models }) {
     event.stopPropagation();
     conversations.value = conversations.value.filter((other) => other !== each);
     writeConversations(session.value?.name, conversations.value);
+    if (session.value?.conversations) remove(pathOf(each)).catch(() => {});
     if (current.value === each) begin(each.models);
   };
   const choose = (each) => {

@@ -24,7 +24,7 @@ KERNELS = {"neuron.kernels", "neuron.delta_sizes", "quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.vision", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", "units", *MODELS}
-WORKER = {"neuron.worker", "ipc", "routing", "tasks", "telemetry", "wire", *ENGINE}
+WORKER = {"neuron.worker", "engine_packages", "ipc", "routing", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.vision", "neuron.weights"}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
 PICTURES = {"neuron.picture_process", "ipc", "settings", "neuron.vision", "wire"}
@@ -65,6 +65,7 @@ class Rule:
 RULES: dict[str, Rule] = {
     "": Rule(set(), frozenset()),
     "build": Rule({"cortex"}, frozenset()),
+    "engine_packages": Rule(set(), frozenset()),
     "exits": Rule(set(), frozenset()),
     "open_files": Rule(set(), frozenset()),
     "quant_names": Rule(set(), frozenset()),
@@ -109,7 +110,7 @@ RULES: dict[str, Rule] = {
     "neuron.node": Rule(NODE),
     "neuron.api": Rule(API),
     "neuron": Rule(NEURON),
-    "cli": Rule({"cli", "cortex", *GATEWAY, *NEURON}),
+    "cli": Rule({"cli", "cortex", "engine_packages", *GATEWAY, *NEURON}),
 }
 
 
@@ -346,6 +347,20 @@ for package in packages:
 GATEWAY_ONLY = frozenset(
     {"torch", "triton", "numpy", "aiohttp", "huggingface_hub", "tokenizers", "opentelemetry", "cortex.neuron"}
 )
+NO_ENGINE = frozenset(
+    {
+        "torch",
+        "triton",
+        "transformers",
+        "tokenizers",
+        "huggingface_hub",
+        "numpy",
+        "safetensors",
+        "jinja2",
+        "llguidance",
+        "PIL",
+    }
+)
 NOT_ON_A_GPU_HOST = frozenset(
     {"msgspec", "httptools", "llguidance", "uvloop", "click", "rich", "jinja2", "huggingface_hub", "transformers"}
 )
@@ -376,9 +391,9 @@ def import_without(blocked: frozenset[str], *packages: str, source: Path = SOURC
             id="prompts are parsed and encoded without torch",
         ),
         pytest.param(
-            frozenset({"torch", "triton", "transformers", "tokenizers", "huggingface_hub"}),
+            NO_ENGINE,
             ("cortex.neuron.api", "cortex.neuron.node", "cortex.neuron.tokenizer_process", "cortex.ipc"),
-            id="a node's HTTP process runs without torch, tokenizers and the hub's client",
+            id="a node's HTTP process runs without the engine's packages",
         ),
         pytest.param(
             NOT_ON_A_GPU_HOST,

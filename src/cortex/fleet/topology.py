@@ -163,9 +163,10 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     def why_draining(self) -> str:
         return f"drained by the operator: run `cortex undrain {self.name}`" if self.drained else "shutting down"
 
-    def has_harness(self, name: str | None) -> bool:
-        """None: any."""
-        return bool(self.harnesses) if name is None else name in self.harnesses
+    def harness_of(self, spec: ModelSpec) -> str:
+        """What runs the model here: by the catalogue, as this node is configured, or by default the engine."""
+        held = self.residencies.get(spec.id)
+        return spec.harness or (held.status.harness if held is not None else "torch")
 
     def nodes_of(self, spec: ModelSpec) -> tuple[str, ...]:
         """The nodes that share a model which this one serves: by the catalogue, or as this one is configured. Empty:

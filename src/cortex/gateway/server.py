@@ -53,6 +53,7 @@ from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.activity_file import ActivityFile
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.accounting.request_log import RequestLog
+from cortex.gateway.proxy.accounting.running import RunningRequests
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import CONTROL_BODY_BYTES, api_server, client_limits, paths_without_key
@@ -138,6 +139,7 @@ class Gateway:
             ticker=self._ticker,
             disconnected_usage=DisconnectedUsage(),
             activity=ActivityLog(config.activity),
+            running=RunningRequests(),
             parser=parser,
             pictures=PictureInlining(config.pictures, fetcher or PictureFetcher(self._ticker), parser),
             buffered=Buffered(limits.buffered_bytes),
@@ -168,7 +170,14 @@ class Gateway:
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
             ModelLogRoutes(self.dispatcher, self._nodes, self._metering, self._deferred),
             JobRoutes(board, self._metering),
-            ActivityRoutes(self._services.activity, self._request_log, self._metering, self._streams, self._deferred),
+            ActivityRoutes(
+                self._services.activity,
+                self._request_log,
+                self._services.running,
+                self._metering,
+                self._streams,
+                self._deferred,
+            ),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
             KeyRoutes(self._metering, files.path if files is not None else None, self._reload_files, self._deferred),
         )

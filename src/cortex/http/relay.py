@@ -160,6 +160,23 @@ class Relay:
             self.exchange.respond(status, [*headers, *self._extra_headers], body)
         self._done(Outcome.REJECTED)
 
+    def cancel(self, status: int, headers: Headers, body: bytes, events: bytes) -> None:
+        """End the exchange now, at the node too, wherever it is. As `reject`, also after bytes of the node were passed
+        on: `events` follow a whole event of its stream, and a body of another kind is cut off."""
+        if self.closed:
+            return
+        if self._call is not None:
+            self._call.abort()
+            self._call = None
+        if not self.exchange.started:
+            self.exchange.respond(status, [*headers, *self._extra_headers], body)
+        elif self._mode is _PLAIN:
+            self.exchange.abort()
+        else:
+            self.exchange.write(self._body.escape() + events)
+            self.exchange.finish(keep_alive=False)
+        self._done(Outcome.CANCELLED)
+
     def drop(self) -> None:
         """The caller does not need the response: end the call, if it runs."""
         if self._call is not None:

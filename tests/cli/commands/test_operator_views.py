@@ -182,3 +182,11 @@ def test_printed_curl_carries_a_key_only_where_the_gateway_has_keys(tmp_path: Pa
 
     assert '-H "authorization: Bearer $CORTEX_API_KEY"' in printed(has_keys=True)
     assert "authorization" not in printed(has_keys=False)
+
+
+def test_filter_that_the_gateway_rejects_is_a_mistake_in_the_command_line(
+    gateway: CannedGateway, invoke: Invoke
+) -> None:
+    error = {"message": "Invalid value for 'status': use a status such as 200.", "code": "invalid_value"}
+    gateway.responses["GET", "/fleet/activity?status=banana&limit=20&after=0"] = (400, {"error": error})
+    assert invoke("logs", "--status", "banana").code is ExitCode.USAGE

@@ -14,6 +14,7 @@ import msgspec
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import CommandError, ExitCode, Group, check_environment
 from cortex.cli.ledger_source import ask, configuration
+from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, table
 from cortex.gateway.config import Config, load
 from cortex.gateway.database import StoreError
@@ -37,7 +38,9 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("name")
-@click.option("--model", "models", multiple=True, help="A model it may use, or a pattern with *; repeat for more.")
+@click.option(
+    "--model", "models", type=MODEL, multiple=True, help="A model it may use, or a pattern with *; repeat for more."
+)
 @click.option("--requests-per-min", type=click.IntRange(1), help="Limit of requests per minute.")
 @click.option("--window-tokens", type=click.IntRange(0), help="Limit of tokens within the window.")
 @click.option("--window-s", type=click.IntRange(60), default=86400, show_default=True, help="Length of the window.")
@@ -111,7 +114,9 @@ def add(
 
 @keys.command()
 @click.argument("key", metavar="NAME_OR_ID")
-@click.option("--model", "models", multiple=True, help="A model it may use, or a pattern with *; repeat for more.")
+@click.option(
+    "--model", "models", type=MODEL, multiple=True, help="A model it may use, or a pattern with *; repeat for more."
+)
 @click.option("--requests-per-min", type=click.IntRange(1), help="Limit of requests per minute.")
 @click.option("--window-tokens", type=click.IntRange(0), help="Limit of tokens within the window.")
 @click.option("--window-s", type=click.IntRange(60), help="Length of the window.")

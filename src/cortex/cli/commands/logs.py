@@ -16,6 +16,7 @@ from rich.text import Text
 
 from cortex.cli.client import GatewayClient, GatewayUnreachable, gateway_options
 from cortex.cli.failures import Command, CommandError
+from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json
 
 POLL_S = 1.0
@@ -27,7 +28,9 @@ _TITLES = ("TIME", "STATUS", "TTFT", "TOTAL", "TOK/S", "TOKENS", "NODE", "KEY", 
 @click.option("-f", "--follow", is_flag=True, help="Wait for further requests until Ctrl-C.")
 @click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many of each.")
 @click.option(
-    "--model", help="Only requests for this model; * matches any text. Also the output of the server that runs it."
+    "--model",
+    type=MODEL,
+    help="Only requests for this model; * matches any text. Also the output of the server that runs it.",
 )
 @click.option("--server", is_flag=True, help="Only the output of the server that runs --model.")
 @click.option("--key", help="Only requests with the key of this name or id.")

@@ -234,9 +234,9 @@ def _find_room(
 
 def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger]) -> list[DeviceLedger]:
     """The devices to consider; a host with GPUs does not run models on its CPU."""
-    kind = "cuda" if any(device.kind == "cuda" for device in devices) else "cpu"
+    gpus = [device for device in devices if device.kind != "cpu"]
     smallest = spec.min_device_vram_mb * MEBIBYTE
-    return [device for device in devices if device.kind == kind and device.total_bytes >= smallest]
+    return [device for device in gpus or devices if device.total_bytes >= smallest]
 
 
 def _device_count(

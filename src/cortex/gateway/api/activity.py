@@ -1,4 +1,5 @@
-"""`/fleet/activity`: the latest requests, and those of the request log, listed, one in full, live, and forgotten.
+"""`/fleet/activity`: the latest requests, and those of the request log, listed, one in full, live, and forgotten;
+those that run, and their cancellation.
 
 Operators see all requests. The owner of another key sees the requests of that key, without the names of nodes.
 """
@@ -20,6 +21,7 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
 from cortex.gateway.proxy.accounting.request_log import Matches, RequestLog
+from cortex.gateway.proxy.accounting.running import RunningRequest, RunningRequests
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
@@ -29,6 +31,7 @@ from cortex.wire.errors import CortexError, InvalidValue, RouteNotFound, shorten
 
 PATH = "/fleet/activity"
 EVENTS_PATH = f"{PATH}/events"
+RUNNING_PATH = f"{PATH}/running"
 MAX_LISTED = 1000
 
 log = logging.getLogger(__name__)
@@ -41,12 +44,14 @@ class ActivityRoutes:
         self,
         activity: ActivityLog,
         request_log: RequestLog,
+        running: RunningRequests,
         metering: Metering,
         streams: EventStreams,
         deferred: DeferredResponses,
     ) -> None:
         self._activity = activity
         self._log = request_log
+        self._running = running
         self._deferred = deferred
         self._streams = streams
         self._metering = metering
@@ -71,6 +76,12 @@ class ActivityRoutes:
                 self._deferred.respond(exchange, self._logged(request, key))
                 return None
             return self._list(request, key)
+        if path == RUNNING_PATH:
+            expect(request, b"GET", b"HEAD")
+            return self._list_running(key)
+        if path.startswith(f"{RUNNING_PATH}/"):
+            expect(request, b"DELETE")
+            return self._cancel(path.removeprefix(f"{RUNNING_PATH}/"), key)
         expect(request, b"GET", b"HEAD", b"DELETE")
         request_id = path.removeprefix(f"{PATH}/")
         if request.method == b"DELETE":
@@ -142,6 +153,25 @@ class ActivityRoutes:
                 raise _unavailable(error) from error
         return json_response({"removed": num_removed})
 
+    def _list_running(self, key: KeySection | None) -> Response:
+        """Oldest first."""
+        found = [_running_json(running, key) for _, running in self._running if _is_shown(running, key)]
+        return json_response({"requests": found})
+
+    def _cancel(self, request_id: str, key: KeySection | None) -> Response:
+        """Ends every request of this id, which clients may choose, that the key may see."""
+        by = "its owner" if key is not None and not key.operator else "the operator of this gateway"
+        cancelled = [
+            request
+            for request, running in self._running
+            if running.id.decode() == request_id and _is_shown(running, key)
+        ]
+        for request in cancelled:
+            request.cancel(by)
+        if not cancelled:
+            raise RouteNotFound(f"No request {shorten(request_id)} runs; GET {RUNNING_PATH} lists those that do.")
+        return json_response({"cancelled": len(cancelled)})
+
     def _stream(self, exchange: Exchange, key: KeySection | None) -> None:
         """Send every request that ends from now on. A slow reader loses requests, not the connection."""
         matches = _filter(exchange.request)
@@ -163,7 +193,7 @@ def _is_operator(key: KeySection | None) -> bool:
     return key is None or key.operator
 
 
-def _is_shown(record: RequestRecord, key: KeySection | None) -> bool:
+def _is_shown(record: RequestRecord | RunningRequest, key: KeySection | None) -> bool:
     return key is None or key.operator or record.key_id == key.id
 
 
@@ -228,6 +258,21 @@ def _as_json(record: RequestRecord, key: KeySection | None, *, in_full: bool = F
     if record.capture is not None:
         body["capture"] = _capture_json(record.capture) if in_full else True
     return body
+
+
+def _running_json(running: RunningRequest, key: KeySection | None) -> dict[str, Any]:
+    return {
+        "id": running.id.decode(),
+        "key": running.key_name,
+        "model": running.model,
+        "node": running.node if _is_operator(key) else None,
+        "dialect": running.dialect,
+        "path": running.path.decode(),
+        "stream": running.stream,
+        "phase": running.phase,
+        "duration_s": round(running.duration_s, 4),
+        "attempts": running.num_attempts,
+    }
 
 
 def _capture_json(capture: Capture) -> dict[str, Any]:

@@ -162,8 +162,10 @@ class Dispatcher(StateMachine):
         Raises Overloaded, ShuttingDown or UnsupportedModality. While an event is applied every request is queued,
         because the state is about to change.
         """
-        if pending.need == "count":
-            pending.deliver(self._leases.tokeniser(pending.model, has_pictures=pending.has_pictures))
+        if pending.need == "count" and (
+            lease := self._leases.tokeniser(pending.model, has_pictures=pending.has_pictures)
+        ):
+            pending.deliver(lease)
             return
         self._leases.check_capable(pending.model, pending.need)
         if not self._is_applying and (lease := self._leases.acquire_for(pending, pending.excluded)):

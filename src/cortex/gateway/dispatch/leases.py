@@ -180,14 +180,15 @@ class LeasePool:
         known = [context for context in contexts if context is not None]
         return max(known) if known and len(known) == len(contexts) else None
 
-    def tokeniser(self, model: str, *, has_pictures: bool = False) -> Lease:
-        """A node that can count tokens for `model`, loaded or not. Raises UnsupportedModality when none can."""
-        candidates = [
-            node
-            for node in self._fleet_state.fleet.nodes
-            if node.healthy and model in node.residencies and "anthropic_messages" in node.dialects
-        ]
+    def tokeniser(self, model: str, *, has_pictures: bool = False) -> Lease | None:
+        """A node that can count tokens for `model`, loaded or not. None: no node has its files yet; a load brings them.
+        Raises UnsupportedModality when no node ever can."""
+        fleet = self._fleet_state.fleet
+        able = [node for node in fleet.nodes if node.healthy and "anthropic_messages" in node.dialects]
+        candidates = [node for node in able if model in node.residencies]
         if not candidates:
+            if fleet.catalogue.has(model) and any(node.has_lifecycle for node in able):
+                return None
             raise UnsupportedModality(
                 f"No node that is up can count tokens for {model}; start a neuron that lists the model."
             )

@@ -7,12 +7,12 @@ while the response is relayed. Its `RequestAccounting` records the result.
 from __future__ import annotations
 
 import asyncio
-from functools import lru_cache
 
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
 from cortex.gateway.proxy import outgoing_headers
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
+from cortex.gateway.proxy.accounting.running import RunningRequest
 from cortex.gateway.proxy.accounting.usage import reported_usage
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
@@ -26,12 +26,12 @@ from cortex.gateway.proxy.redaction import (
 )
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import JSON_HEADERS, Route, error_response
+from cortex.gateway.proxy.routes import keepalive as keepalive_of
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation
-from cortex.http.observer import Keepalive, ObservedRelay, Outcome
+from cortex.http.observer import ObservedRelay, Outcome
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
-from cortex.http.response_head import stream_headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault
 from cortex.parsing.envelope import Envelope
@@ -41,11 +41,9 @@ from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
-from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
+from cortex.wire.errors import CortexError, RequestCancelled, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import DIMENSIONS, PROMPT_TOKENS, RECOVERS, RELAYED
-from cortex.wire.node.protocol import Dialect as DialectName
 
 _USAGE_HEADER = usage_report.HEADER.encode()
 _DIMENSIONS_HEADER = DIMENSIONS.encode()
@@ -123,13 +121,15 @@ class ProxyRequest:
         self._accounting = RequestAccounting(
             services, route, admitted, id, span, num_bytes, num_choices, is_stream, started_at
         )
-        keepalive = _keepalive(route.dialect, services.config.keepalive_s) if is_stream else None
+        keepalive = keepalive_of(route.dialect, services.config.keepalive_s) if is_stream else None
         headers, capture = route.id_headers(id), None
         if keeper is not None:
             headers, capture = (*headers, *keeper.headers), keeper.capture
         relay = Relay(exchange, self, services.ticker, keepalive, headers, capture)
         self._relay: Relay | None = None if relay.closed else relay
         """Cleared in `on_done`: request and relay refer to each other, and the cycle would outlive them."""
+        if self._relay is not None:
+            services.running.add(self)
 
     def go(self) -> None:
         """Get a lease for a node, or wait for one."""
@@ -160,13 +160,12 @@ class ProxyRequest:
     def _deliver(self, result: Lease | CortexError) -> None:
         """There is a lease, or there will be none."""
         self._pending = None
-        if isinstance(result, Lease):
-            try:
-                self._send(result)
-            except CortexError as error:
-                self._reject(error)
-        else:
-            self._reject(result)
+        try:
+            if isinstance(result, CortexError):
+                raise result
+            self._send(result)
+        except CortexError as error:
+            self._reject(error)
 
     def _send(self, lease: Lease) -> None:
         assert self._relay is not None  # nothing is sent after the end
@@ -229,6 +228,20 @@ class ProxyRequest:
         if self._relay is not None:
             self._relay.reject(*response, self.route.codec.stream_error(error))
 
+    def running(self) -> RunningRequest:
+        return self._accounting.running(self._lease)
+
+    def cancel(self, by: str) -> None:
+        """End the request, at its node too; the client gets an error."""
+        if (relay := self._relay) is None:
+            return
+        error = RequestCancelled(f"The request was cancelled by {by}.")
+        self._accounting.failed_with(error)
+        response = error_response(error, self.route.family)
+        if not relay.exchange.started:
+            self._accounting.status = response.status
+        relay.cancel(*response, self.route.codec.stream_error(error))
+
     # --- the relay's callbacks
 
     def on_head(self, relay: ObservedRelay, status: int, headers: Headers) -> bool:
@@ -246,14 +259,16 @@ class ProxyRequest:
         lease = self._lease
         if status < 400 and lease is not None and not lease.has_lifecycle:
             self.services.nodes[lease.node].served_needs.add((lease.model, self.route.need))
+        key = self.admitted.key
         if status < 400 or lease is None:
-            self._hide_details_of_foreign_streams(relay)
+            is_foreign = lease is not None and not lease.has_lifecycle and self._translation is None
+            if is_foreign and self._accounting.stream and key is not None and not key.operator:
+                relay.translate(StreamRedaction(key, self.route.codec.stream_error))
             return True
         if status in NOT_ADMITTED and lease.has_lifecycle:
             # The client's key was checked here. This is about the gateway's own key for the node.
             self.on_fault(relay, NotAdmitted(f"status {status}: the node does not admit this gateway, check key_env"))
             return False
-        key = self.admitted.key
         if status == errors.InvalidAPIKey.status or hides_errors_of(key, status):
             relay.translate(ErrorRedaction(key, self.route.family, self._error_of_node))
         if not self.route.runs_model or self._accounting.num_attempts >= MAX_ATTEMPTS:
@@ -288,13 +303,6 @@ class ProxyRequest:
             return self.admitted.reservation.extend(counted) != before
         except CortexError:
             return False
-
-    def _hide_details_of_foreign_streams(self, relay: ObservedRelay) -> None:
-        key, lease = self.admitted.key, self._lease
-        if key is None or key.operator or lease is None or lease.has_lifecycle:
-            return
-        if self._accounting.stream and self._translation is None:
-            relay.translate(StreamRedaction(key, self.route.codec.stream_error))
 
     def on_first_data(self, relay: ObservedRelay) -> None:  # noqa: ARG002
         self._accounting.first_data_at = self.services.clock()
@@ -341,6 +349,7 @@ class ProxyRequest:
     def on_done(self, relay: ObservedRelay, outcome: Outcome) -> None:
         """Return the lease and account for the request."""
         self._relay = None
+        self.services.running.discard(self)
         if self._pending is not None:
             self.services.dispatcher.cancel(self._pending)
             self._pending = None
@@ -367,9 +376,3 @@ class ProxyRequest:
         self._accounting.close(lease, outcome, usage, tail.num_bytes)
         if self.keeper is not None:
             self.keeper.ended(self._accounting.status, outcome)
-
-
-@lru_cache(maxsize=16)
-def _keepalive(dialect: DialectName, interval_s: float) -> Keepalive:
-    codec = DIALECTS[dialect]
-    return Keepalive(codec.KEEPALIVE, interval_s, stream_headers(codec.CONTENT_TYPE))

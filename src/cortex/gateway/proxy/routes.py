@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 
 from cortex.gateway.dispatch.leases import Need
+from cortex.http.observer import Keepalive
 from cortex.http.request import Headers
+from cortex.http.response_head import stream_headers
 from cortex.http.server.server import Response
 from cortex.wire import error_encoding
 from cortex.wire.dialects.registry import DIALECTS, Dialect, family
@@ -121,6 +124,13 @@ ROUTES: dict[bytes, Route] = {
         OLLAMA_EMBEDDINGS,
     )
 }
+
+
+@lru_cache(maxsize=16)
+def keepalive(dialect: DialectName, interval_s: float) -> Keepalive:
+    """What clients of streams in this dialect get while they wait."""
+    codec = DIALECTS[dialect]
+    return Keepalive(codec.KEEPALIVE, interval_s, stream_headers(codec.CONTENT_TYPE))
 
 
 def opaque_route(path: bytes) -> Route | None:

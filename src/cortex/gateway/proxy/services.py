@@ -14,6 +14,7 @@ from cortex.gateway.metrics import Metrics
 from cortex.gateway.pictures.inlining import PictureInlining
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
+from cortex.gateway.proxy.accounting.running import RunningRequests
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
@@ -34,6 +35,7 @@ class Services:
     ticker: Ticker
     disconnected_usage: DisconnectedUsage
     activity: ActivityLog
+    running: RunningRequests
     parser: BodyParser
     pictures: PictureInlining
     buffered: Buffered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from cortex.neuron.weights.gguf.projector import WHOLE_TYPES, processor_config, 
 
 MAX_JSON_BYTES: Final = 16 << 20
 MAX_TEMPLATE_BYTES: Final = 1 << 20
+MAX_TOKENIZER_BYTES: Final = 128 << 20
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -61,6 +63,19 @@ def _gguf_picture_spec(model: Path) -> PictureSpec | None:
         return read_picture_spec({"model_type": whole, "vision_config": vision_config(file)}, processor_config(file))
     except ValueError as error:
         raise TextFileMalformed(f"the image processor of {beside} cannot be used: {error}") from error
+
+
+def token_search(directory: Path) -> Callable[[str], bool]:
+    """Whether a text is a token of its own, without a tokenizer: it stands in quotes in the file that has them."""
+    try:
+        content = read_limited(directory / "tokenizer.json", MAX_TOKENIZER_BYTES)
+    except FileNotFoundError:
+        return lambda _: False
+
+    def is_token(text: str) -> bool:
+        return json.dumps(text).encode() in content or json.dumps(text, ensure_ascii=False).encode() in content
+
+    return is_token
 
 
 def picture_spec(directory: Path) -> PictureSpec | None:

@@ -13,6 +13,7 @@ from rich.text import Text
 from cortex.cli.client import DEFAULT_URL, GatewayClient, gateway_options
 from cortex.cli.commands.doctor import checks, configuration_checks
 from cortex.cli.commands.doctor.checks import Finding, Severity
+from cortex.cli.commands.doctor.device_checks import devices
 from cortex.cli.failures import Command, ExitCode
 from cortex.cli.output import console, json_option, print_json
 from cortex.wire.words import plural
@@ -48,7 +49,7 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
         *configuration_checks.database(config),
         *checks.gateway(gateway, expected),
         *configuration_checks.nodes(config),
-        *checks.devices(),
+        *devices(),
         *checks.ports(listens),
         *checks.disk(),
         *checks.cache(),

@@ -6,6 +6,7 @@ import asyncio
 from functools import partial
 from pathlib import Path
 
+from cortex.engine_packages import REMEDY, missing_packages
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.quantised.layout import Layout
@@ -24,7 +25,7 @@ from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.any_of import AnyOf, LockDevices
 from cortex.neuron.worker.model_host import ModelHost
-from cortex.wire.errors import ModelUnsupported
+from cortex.wire.errors import ModelUnsupported, shorten
 from cortex.wire.node.load_options import drafts_from
 
 
@@ -50,8 +51,16 @@ class EngineHarness:
         self._config = config
         self._devices = devices
         self._lead = lead
+        self._objection = _objection(devices)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can run models on this node at all."""
+        return self._objection is None
 
     def check(self, model: KnownModel) -> None:
+        if self._objection is not None:
+            raise ModelUnsupported(f"{shorten(model.id)}: {self._objection}")
         self._lead.reject_unsupported(model)
 
     def needs_files(self, model: KnownModel) -> bool:  # noqa: ARG002 - as Harness has it
@@ -60,6 +69,7 @@ class EngineHarness:
     async def read(self, model: KnownModel, path: Path) -> tuple[ModelFacts, dict[str, Footprint]]:
         """Raises LoadFailed for damaged files, and ModelUnsupported for a family that the engine does not have or a
         quantisation that the files are not in, or that the devices do not support at load."""
+        self.check(model)
         facts = await self.inspect(model, path)
         devices = self._devices.all
         if facts.recipe is not None and not all(self.estimates.quantises(each, facts.recipe) for each in devices):
@@ -139,6 +149,22 @@ class EngineHarness:
 
     async def close(self) -> None:
         await self._devices.close()
+
+
+def _objection(devices: NodeDevices) -> str | None:
+    """Why the engine cannot run models on this node, and what to do."""
+    through = "or name one of the node's [[harnesses]] as the `harness` of the model"
+    if missing := missing_packages():
+        return (
+            f"the engine is not installed on this node ({', '.join(missing)} missing), so it runs models through "
+            f"harnesses only; {REMEDY} there, {through}"
+        )
+    if devices.all[0].kind == "rocm":
+        return (
+            f"the engine does not run on {devices.all[0].name}, only harnesses do; {through.removeprefix('or ')}, or "
+            "start the node with ROCR_VISIBLE_DEVICES set to nothing to run models on its CPU"
+        )
+    return None
 
 
 def _not_quantised(model: KnownModel, recipe: Recipe) -> ModelUnsupported:

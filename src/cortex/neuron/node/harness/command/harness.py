@@ -25,7 +25,7 @@ from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.text.model import TextSurvey
-from cortex.neuron.worker import gpu_processes
+from cortex.neuron.worker import amd, gpu_processes
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.tasks import finish_all
@@ -52,6 +52,7 @@ class ServedFiles:
     num_layers: ClassVar[int] = 0
     has_stages: ClassVar[bool] = False
     pooling: ClassVar[None] = None
+    stored: ClassVar[None] = None
 
     @property
     def backend(self) -> str:
@@ -224,7 +225,7 @@ class CommandHarness:
         lock_devices: LockDevices,  # noqa: ARG002 - as Harness has it
     ) -> tuple[ModelHost, ChosenDevices]:
         entry, devices = self._entry, chosen.devices
-        is_on_gpus = devices[0].kind == "cuda"
+        is_on_gpus = devices[0].kind != "cpu"
         argv = entry.argv(has_gpus=is_on_gpus, has_context=model.context_tokens is not None)
         commands = entry.commands
         part = self.estimates.first_bytes(model, facts) / facts.num_ranks / max(1, devices[0].total_bytes)
@@ -254,7 +255,7 @@ class CommandHarness:
             chosen.indices,
             free_bytes if is_on_gpus else None,
             self.estimates.whole_bytes(model, facts),
-            lambda processes: gpu_processes.used_bytes(devices, processes),
+            lambda processes: _used_bytes(devices, processes),
         )
         host = CommandHost(
             model.id,
@@ -299,7 +300,7 @@ class CommandHarness:
             "CONTEXT": None if model.context_tokens is None else str(model.context_tokens),
             "DEVICES": ",".join(str(device.index) for device in devices),
             "GPU_IDS": _gpu_ids(devices),
-            "GPU_COUNT": str(sum(device.kind == "cuda" for device in devices)),
+            "GPU_COUNT": str(sum(device.kind != "cpu" for device in devices)),
             "MEMORY_FRACTION": f"{min(max(part, 0.01), 0.95):.2f}",
             "PID": str(pid),
         }
@@ -308,13 +309,25 @@ class CommandHarness:
 
 def _visible(devices: Sequence[Device]) -> dict[str, str]:
     """The server sees no other GPUs. Their ids are the same whatever the node itself sees."""
-    if devices[0].kind != "cuda":
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": _gpu_ids(devices)}
+    match devices[0].kind:
+        case "cuda":
+            return {"CUDA_VISIBLE_DEVICES": _gpu_ids(devices)}
+        case "rocm":  # HIP counts what ROCr leaves visible
+            visible = ",".join(map(str, range(len(devices))))
+            return {"ROCR_VISIBLE_DEVICES": _gpu_ids(devices), "HIP_VISIBLE_DEVICES": visible}
+        case "cpu":
+            return {}
+
+
+def _used_bytes(devices: Sequence[Device], processes: list[int]) -> int | None:
+    """The memory of these processes on the devices, where their driver tells it."""
+    if devices[0].kind == "rocm":
+        return amd.memory_of(processes) or None
+    return gpu_processes.used_bytes(devices, processes)
 
 
 def _gpu_ids(devices: Sequence[Device]) -> str:
-    return ",".join(device.uuid or str(device.index) for device in devices if device.kind == "cuda")
+    return ",".join(device.uuid or str(device.index) for device in devices if device.kind != "cpu")
 
 
 def _directory(path: Path) -> Path:

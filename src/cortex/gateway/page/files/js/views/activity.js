@@ -5,6 +5,7 @@ import { html, useEffect, useState } from "../html.js";
 import { Explanation, sentence } from "../orders.js";
 import { Badge, CopyButton, Dialog, Empty, Loading, Problem, notify, useLoaded } from "../parts.js";
 import { events, session } from "../state.js";
+import { Running } from "./running.js";
 
 const KEPT = 300;
 const APIS = {
@@ -84,6 +85,7 @@ function Requests({ operator }) {
         ${[1, 7, 30].filter((each) => each === 1 || each <= loggedDays).map((each) => html`<option key=${each} value=${each}>${each === 1 ? "Last day" : `Last ${each} days`}</option>`)}
       </select>`}
     </div>
+    <${Running} operator=${operator} />
     ${error && html`<${Problem} error=${error} />`}
     ${!rows && !error && html`<${Loading} what="the latest requests" />`}
     ${rows?.length === 0 && html`<${Empty} title=${query ? "No request matches the filter" : "No requests yet"}>${query ? "" : "They appear here as they end, from every client."}<//>`}
@@ -102,7 +104,7 @@ function Requests({ operator }) {
 }
 
 const statusKind = (row) => (row.status >= 400 || row.error ? "bad" : row.outcome === "complete" ? "good" : "warn");
-const statusText = (row) => (row.status >= 400 || row.outcome === "complete" ? String(row.status) : words(row.outcome));
+const statusText = (row) => ((row.status >= 400 && row.outcome !== "cancelled") || row.outcome === "complete" ? String(row.status) : words(row.outcome));
 const pools = (row) => /embed|rerank|score/.test(row.path); // vectors and scores, no text
 const words = (outcome) => outcome.replaceAll("_", " ");
 
